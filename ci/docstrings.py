@@ -36,7 +36,7 @@ _LOWER_NAMES = {"torch", "triton", "pytest", "torch's", "triton's", "pytest's", 
 _COUNTED = (
     r"once|twice|times|(?:row|key|token|slot|head|page|step|call|layer|line|word|column|sum|scale)s?|bytes|bits|blocks?|branch(?:es)?|kernels|"
     r"seconds|minutes|requests|cases|numbers|entry|entries|elements|threads|programs|channels|launches|files|"
-    r"(?:one|two|three|four)(?: \w+)?"
+    r"(?:one|two|three|four)(?: (?!in|of|on|for|with|as|by|from|to|at|is|has|that|was|when)\w+)?"
 )
 _UNIT = (
     r"backend|batch|block|branch|bucket|call|capture|case|channel|check|chunk|column|command|dimension|draft|element|fault|field|file|graph|group|"
@@ -77,7 +77,10 @@ PHRASES: tuple[tuple[str, str], ...] = (
     (r"\bblam(?:e|es|ed|ing)\b", "attribute"),
     (r"(?<=[.!] )Wh(?:at|o|oever|atever) [^.?!:]*[.!](?= |$)", "a sentence whose subject is a noun"),
 )
-_PHRASES = tuple((re.compile(pattern), instead) for pattern, instead in PHRASES)
+# A phrase may begin a sentence; only None is not "none".
+_PHRASES = tuple(
+    (re.compile(pattern, re.NOFLAG if "none" in pattern else re.IGNORECASE), instead) for pattern, instead in PHRASES
+)
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,7 @@ def findings(source: str) -> list[Finding]:
 
 
 def _strings(tree: ast.Module) -> tuple[list[tuple[int, str]], list[tuple[int, str]]]:
-    """Docstrings, attributes' among them, and other strings of several words, which somebody may read."""
+    """Docstrings, attributes' among them, and other strings of several words, except patterns of hints."""
     nodes = list(ast.walk(tree))
     bare = {
         id(statement.value)
@@ -131,7 +134,12 @@ def _strings(tree: ast.Module) -> tuple[list[tuple[int, str]], list[tuple[int, s
         for statement in node.body
         if isinstance(statement, ast.Expr)
     }
-    texts = [node for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    patterns = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"}
+    texts = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in patterns
+    ]
     docstrings = [(node.lineno, str(node.value)) for node in texts if id(node) in bare]
     return docstrings, [
         (node.lineno, str(node.value)) for node in texts if id(node) not in bare and " " in str(node.value)

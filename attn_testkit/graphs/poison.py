@@ -130,7 +130,7 @@ class Canaries:
     def extremes(self) -> tuple[tuple[torch.Tensor, int], ...]:
         """Bytes of the smallest and the largest word of all watched blocks, on the device, and how many bytes.
 
-        In three kernels: there may be hundreds of blocks. Nothing where there is none.
+        In three kernels: there may be hundreds of blocks. Nothing if there is none.
         """
         # The allocator's blocks are multiples of 512 bytes.
         wide = [block.view(torch.int64) for block in self._watched()]

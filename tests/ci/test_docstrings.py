@@ -68,6 +68,7 @@ BANNED = (
     "chains alone",
     "4 rows a request",
     "once a launch",
+    "Rows a request are counted",
     "one file a command",
     "pages beside the last",
     "it was mended",
@@ -106,6 +107,7 @@ ALLOWED = (
     "gives a request a page",
     "pages a server keeps hold rows",
     "makes a case",
+    "one inside a capture",
     "there is no gate",
     "it is no longer open",
     "it is None",
@@ -155,6 +157,11 @@ class A:
 def test_a_phrase_over_two_lines_is_found_and_a_name_is_not(check: ModuleType) -> None:
     assert [finding.line for finding in check.findings("x = 1\n# modes by\n# turns\ny = 2\n# by\n\n# turns\n")] == [2]
     assert not check.findings('claims = {"claimed": 1, "alone": 2}\n')
+
+
+def test_the_pattern_of_a_hint_is_not_a_text(check: ModuleType) -> None:
+    assert not check.findings('fault(slug="a", hint="only here|in graphs alone")\n')
+    assert check.findings('fault(slug="a", modelled="in graphs alone")\n')
 
 
 def test_a_count_that_rises_or_falls_differs_from_the_table(check: ModuleType) -> None:
