@@ -58,10 +58,13 @@ def matches_oracle(judgement: Judgement) -> list[Finding]:
         return []
     layer, row, head, dim, ratio = worst
     at, expected = (layer, row, head, dim), judgement.expected
+    # A ratio that is not large reads like a rounding error, but nothing was computed.
+    zeros = "" if judgement.out[layer, row].any() else ": a row of its output is all zeros"
+    request = int(expected.data.row_request[row])
     return [
         Finding(
             "matches-oracle",
-            f"request {int(expected.data.row_request[row])} differs from the oracle, {times(ratio)} over the limit",
+            f"request {request} differs from the oracle, {times(ratio)} over the limit{zeros}",
             where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}] = "
             f"{number(float(judgement.out[at]))}, want {number(float(expected.attention[at]))} "
             f"(limit {number(float(expected.attention_limit[at]))})",

@@ -35,6 +35,19 @@ def test_an_element_at_its_limit_is_right_and_the_next_above_is_wrong(at: tuple[
     assert missed.wrong_rows == (at[1],) == missed.wrong_requests
 
 
+def test_a_wrong_row_of_zeros_is_named_in_the_headline_and_no_other() -> None:
+    schedule = schedule_of(DECODE)
+    expected = expected_zeros(schedule)
+    expected.attention[1, 2] = 1.0
+    out = torch.zeros(SHAPE)
+    (finding,) = matches_oracle(Judgement(observation(schedule, expected, out), expected))
+    assert finding.headline.startswith("request 2 differs from the oracle, ")
+    assert finding.headline.endswith(" over the limit: a row of its output is all zeros")
+    out[1, 2, -1, -1] = 0.5
+    (finding,) = matches_oracle(Judgement(observation(schedule, expected, out), expected))
+    assert finding.headline.endswith(" over the limit"), "one number of the row was computed"
+
+
 def test_a_row_at_its_norms_limit_is_right_and_the_next_above_is_wrong() -> None:
     out = torch.zeros(SHAPE)
     out[1, 2, 3, :2] = torch.tensor([0.1875, 0.25])  # 3, 4 and 5 sixteenths
