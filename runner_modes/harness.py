@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image, stored_kv
+from attn_testkit.cases.data import DTYPES, StepData, pool_image, stored_kv
 from attn_testkit.cases.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.parts import parts_of
@@ -30,15 +30,14 @@ from attn_testkit.contract import (
     KVPool,
 )
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
+from attn_testkit.families.family import Watch
+from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
 from attn_testkit.results import NO_ROOM
+from attn_testkit.watches.packing import Bytes, Sent, bytes_of
+from attn_testkit.watches.past_modes import past_modes
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
-from .kv_groups import GroupWatch
-from .packing import Bytes, Sent, bytes_of
-from .past_modes import past_modes
-from .pool_watch import PoolWatch
-from .spread_watch import SpreadWatch
 from .tables import Tables
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
@@ -176,9 +175,10 @@ class ServerHarness:
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
         """(ids, trace) of a forward of a draft -> ids of the next, on the device."""
         self.case: Case = schedules[0].case
+        self.family = family_of(self.case)
         layers = tuple(
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
-            for layer in make_layers(self.case)
+            for layer in self.family.layers(self.case)
         )
         self.capabilities = backend_class.capabilities if claims is None else claims
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
@@ -194,14 +194,9 @@ class ServerHarness:
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
-        maps = self.case.head_maps
         self._is_spread = bool(way_of(self.case).pool_elements)
-        self.pool: GroupWatch | PoolWatch | SpreadWatch
-        """The KV pool, before a step and after it."""
-        if self._is_spread:
-            self.pool = SpreadWatch(self.context.kv_pool, schedules[0])
-        else:
-            self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
+        self.pool: Watch = self.family.memory(self.context, schedules[0])
+        """The memory that outlives a step, before a step and after it."""
         strided = self.capabilities.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
@@ -256,7 +251,7 @@ class ServerHarness:
         ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/places.py``).
         """
         with past_modes():
-            data = make_step_data(schedule, step, pattern)
+            data = self.family.data(schedule, step, pattern)
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))

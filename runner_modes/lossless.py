@@ -21,6 +21,9 @@ from attn_testkit.cases.trees import Tree
 from attn_testkit.checks.lossless import Said, Spoken
 from attn_testkit.contract import ForwardMode
 from attn_testkit.model import Model, Trace, pack, row_width
+from attn_testkit.watches.packing import Sent
+from attn_testkit.watches.pool_watch import PoolWatch
+from attn_testkit.watches.uploads import upload_into
 
 from .batches import batch_on_device, eager_batch
 from .capture import ScheduleGraphs, capture_schedules
@@ -29,10 +32,7 @@ from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
 from .harness import LoadedStep, ServerHarness
-from .packing import Sent
-from .pool_watch import PoolWatch
 from .replay import fill_static, view_of
-from .uploads import upload_into
 
 __all__ = ["run_loop"]
 

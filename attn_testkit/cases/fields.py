@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
+from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
@@ -29,6 +30,11 @@ class Heads:
     q_heads: int
     kv_heads: int
     """A divisor of ``q_heads``: as many (mha), fewer (gqa), 1 (mqa, mla)."""
+
+    @property
+    def layout(self) -> HeadLayout:
+        """What follows from the layout. Raises ``KeyError`` for one that is in no table."""
+        return HEAD_LAYOUTS[self.family]
 
     def __str__(self) -> str:
         ratio = self.q_heads // self.kv_heads

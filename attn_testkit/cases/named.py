@@ -60,7 +60,7 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
     if plain.heads.family == "mla" and max(claims.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
         yield replace(plain, heads=Heads("mla", max(claims.gqa_ratios), 1), data="gauss")
-    # One wrong key of thousands shows with one-hot values alone; see oracle/limits.py.
+    # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
     for dtype in sorted(claims.dtypes):
         new = (plain.width,) if plain.new else ()
         yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")

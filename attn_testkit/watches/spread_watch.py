@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.kv_groups import slot_map
-from attn_testkit.cases.schedule import Schedule
-from attn_testkit.contract import KVPool
-
+from ..cases.kv_groups import slot_map
+from ..cases.schedule import Schedule
+from ..contract import KVPool
 from .packing import Bytes
 from .past_modes import past_modes
 from .pool_rows import BITS, PoolRows

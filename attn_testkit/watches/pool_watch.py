@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.head_shapes import HeadMap
-from attn_testkit.contract import KVPool
-
+from ..cases.head_shapes import HeadMap
+from ..contract import KVPool
 from .packing import Bytes
 from .past_modes import past_modes
 from .pool_rows import BITS, Between, PoolRows

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ..cases.query_scales import E4M3, LARGEST_FP8, group_largest
+from ...cases.query_scales import E4M3, LARGEST_FP8, group_largest
 
 __all__ = ["query_rounding"]
 

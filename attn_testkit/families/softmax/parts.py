@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from ..cases.case import Case
-from ..cases.data import StepData, make_layers
-from ..cases.parts import parts_of
-from ..contract import AttentionLayer, KVPart
+from ...cases.case import Case
+from ...cases.data import StepData, make_layers
+from ...cases.parts import parts_of
+from ...contract import AttentionLayer, KVPart
 from .attention import Attention, attend
 from .limits import lse_limit, merged_limit, merged_lse_limit
 
