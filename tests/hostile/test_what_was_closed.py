@@ -71,7 +71,7 @@ for function in (*held, attention.attend):
     else:
         raise SystemExit(f"{function} answered")
 from attn_testkit.cases.case import parse_case
-assert FAMILIES["softmax"].layers(parse_case("decode-b1g1-mha2-d64-bf16-p16-k5-shuffled-gauss"))
+assert FAMILIES["softmax"].layers(parse_case("decode-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod"))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
