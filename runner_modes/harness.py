@@ -187,7 +187,6 @@ class ServerHarness:
         context = context_for(schedules, device, layers, own_layout)
         requests, columns = context.req_to_token.shape
         token = len(layers), row_width(layers)
-        self._is_mla = layers[0].is_mla
         most = _largest(schedules, "most_rows")
         self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
         tables = self._tables.req_to_token
@@ -255,7 +254,9 @@ class ServerHarness:
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
-            packed = pack(given.q, given.k, given.v, mla=self._is_mla, maps=self.case.head_maps)
+            packed = pack(
+                given.q, given.k, given.v, one_row=self.case.heads.layout.values_in_keys, maps=self.case.head_maps
+            )
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             # Not by np.unique: its first call imports a package, and a drive is no place for that.
             due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)

@@ -36,7 +36,7 @@ def device() -> Iterator[None]:
 def stored(pool: KVPool) -> torch.Tensor:
     """[L, 2 or 1, slots, H, D]: a view of all rows, for the layout that has one."""
     first = pool.get_key_buffer(0)
-    parts = 1 if pool.is_mla else 2
+    parts = 1 if pool.one_row else 2
     return first.as_strided((2, parts, *first.shape), (parts * first.numel(), first.numel(), *first.stride()), 0)
 
 

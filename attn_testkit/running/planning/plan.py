@@ -11,6 +11,7 @@ from enum import Enum
 from ...cases.case import Case, parse_case
 from ...cases.catalogue import TIERS, generate
 from ...cases.claimed import not_claimed
+from ...cases.head_layouts import latent
 from ...cases.large_cases import too_large_for_a_cpu
 from ...cases.untried import says_untried
 from ...checks import CHECKS
@@ -196,7 +197,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
     ("kv_layouts is empty", lambda c: not c.kv_layouts),
     ("page_sizes is empty", lambda c: not c.page_sizes),
     ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.head_dims)),
-    ("mla_rope_dims is empty", lambda c: "mla" in c.families and not c.mla_rope_dims),
+    ("mla_rope_dims is empty", lambda c: bool(latent(c)) and not c.mla_rope_dims),
     ("gqa_ratios is empty, and mha is not claimed", lambda c: "mha" not in c.families and not c.gqa_ratios),
     (
         "gqa and mqa need a number above 1 in gqa_ratios; as many query heads as KV heads is mha",
