@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import MISSING, fields
+
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.fields import Fields
 from .family import Family
@@ -14,10 +16,16 @@ FAMILIES = {family.name: family for family in (SOFTMAX,)}
 
 
 def register(family: Family) -> None:
-    """Add a family. Raises ``ValueError`` for a name that another one has, and for a dimension that there is not."""
+    """Add a family. Raises ``ValueError`` for the name of another one, for dimensions that there are not, and
+    without those that every case has a value in.
+    """
     unknown = family.dimensions - {dimension.name for dimension in DIMENSIONS}
     if unknown:
         raise ValueError(f"family {family.name!r}: no dimension of cases is called {', '.join(sorted(unknown))}")
+    needed = {each.name for each in DIMENSIONS if any(_USUAL[name] is MISSING for name in each.fields)}
+    if needed - family.dimensions:
+        missing = ", ".join(sorted(needed - family.dimensions))
+        raise ValueError(f"family {family.name!r} leaves out {missing}, in which every case has a value; add them")
     if FAMILIES.get(family.name, family) is not family:
         raise ValueError(f"there is another family {family.name!r}; give it another name")
     FAMILIES[family.name] = family
@@ -34,11 +42,9 @@ def family_of(case: Fields) -> Family:
 def meaningless(case: Fields) -> list[str]:
     """Names of dimensions in which a case has a value of its own, and which mean nothing in its family."""
     known = family_of(case).dimensions
-    return [
-        dimension.name
-        for dimension in DIMENSIONS
-        if dimension.name not in known and any(getattr(case, name) != _DEFAULTS.get(name) for name in dimension.fields)
-    ]
+    others = (dimension for dimension in DIMENSIONS if dimension.name not in known)
+    return [each.name for each in others if any(getattr(case, name) != _USUAL[name] for name in each.fields)]
 
 
-_DEFAULTS = {name: field.default for name, field in Fields.__dataclass_fields__.items()}
+_USUAL = {each.name: each.default for each in fields(Fields)}
+"""Field -> its default. A dimension of a field that has none, such as the mode, means something in every family."""

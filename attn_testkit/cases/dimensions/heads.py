@@ -198,7 +198,9 @@ HEADS = Dimension(
     varies="layer",
     apply=(OnLayers(
         lambda case: [
-            {"tp_q_head_num": shape.num_qo_heads, "tp_k_head_num": shape.num_kv_heads} for shape in case.layer_shapes
+            {"tp_q_head_num": shape.num_qo_heads, "tp_k_head_num": shape.num_kv_heads,
+             "family": case.heads.layout.family}
+            for shape in case.layer_shapes
         ]
     ),),
 )  # fmt: skip

@@ -17,6 +17,7 @@ from ...cases.untried import says_untried
 from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
+from ...families.table import meaningless
 from ...registry import UsageError, did_you_mean, origin_of
 from ...results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
 from ..hygiene.vendor_packages import NOT_HERE
@@ -166,14 +167,22 @@ def _cases_for(
 ) -> tuple[list[Case], dict[str, str]]:
     """Cases to run, and named ones that are not claimed: id -> what is not."""
     named = {case.id: case for case in exact if case.mode is mode}
-    refused = {case_id: lacking for case_id, case in named.items() if (lacking := not_claimed(claims, case))}
+    refused = {case_id: lacking for case_id, case in named.items() if (lacking := _refused(claims, case))}
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
     if globs or not request.cases:
         for case in generate(claims, mode, request.tier, request.seed):
-            if not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs):
+            if (not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs)) and not meaningless(case):
                 chosen.setdefault(case.id, case)
     return list(chosen.values()), refused
+
+
+def _refused(claims: Capabilities, case: Case) -> str:
+    """What a named case has that is not claimed, or that means nothing in its family; empty if it can run."""
+    if lacking := not_claimed(claims, case):
+        return lacking
+    names = meaningless(case)
+    return f"{' and '.join(names)}, which means nothing to {case.heads.family}" if names else ""
 
 
 def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str, case: str = "") -> CaseResult:
