@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, pool_image, stored_kv
+from attn_testkit.cases.data import DTYPES, StepData
 from attn_testkit.cases.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.parts import parts_of
@@ -194,7 +194,7 @@ class ServerHarness:
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
         self._is_spread = bool(way_of(self.case).pool_elements)
-        self.pool: Watch = self.family.memory(self.context, schedules[0])
+        self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
         """The memory that outlives a step, before a step and after it."""
         strided = self.capabilities.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
@@ -261,13 +261,15 @@ class ServerHarness:
             # Not by np.unique: its first call imports a package, and a drive is no place for that.
             due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)
         marked = pattern if pattern and pattern.startswith("place.") else ""
-        tails = self.case.kv_dtype in self.capabilities.finite_page_tails
+        tails, memory = self.case.kv_dtype in self.capabilities.finite_page_tails, self.family.memory
 
         def held() -> tuple[npt.NDArray[np.int64], Bytes]:
             with past_modes():
                 if not (marked or tails):
-                    return stored_kv(schedule, step, data, after=step.stored)
-                image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
+                    return memory.held(schedule, step, data, after=step.stored)
+                image = memory.image(
+                    schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked
+                )
                 return np.arange(image.shape[2]), bytes_of(image)
 
         self.pool.fill((schedule, step, pattern), held, self.unowned)

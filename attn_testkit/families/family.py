@@ -16,7 +16,7 @@ from ..cases.fields import Fields
 from ..cases.schedule import Schedule, Step
 from ..contract import AttentionLayer, BackendContext
 
-__all__ = ["Answer", "Family", "Question", "Stored", "Supposition", "Watch"]
+__all__ = ["Answer", "Family", "Memory", "Question", "Stored", "Supposition", "Watch"]
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -105,6 +105,42 @@ class Supposition:
     answer: Answer
 
 
+class Image(Protocol):
+    """Makes an image of all memory before a step or after it."""
+
+    def __call__(
+        self,
+        schedule: Schedule,
+        step: Step,
+        data: StepData,
+        finite_tails: bool,
+        *,
+        after: bool,
+        unowned: float = ...,
+        marked: str = ...,
+    ) -> torch.Tensor:
+        """[L, rows of a slot, slots, Hk, D] in the dtype of the memory. ``cases/data.py:pool_image`` has the rest."""
+
+
+class Held(Protocol):
+    """Says what live requests have in memory before a step or after it."""
+
+    def __call__(self, schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[_Ints, _Bytes]:
+        """Slots [n], and the bytes of their rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory that outlives a step: what it holds before, how it is watched, and what a step leaves in it."""
+
+    watch: Callable[[BackendContext, Schedule], Watch]
+    """(context of an instance, its first schedule) -> a watch."""
+    held: Held
+    image: Image
+    stored: Callable[[StepData], Stored]
+    """Data of a step -> what it leaves, and how far that may be off."""
+
+
 def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     yield from ()
 
@@ -126,10 +162,8 @@ class Family:
     """Case -> the layers of the test model. They differ in everything that a layer of the family may differ in."""
     data: Callable[[Schedule, Step, str | None], StepData]
     """(schedule, step, data pattern other than the case's) -> what the model looks up, and what memory holds."""
-    memory: Callable[[BackendContext, Schedule], Watch]
-    """(context of an instance, its first schedule) -> a watch of the memory that outlives a step."""
-    stored: Callable[[StepData], Stored]
-    """Data of a step -> what it leaves in that memory, and how far that may be off."""
+    memory: Memory
+    """The memory that outlives a step."""
     answer: Callable[[Schedule, StepData, bool], Answer]
     """(schedule, data, whether new rows are attended as given): outputs, and how far they may be off."""
     questions: frozenset[Question] = frozenset()

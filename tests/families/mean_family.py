@@ -16,8 +16,7 @@ from attn_testkit.contract.head_layout import HeadLayout, register_head_layout
 from attn_testkit.families.family import Answer, Family, Supposition
 from attn_testkit.families.rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from attn_testkit.families.softmax.attention import windowed
-from attn_testkit.families.softmax.family import stored_kv_rows
-from attn_testkit.families.softmax.memory import watch_of
+from attn_testkit.families.softmax.memory import KV_POOL
 from attn_testkit.families.table import register
 
 NAME = "mean"
@@ -65,8 +64,7 @@ MEAN = Family(
     ),
     layers=layers,
     data=make_step_data,
-    memory=watch_of,
-    stored=stored_kv_rows,
+    memory=KV_POOL,
     answer=answer,
     supposed=supposed,
 )  # fmt: skip

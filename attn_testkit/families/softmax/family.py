@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from ...cases.data import StepData, make_layers, make_step_data, new_kv
+from ...cases.data import make_layers, make_step_data
 from ...cases.dimensions.table import DIMENSIONS
-from ..family import Family, Question, Stored
+from ..family import Family, Question
 from .answer import answer
-from .memory import watch_of
+from .memory import KV_POOL
 
-__all__ = ["SOFTMAX", "stored_kv_rows"]
-
-
-def stored_kv_rows(data: StepData) -> Stored:
-    """K and V of the new rows, as the KV pool holds them."""
-    return Stored(*new_kv(data))
+__all__ = ["SOFTMAX"]
 
 
 SOFTMAX = Family(
@@ -21,8 +16,7 @@ SOFTMAX = Family(
     dimensions=frozenset(dimension.name for dimension in DIMENSIONS),
     layers=make_layers,
     data=make_step_data,
-    memory=watch_of,
-    stored=stored_kv_rows,
+    memory=KV_POOL,
     answer=answer,
     questions=frozenset(Question),
     counts_keys=True,

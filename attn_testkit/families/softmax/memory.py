@@ -1,19 +1,20 @@
-"""The watch of the KV pool: of one pool, of one pool per KV group, or of the few slots used in a very large pool."""
+"""The KV pool as memory: what it holds, and its watch, of one pool, of one per KV group, or of few slots of many."""
 
 from __future__ import annotations
 
+from ...cases.data import StepData, new_kv, pool_image, stored_kv
 from ...cases.schedule import Schedule
 from ...cases.ways import way_of
 from ...contract import BackendContext
 from ...watches.group_watch import GroupWatch
 from ...watches.pool_watch import PoolWatch
 from ...watches.spread_watch import SpreadWatch
-from ..family import Watch
+from ..family import Memory, Stored, Watch
 
-__all__ = ["watch_of"]
+__all__ = ["KV_POOL"]
 
 
-def watch_of(context: BackendContext, schedule: Schedule) -> Watch:
+def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     """The watch of an instance whose first schedule is ``schedule``."""
     case = schedule.case
     if way_of(case).pool_elements:
@@ -21,3 +22,11 @@ def watch_of(context: BackendContext, schedule: Schedule) -> Watch:
     if context.kv_groups:
         return GroupWatch(context.kv_groups, context.device, case.head_maps)
     return PoolWatch(context.kv_pool, case.head_maps)
+
+
+def _stored(data: StepData) -> Stored:
+    """K and V of the new rows: copies, compared in bits."""
+    return Stored(*new_kv(data))
+
+
+KV_POOL = Memory(watch=_watch, held=stored_kv, image=pool_image, stored=_stored)

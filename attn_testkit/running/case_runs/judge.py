@@ -11,7 +11,7 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.claimed import not_claimed
-from ...cases.data import StepData, pool_image
+from ...cases.data import StepData
 from ...cases.loop import make_loop, said
 from ...cases.schedule import Schedule, Step
 from ...cases.ways import dialect_of, way_of
@@ -187,8 +187,8 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
     family = family_of(schedule.case)
     data = family.data(schedule, step, None)
     tails = schedule.case.kv_dtype in claims.finite_page_tails
-    image = partial(_pool, schedule, step, data, tails)
-    stored = family.stored(data)
+    image = partial(_image, schedule, step, data, tails)
+    stored = family.memory.stored(data)
     slots, rows, limit = stored.slots, stored.rows, stored.limit
     if step.stored:
         # They are in the pool already, and k and v are not to be looked at.
@@ -199,8 +199,8 @@ def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInp
     return StepInputs(data, packed, image, slots, rows, limit)
 
 
-def _pool(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bool) -> torch.Tensor:
-    return pool_image(schedule, step, data, tails, after=after or step.stored)
+def _image(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bool) -> torch.Tensor:
+    return family_of(schedule.case).memory.image(schedule, step, data, tails, after=after or step.stored)
 
 
 def _judge_step(outcome: _Outcome, observed: Observation, claims: Capabilities) -> None:

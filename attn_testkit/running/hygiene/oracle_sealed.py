@@ -21,8 +21,7 @@ def _sealed(*_: Any, **__: Any) -> NoReturn:
 
 
 def seal_oracle() -> None:
-    """Have every function of the oracle, and of what families answer by, raise in this process, whoever holds it by
-    now."""
+    """Have every function of the oracle, and of what families answer by, raise here, whoever holds it by now."""
     for name, module in list(sys.modules.items()):
         if name.startswith((_ORACLE, *_sealed_packages())) and name not in _open_modules():
             for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):
@@ -42,7 +41,5 @@ def _sealed_packages() -> set[str]:
 
 def _open_modules() -> set[str]:
     """Modules of what a worker needs of a family."""
-    asked = (
-        each for family in FAMILIES.values() for each in (family.layers, family.data, family.memory, family.stored)
-    )
-    return {each.__module__ for each in asked}
+    asked = ((family.layers, family.data, *vars(family.memory).values()) for family in FAMILIES.values())
+    return {each.__module__ for functions in asked for each in functions}
