@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import MISSING, fields
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Any
 
+from ..cases.dimensions.dimension import Dimension
 from ..cases.dimensions.table import DIMENSIONS
-from ..cases.fields import Fields
+from ..cases.fields import C, Fields
 from .family import Family
 from .softmax.family import SOFTMAX
 
-__all__ = ["FAMILIES", "family_of", "meaningless", "register"]
+__all__ = ["FAMILIES", "family_of", "meaningful", "meaningless", "register"]
 
 FAMILIES = {family.name: family for family in (SOFTMAX,)}
 """Name -> family."""
@@ -41,10 +44,20 @@ def family_of(case: Fields) -> Family:
 
 def meaningless(case: Fields) -> list[str]:
     """Names of dimensions in which a case has a value of its own, and which mean nothing in its family."""
+    return [each.name for each in _outside(case) if any(getattr(case, n) != _USUAL[n] for n in each.fields)]
+
+
+def meaningful(case: C) -> C:
+    """The case with the default of everything that means nothing in its family."""
+    changes: dict[str, Any] = {name: _USUAL[name] for each in _outside(case) for name in each.fields}
+    return replace(case, **changes) if meaningless(case) else case
+
+
+def _outside(case: Fields) -> list[Dimension]:
+    """Dimensions that mean nothing in the family of the case."""
     known = family_of(case).dimensions
-    others = (dimension for dimension in DIMENSIONS if dimension.name not in known)
-    return [each.name for each in others if any(getattr(case, name) != _USUAL[name] for name in each.fields)]
+    return [each for each in DIMENSIONS if each.name not in known]
 
 
-_USUAL = {each.name: each.default for each in fields(Fields)}
+_USUAL: Mapping[str, Any] = {each.name: each.default for each in fields(Fields)}
 """Field -> its default. A dimension of a field that has none, such as the mode, means something in every family."""

@@ -10,11 +10,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from hypothesis import find
 from in_process import check_backend
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.contract import ForwardMode
 from attn_testkit.contract.head_layout import HEAD_LAYOUTS, HeadLayout, register_head_layout
-from attn_testkit.families.table import FAMILIES, family_of, meaningless, register
+from attn_testkit.families.table import FAMILIES, family_of, meaningful, meaningless, register
+from attn_testkit.fuzz.strategies import random_cases
 from attn_testkit.results import CaseResult
 
 WINDOWED = "decode-mean2-d64-fp32-p16-k300.70.12-interleaved-shifted-w11-b3prod"
@@ -81,12 +84,18 @@ def test_what_means_nothing_to_a_family_is_refused_by_name_and_never_planned(mea
 
     named = WINDOWED.replace("-w11-", "-w11-sink-")
     assert meaningless(parse_case(named)) == ["sinks"]
+    assert meaningful(parse_case(named)) == parse_case(WINDOWED)
+    softmax = parse_case(named.replace("mean2", "mha2"))
+    assert meaningful(softmax) is softmax
     (refused,) = results(TakesSinks, [named])
     assert refused.status == "unsupported"
     assert "sinks, which means nothing to mean" in refused.reason
     planned = [each.case for each in results(TakesSinks)]
     assert planned
     assert not [case for case in planned if "-sink" in case]
+    assert any("-w" in case for case in planned), "and what stood with it is tried"
+    drawn = find(random_cases(TakesSinks.capabilities, ForwardMode.DECODE), lambda case: case.window > 0)
+    assert not drawn.sinks
 
 
 def test_the_third_family_is_one_short_file(mean: ModuleType) -> None:

@@ -17,7 +17,7 @@ from ...cases.untried import says_untried
 from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
-from ...families.table import meaningless
+from ...families.table import meaningful, meaningless
 from ...registry import UsageError, did_you_mean, origin_of
 from ...results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
 from ..hygiene.vendor_packages import NOT_HERE
@@ -171,8 +171,8 @@ def _cases_for(
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
     if globs or not request.cases:
-        for case in generate(claims, mode, request.tier, request.seed):
-            if (not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs)) and not meaningless(case):
+        for case in map(meaningful, generate(claims, mode, request.tier, request.seed)):
+            if not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs):
                 chosen.setdefault(case.id, case)
     return list(chosen.values()), refused
 
