@@ -33,7 +33,7 @@ class Heads:
 
     @property
     def layout(self) -> HeadLayout:
-        """What follows from the layout. Raises ``KeyError`` for one that is in no table."""
+        """Row of the table of head layouts. Raises ``KeyError`` for one that is in no table."""
         return HEAD_LAYOUTS[self.family]
 
     @classmethod

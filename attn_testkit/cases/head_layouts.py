@@ -15,27 +15,27 @@ def declared_layouts(claims: Capabilities) -> list[HeadLayout]:
 
 
 def per_head(claims: Capabilities) -> list[HeadLayout]:
-    """Those in which each KV head has keys and values of its own."""
+    """Declared layouts in which each KV head has keys and values of its own."""
     return [layout for layout in declared_layouts(claims) if not layout.values_in_keys]
 
 
 def as_many(claims: Capabilities) -> list[HeadLayout]:
-    """Those with as many KV heads as query heads."""
+    """Declared layouts with as many KV heads as query heads."""
     return [layout for layout in declared_layouts(claims) if layout.kv_heads == "as many"]
 
 
 def by_layer(claims: Capabilities) -> list[HeadLayout]:
-    """Those whose layers may differ in their heads."""
+    """Declared layouts whose layers may differ in their heads."""
     return [layout for layout in declared_layouts(claims) if layout.by_layer]
 
 
 def latent(claims: Capabilities) -> list[HeadLayout]:
-    """Those with one latent row per token, whose keys hold the values."""
+    """Declared layouts with one latent row per token, whose keys hold the values."""
     return [layout for layout in declared_layouts(claims) if layout.values_in_keys]
 
 
 def latent_heads(claims: Capabilities, q_heads: int) -> Heads:
-    """So many query heads of the first latent layout. Raises ``IndexError`` where none is declared."""
+    """Heads of the first latent layout. Raises ``IndexError`` where none is declared."""
     return Heads(latent(claims)[0].name, q_heads, 1)
 
 
@@ -45,5 +45,5 @@ def plain_layout(claims: Capabilities) -> str:
 
 
 def alike(one: Heads, other: Heads) -> bool:
-    """Whether one may take the place of the other in a case: rows of both are of one kind, so widths mean the same."""
+    """True if one may take the place of the other in a case: rows of both are of one kind, so widths mean the same."""
     return one.layout.values_in_keys == other.layout.values_in_keys

@@ -25,11 +25,11 @@ class HeadLayout:
     """One head layout."""
 
     name: str
-    """As ``Capabilities.families`` and case ids have it: lower-case letters."""
+    """Name in ``Capabilities.families`` and case ids: lower-case letters."""
     kv_heads: KVHeads
     """KV heads on one rank: as many as query heads, fewer but more than one, or one."""
     family: str = "softmax"
-    """What a layer computes: a name of ``attn_testkit.families.table``."""
+    """Family, which says what a layer computes: a name of ``attn_testkit.families.table``."""
     values_in_keys: bool = False
     """The value of a token is the first part of its key. A slot of the KV pool holds one row, which all heads share, a
     layer has a ``kv_lora_rank``, and the part of a key behind the value is its rope part."""
@@ -51,7 +51,7 @@ class HeadLayout:
         return self.kv_heads == "some"
 
     def has(self, q_heads: int, kv_heads: int) -> bool:
-        """Whether heads of these numbers have this layout."""
+        """True if heads of these numbers have this layout."""
         # With one query head it is all the same; of layouts that differ in it that one counts as "as many".
         return _HAS[self.kv_heads](q_heads, kv_heads) or (self.values_in_keys and q_heads == kv_heads == 1)
 
@@ -90,7 +90,7 @@ def head_layout_of(family: str, q_heads: int, kv_heads: int, *, values_in_keys: 
 
 
 class OfHeadLayout:
-    """What a layer knows by its head layout."""
+    """Properties of a layer that follow from its head layout."""
 
     family: str
     tp_q_head_num: int
@@ -99,7 +99,7 @@ class OfHeadLayout:
 
     @property
     def is_mla(self) -> bool:
-        """The pool holds one latent row per token, and values are its first ``kv_lora_rank`` columns."""
+        """True if the pool holds one latent row per token, whose first ``kv_lora_rank`` columns are the value."""
         return self.kv_lora_rank > 0
 
     @property

@@ -17,13 +17,13 @@ __all__ = ["Asked", "ask"]
 
 @dataclass(frozen=True)
 class Asked:
-    """What a wrong step is known by, and the backend that can be asked about it."""
+    """Evidence of a wrong step, and the backend that can be asked about it."""
 
     evidence: Evidence
     rerunner: Rerunner | None
     """None: the step is right as the first of a fresh instance, so running it again shows nothing."""
     in_graph: bool
-    """Whether the step is wrong in a graph only, so that graphs are asked."""
+    """True if the step is wrong in a graph only, so that graphs are asked."""
     texts: tuple[str, ...] = ()
     """Hints found so far, the strongest first."""
 
@@ -74,4 +74,4 @@ _PUT: Mapping[Question, Callable[[Asked], Asked]] = {
     Question.MISROUTED_ROWS: _misrouted_rows,
     Question.NAMED_PATTERNS: _named_patterns,
 }
-"""In this order: later questions use what earlier ones found."""
+"""Questions in the order in which they are put: later questions use what earlier ones found."""

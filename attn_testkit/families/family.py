@@ -24,7 +24,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """What the layers of a step should give. Float64, host; L layers, T live rows, Hq heads, Dv values a head."""
+    """Expected outputs of the layers of a step. Float64, host; L layers, T live rows, Hq heads, Dv values a head."""
 
     out: torch.Tensor
     """[L, T, Hq, Dv]."""
@@ -43,7 +43,7 @@ class Answer:
 
 @dataclass(frozen=True, eq=False)
 class Stored:
-    """What memory should hold after a step, where the step writes."""
+    """Expected contents of memory after a step, where the step writes."""
 
     slots: torch.Tensor
     """[n] int64, ascending."""
@@ -86,14 +86,14 @@ class Watch(Protocol):
 
 
 class Question(StrEnum):
-    """What diagnosis can ask a backend about a wrong row, by running the step again with other data."""
+    """Question about a wrong row, which diagnosis puts to a backend by running the step again with other data."""
 
     ATTENDED_KEYS = "attended keys"
-    """Which keys had weight in the row."""
+    """Keys that had weight in the row."""
     MISROUTED_ROWS = "misrouted rows"
-    """Whose row it is."""
+    """Request and row whose result it is."""
     NAMED_PATTERNS = "named patterns"
-    """Which of the patterns in ``diagnosis/hints`` the two above fit."""
+    """Patterns in ``diagnosis/hints`` that the two above fit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -154,7 +154,7 @@ class Family:
     """
 
     name: str
-    """As a ``HeadLayout`` names it."""
+    """Name, which a ``HeadLayout`` refers to."""
     dimensions: frozenset[str]
     """Names of the dimensions of cases that mean something (``cases/dimensions``). In all others a case has the
     default."""
@@ -167,8 +167,8 @@ class Family:
     answer: Callable[[Schedule, StepData, bool], Answer]
     """(schedule, data, whether new rows are attended as given): outputs, and how far they may be off."""
     questions: frozenset[Question] = frozenset()
-    """What diagnosis may ask. It asks nothing else."""
+    """Questions that diagnosis may ask. It asks no other."""
     supposed: Callable[[Schedule, StepData], Iterator[Supposition]] = _nothing_supposed
     """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
     counts_keys: bool = False
-    """Whether data of codes count keys: ``answer`` has ``key_sum`` for them."""
+    """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

@@ -1,4 +1,4 @@
-"""What rounding does in any family: unit roundoffs of dtypes, and limits that follow from limits on outputs."""
+"""Effects of rounding in any family: unit roundoffs of dtypes, and limits that follow from limits on outputs."""
 
 from __future__ import annotations
 

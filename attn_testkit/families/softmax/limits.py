@@ -1,4 +1,4 @@
-"""How far a right answer may be from the oracle. Computed from dtypes and data; nothing here is tuned to a backend.
+"""Limits of a right answer's distance from the oracle. Computed from dtypes and data; none is tuned to a backend.
 
 A kernel rounds the probabilities and the output to dtypes of unit roundoff u. Each rounding moves an output channel by
 at most u times the weight that the channel carries, so the limit of one output element is
@@ -15,7 +15,7 @@ any other backend with an FP8 pool are free, and who rounds them is over the lim
 FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number, and is 2^-10 at most. Kernels round
 p relative to the row's largest, and multiplied by a factor (7 in FlyDSL, which leaves room for a maximum that is out of
 date; 256 in FlashAttention 3; 448 in XQA). The limit asks for 4: then 2^-12 of the largest p may be lost, whatever p_j
-is. Who says ``fp8_e4m3_unscaled`` has no factor.
+is. A backend that declares ``fp8_e4m3_unscaled`` has no factor.
 
 Queries that are rounded to FP8 move a logit by some e at most, from their own numbers (``query_rounding.py``), and a
 weight by a factor of at most exp(2 e): by that an output is off, and by as much all that scales with weights is larger.
@@ -49,9 +49,9 @@ __all__ = [
 _FP8_ABSOLUTE = {"fp8_e4m3": 2.0**-12, "fp8_e4m3_unscaled": 2.0**-10}
 """Half the spacing of the subnormal e4m3 numbers, over the factor that probabilities are multiplied by."""
 _FP16_ABSOLUTE = 2.0**-25
-"""The same for fp16. Where a sink is part of the running maximum every p of a row may be that small."""
+"""Half that spacing for fp16. If a sink is part of the running maximum every p of a row may be that small."""
 _LARGEST_ERROR = 100.0
-"""Of a logit: nothing is left to ask of a row, and the numbers stay finite."""
+"""Largest error of a logit: beyond it nothing can be asked of a row, and the numbers stay finite."""
 
 
 def _unit(dtype: str, attention: Attention) -> torch.Tensor:
@@ -137,7 +137,7 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_
 
 
 def _lse_rounding(lse: torch.Tensor, dtype: str, lse_dtype: str) -> torch.Tensor:
-    """What a log-sum-exp of that size may lose by the arithmetic on it, a change of base too, and where it is kept."""
+    """Rounding of a log-sum-exp of that size: by the arithmetic on it, by a change of base, and by its dtype."""
     size = _finite(lse.abs())
     rounding = 4 * FLOAT32 * size
     return rounding if lse_dtype == "fp32" else rounding + UNIT_ROUNDOFF[dtype] * size + SMALLEST[dtype]

@@ -178,7 +178,7 @@ def _cases_for(
 
 
 def _refused(claims: Capabilities, case: Case) -> str:
-    """What a named case has that is not claimed, or that means nothing in its family; empty if it can run."""
+    """Reason why a named case cannot run: values that are not declared, or mean nothing in its family; or nothing."""
     if lacking := not_claimed(claims, case):
         return lacking
     names = meaningless(case)
