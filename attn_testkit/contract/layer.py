@@ -60,7 +60,7 @@ class AttentionLayer(OfHeadLayout):
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"
-    """Family of the layer, which says what it computes. Others than ``softmax`` attention have a ``HeadLayout`` of their own."""
+    """Name of the family that the layer is of. Families other than ``softmax`` have head layouts of their own."""
 
     @property
     def head_shape(self) -> HeadShape:
