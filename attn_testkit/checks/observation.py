@@ -147,6 +147,8 @@ class StepInputs:
     """Slots that the step should write, [n] int64, ascending. Empty if ``save_kv_cache`` is False."""
     new_rows: torch.Tensor
     """Contents that they should get, [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
+    new_limit: torch.Tensor | None = None
+    """Largest allowed error of each element, float64, in the same shape; None if they are compared in bits."""
 
 
 @dataclass(frozen=True)
