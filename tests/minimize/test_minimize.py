@@ -112,7 +112,7 @@ def test_what_passes_leaves_nothing_to_do(call: Call) -> None:
         (
             ["-b", "torch_native", PASSES.replace("p1", "p3")],
             4,
-            "asks for what the backend does not claim: page size 3",
+            "needs what the backend does not declare: page size 3",
         ),
         (["-b", "torch_native", "decode-mha2"], 4, "does not say: head_dim"),
         (["-b", "torch_native", "*codes*"], 4, "minimize takes one case id, no wildcards"),
@@ -121,7 +121,7 @@ def test_what_passes_leaves_nothing_to_do(call: Call) -> None:
         (
             ["-b", LAST_PAGE, PASSES.replace("decode", "draft-decode").replace("k0", "k0-topk1steps2")],
             4,
-            "asks for what the backend does not claim: mode draft-decode",
+            "needs what the backend does not declare: mode draft-decode",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_the_command_in_a_process_of_its_own_is_ended_while_another_judges() -> 
     ) as running:  # fmt: skip
         assert running.stderr is not None
         for line in running.stderr:
-            if "made small" in line:
+            if "minimizing" in line:
                 break
         time.sleep(0.5)
         running.send_signal(signal.SIGTERM)
