@@ -202,7 +202,7 @@ class ServerHarness:
             self.pool = SpreadWatch(self.context.kv_pool, schedules[0])
         else:
             self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
-        strided = self.capabilities.takes_strided_heads
+        strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
             self.backend = backend_class(self.context)
@@ -238,7 +238,7 @@ class ServerHarness:
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of rows of padding: those that the backend takes, by turns; at capture it is turn 0."""
-        slots = sorted(self.capabilities.padding_slots, reverse=True)
+        slots = sorted(self.capabilities.server.padding_slots, reverse=True)
         return slots[turn % len(slots)]
 
     def prepare_capture(self) -> None:

@@ -101,7 +101,8 @@ class ServerConventions(Declared):
 
 
 SGLANG = ServerConventions(drafts_without_prefix=False)
-"""SGLang 0.5.23: what this kit has by default. Its drafts come behind a prefill."""
+"""SGLang 0.5.23, whose conventions are this kit's defaults, and whose drafts begin behind a prefill. Rows of padding
+and idle ranks end in its layers (``RadixAttention``), and reach no backend."""
 VLLM = ServerConventions(
     padding_slots=frozenset({-1}),
     padded_requests=frozenset({"nothing"}),

@@ -88,7 +88,7 @@ class BakedMaxLength(_Planned):
 class HostRead(_Planned):
     """Reads a length on the host inside the captured region; in eager mode it may, since it says so."""
 
-    capabilities = _DECODE.with_changes(eager_waits=True)
+    capabilities = _DECODE.with_changes(server={"eager_without_waits": False})
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``.item()`` waits for the device, which a capture forbids."""

@@ -91,7 +91,7 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
 class IdleMetadataForWrongMode(PlannedBackend):
     """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode, wants some."""
 
-    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
     planned = True
 
     @override
@@ -116,7 +116,7 @@ class IdleMetadataForWrongMode(PlannedBackend):
 class EmptyBatchDividesByRequests(PlannedBackend):
     """Rows a request are counted by dividing by the requests, and the claims say that there may be none."""
 
-    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
     @override
     def plan(self, batch: ForwardBatch) -> Metadata:
@@ -135,7 +135,7 @@ class EmptyBatchDividesByRequests(PlannedBackend):
 class EmptyBatchReturnsARow(PlannedBackend):
     """For an empty batch a kernel of one row is launched, and its row is returned."""
 
-    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
     @override
     def forward(

@@ -14,7 +14,7 @@ __all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "Register
 class KeptPlansBackend(PlannedBackend):
     """Eager plans are kept, and used again for a batch with the same key: all that a plan is made from."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(eager_waits=True)
+    capabilities = PlannedBackend.capabilities.with_changes(server={"eager_without_waits": False})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -30,7 +30,7 @@ class PlansKeptByCompleteKey(KeptPlansBackend):
     """Eager plans are kept by all that they are made from, mask included."""
 
     capabilities = _LEAN.with_changes(
-        graph={"target-verify"}, eager={"target-verify", "draft-extend"}, eager_waits=True
+        graph={"target-verify"}, eager={"target-verify", "draft-extend"}, server={"eager_without_waits": False}
     )
 
 

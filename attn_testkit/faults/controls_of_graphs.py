@@ -60,7 +60,7 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 class WaitsAndSaysSo(EagerPlanWaits):
     """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
 
-    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, eager_waits=True)
+    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, server={"eager_without_waits": False})
 
 
 @control("plans-on-a-side-stream")

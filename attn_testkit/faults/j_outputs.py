@@ -17,7 +17,7 @@ _TILE = 16
 class LentOutput(PlannedBackend):
     """Healthy: writes the output where the caller wants it."""
 
-    capabilities = LEAN.with_changes(takes_out=True)
+    capabilities = LEAN.with_changes(server={"takes_out": True})
 
     @override
     def forward(
@@ -98,7 +98,7 @@ class LentOutputIsAddedTo(LentOutput):
 class OneBufferForAllLayers(PlannedBackend):
     """Every layer returns the same memory, and the claims say that outputs hold until all layers have run."""
 
-    capabilities = LEAN.with_changes(output_lifetime="model")
+    capabilities = LEAN.with_changes(server={"output_lifetime": "model"})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

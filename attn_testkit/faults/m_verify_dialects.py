@@ -23,7 +23,7 @@ _VERIFY = (ForwardMode.TARGET_VERIFY,)
 class VerifyLengthsCountedTwice(PlannedBackend):
     """seq_lens have the new tokens already, as the claims say, and are lengthened by them once more."""
 
-    capabilities = LEAN.with_changes(verify_lens={"all"}, eager=_VERIFY, graph=_VERIFY, max_topk=1)
+    capabilities = LEAN.with_changes(server={"verify_lens": {"all"}}, eager=_VERIFY, graph=_VERIFY, max_topk=1)
 
 
 @fault(
@@ -36,7 +36,7 @@ class VerifyLengthsCountedTwice(PlannedBackend):
 class VerifyLengthsNeverAskedFor(PlannedBackend):
     """The claims have both conventions, and the code knows one."""
 
-    capabilities = LEAN.with_changes(verify_lens={"prefix", "all"}, eager=_VERIFY, graph=_VERIFY)
+    capabilities = LEAN.with_changes(server={"verify_lens": {"prefix", "all"}}, eager=_VERIFY, graph=_VERIFY)
 
 
 @fault(
@@ -49,7 +49,7 @@ class VerifyLengthsNeverAskedFor(PlannedBackend):
 class ChainWithoutLinks(PlannedBackend):
     """The links of the tree are read even of a chain, which need not have any, as the claims say."""
 
-    capabilities = LEAN.with_changes(takes_bare_chains=True, eager=_VERIFY, graph=_VERIFY)
+    capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 
     @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
@@ -68,7 +68,7 @@ class ChainWithoutLinks(PlannedBackend):
 class NoMaskHidesNothing(PlannedBackend):
     """Where a chain comes without a mask, its rows see those behind them."""
 
-    capabilities = LEAN.with_changes(takes_bare_chains=True, eager=_VERIFY, graph=_VERIFY)
+    capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 
     @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:

@@ -15,7 +15,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_out
+    return claims.server.takes_out
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:

@@ -15,7 +15,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
+    return claims.server.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:

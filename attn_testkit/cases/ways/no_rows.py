@@ -15,7 +15,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return case.mode in claims.graph and set(claims.padded_requests) > {"nothing"}
+    return case.mode in claims.graph and set(claims.server.padded_requests) > {"nothing"}
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:

@@ -21,11 +21,11 @@ def _verify(claims: Capabilities, small: C) -> C:
 
 
 def _fits_with_new(claims: Capabilities, case: Fields) -> bool:
-    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}
+    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.server.verify_lens) > {"all"}
 
 
 def _fits_bare(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
+    return claims.server.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
 
 
 def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
@@ -34,7 +34,7 @@ def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
 
 
 def _bare(claims: Capabilities, small: C) -> Iterator[C]:
-    if small.mode is ForwardMode.TARGET_VERIFY and claims.takes_bare_chains:
+    if small.mode is ForwardMode.TARGET_VERIFY and claims.server.takes_bare_chains:
         yield replace(_verify(claims, small), way="bare")
 
 
