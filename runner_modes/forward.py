@@ -134,5 +134,6 @@ def _check(harness: ServerHarness, rows: int, loan: _Loan | None, trace: Trace) 
         if out.numel() and out.data_ptr() in earlier:
             raise ShapeError(
                 f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must hold "
-                "until all layers have run; return another tensor, or claim output_lifetime='layer'"
+                "until all layers have run; return another tensor, or declare "
+                "server=ServerConventions(output_lifetime='layer')"
             )

@@ -294,7 +294,7 @@ _TURNED = ("eager_waits", "waits_between_steps")
 def _refuse_moved(given: Mapping[str, object], written: Callable[[str, dict[str, object]], str]) -> None:
     """Raise ``ValueError`` with the new spelling of all fields that have moved."""
     moved: dict[str, dict[str, object]] = {}
-    for old in given.keys() & MOVED.keys():
+    for old in (name for name in given if name in MOVED):
         record, new = MOVED[old]
         moved.setdefault(record, {})[new] = not given[old] if old in _TURNED else given[old]
     if moved:

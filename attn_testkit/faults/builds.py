@@ -29,7 +29,7 @@ class KeptPlansBackend(PlannedBackend):
         self.metadata = self.kept[key]
 
     def plan_key(self, batch: ForwardBatch) -> tuple[object, ...]:
-        """Bytes, for which an eager plan waits for the device: ``eager_waits`` says so."""
+        """Bytes, for which an eager plan waits for the device: ``eager_without_waits=False`` says so."""
         bs, spec = batch.batch_size, batch.spec_info
         parts = [batch.seq_lens[:bs], batch.out_cache_loc, self.plan_pages(batch)]
         if isinstance(spec, DraftExtendInput):

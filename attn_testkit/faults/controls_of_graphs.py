@@ -58,7 +58,7 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 
 @control("waits-and-says-so")
 class WaitsAndSaysSo(EagerPlanWaits):
-    """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
+    """Lengths are fetched from the device at every eager step (``eager_without_waits`` False); replays never wait."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, server={"eager_without_waits": False})
 

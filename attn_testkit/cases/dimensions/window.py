@@ -21,7 +21,7 @@ _MOST_RANDOM = 80
 
 
 def branches(tree: object) -> bool:
-    """Whether rows are a tree that branches: whoever declares ``window_in_trees`` takes a window with it."""
+    """Whether rows are a tree that branches: whoever declares ``Windows.in_trees`` takes a window with it."""
     return getattr(tree, "topk", 1) > 1
 
 

@@ -23,4 +23,4 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
         yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=4, way="lent")
 
 
-LENT = Way("lent", "each forward is given out=, which it writes and returns", "takes_out", _cases, _fits)
+LENT = Way("lent", "each forward is given out=, which it writes and returns", "server.takes_out", _cases, _fits)

@@ -25,5 +25,5 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
 
 
 MORE_ROWS = Way(
-    "morerows", "each forward has rows of no request behind those of its plan", "takes_more_rows", _cases, _fits
+    "morerows", "each forward has rows of no request behind those of its plan", "server.takes_more_rows", _cases, _fits
 )

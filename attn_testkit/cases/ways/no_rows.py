@@ -26,7 +26,7 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
 NO_ROWS = Way(
     "norows",
     "padded requests have neither rows nor keys",
-    "padded_requests",
+    "server.padded_requests",
     _cases,
     _fits,
     says={"padded_requests": "nothing"},

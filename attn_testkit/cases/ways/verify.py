@@ -41,7 +41,7 @@ def _bare(claims: Capabilities, small: C) -> Iterator[C]:
 WITH_NEW = Way(
     "withnew",
     "seq_lens of target-verify count the step's own tokens",
-    "verify_lens",
+    "server.verify_lens",
     _with_new,
     _fits_with_new,
     says={"verify_lens": "all"},
@@ -49,7 +49,7 @@ WITH_NEW = Way(
 BARE = Way(
     "bare",
     "a chain is verified without a tree: no custom_mask and no retrieve_*",
-    "takes_bare_chains",
+    "server.takes_bare_chains",
     _bare,
     _fits_bare,
     gives_none=True,
