@@ -19,7 +19,7 @@ class Declared:
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Answer a misspelt field, of a record in it too."""
-        for name in given.keys() - cls.__dataclass_fields__.keys():
+        for name in (name for name in given if name not in cls.__dataclass_fields__):
             spelled("capability", name, tuple(cls._names()))
         return super().__new__(cls)
 

@@ -31,7 +31,7 @@ class Windows(Declared):
     is none."""
     layers: str = "any"
     """How may the windows of a model's layers differ? Default, ``any``: each layer has its own, or none. ``one``:
-    layers that have one have the same, beside layers that have none, for backends that plan by the model's window.
+    layers that have one have the same, next to layers that have none, for backends that plan by the model's window.
     ``same``: all layers have the same, or none has one. ``BackendContext.sliding_window_size`` is that of the model."""
     in_trees: bool = False
     """With branching trees, is the window counted by position (tree depth), not by row? Default: trees that branch have

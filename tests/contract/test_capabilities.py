@@ -1,4 +1,4 @@
-"""Records in ``Capabilities``: how they are given and changed, and how the names of before are answered."""
+"""Records in ``Capabilities``: how they are given and changed, and how earlier names are answered."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from attn_testkit.contract import SGLANG, VLLM, Capabilities, Requires, ServerCo
 from attn_testkit.contract.capabilities import MOVED
 
 DECODE = Capabilities(eager={"decode"})  # type: ignore[arg-type]
-OF_BEFORE = (
+EARLIER = (
     "eager", "graph", "families", "dtypes", "kv_dtypes", "matmul_dtype", "q_scale", "fp32_products",
     "new_rows_as_given", "takes_none_kv", "takes_strided_heads", "head_dims", "mla_rope_dims", "page_sizes",
     "kv_layouts", "gqa_ratios", "max_q_rows", "max_extend_tokens", "max_topk", "max_draft_branches",
@@ -30,17 +30,17 @@ VALUES: dict[str, Any] = {
 """A value of each moved field that is not the default; True for the others."""
 
 
-def test_every_field_of_before_is_a_field_or_is_in_the_table() -> None:
+def test_every_earlier_field_is_a_field_or_is_in_the_table() -> None:
     now = {f.name for f in fields(Capabilities)}
-    assert {name for name in OF_BEFORE if name not in now} == set(MOVED)
-    assert now - set(OF_BEFORE) == {record for record, _ in MOVED.values()} == {"windows", "server"}
+    assert {name for name in EARLIER if name not in now} == set(MOVED)
+    assert now - set(EARLIER) == {record for record, _ in MOVED.values()} == {"windows", "server"}
     assert set(MOVED.values()) == {
         *(("windows", f.name) for f in fields(Windows)), *(("server", f.name) for f in fields(ServerConventions)),
     }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MOVED)
-def test_what_answers_a_field_of_before_is_a_line_that_works(name: str) -> None:
+def test_what_answers_an_earlier_field_is_a_line_that_works(name: str) -> None:
     value = VALUES.get(name, True)
     record, new = MOVED[name]
     with pytest.raises(ValueError, match=f"^Capabilities.{name} is now {record}=") as answer:
@@ -57,7 +57,7 @@ def test_what_answers_a_field_of_before_is_a_line_that_works(name: str) -> None:
 TURNED = ("eager_waits", "waits_between_steps")
 
 
-def test_all_fields_of_before_are_answered_at_once() -> None:
+def test_all_earlier_fields_are_answered_at_once() -> None:
     said = (
         "Capabilities.takes_out and Capabilities.eager_waits and Capabilities.sliding_window are now "
         "server=ServerConventions(takes_out=True, eager_without_waits=False), windows=Windows(modes={'decode'})"
@@ -127,7 +127,7 @@ def test_a_record_that_cannot_be_is_refused(given: dict[str, Any], message: str,
         DECODE.with_changes(**given) if changes else Capabilities(eager={"decode"}, **given)  # type: ignore[arg-type]
 
 
-def test_what_is_no_name_of_before_is_no_attribute() -> None:
+def test_what_is_no_earlier_name_is_no_attribute() -> None:
     with pytest.raises(AttributeError, match=r"Capabilities has no 'takes_all'$"):
         _ = DECODE.takes_all
     assert not hasattr(DECODE, "__wrapped__")

@@ -50,7 +50,7 @@ def read(cell: str) -> object:
 def test_groups_are_the_headings_in_the_order_of_the_fields() -> None:
     assert [name for names in GROUPS.values() for name in names] == [f.name for f in fields(Capabilities)]
     headings = [line.removeprefix("## ") for line in PAGE.splitlines() if line.startswith("## ")]
-    assert headings == [*GROUPS, "Names of before"]
+    assert headings == [*GROUPS, "Earlier names"]
     for heading, names in GROUPS.items():
         assert [row[0] for row in tables(heading)[0]] == [f"`{name}`" for name in names]
 
