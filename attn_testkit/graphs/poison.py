@@ -75,7 +75,7 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """While active, every tensor that torch makes without numbers holds ``byte``, and not what was freed there last.
 
     For questions after a failure: it costs some microseconds for every operator. Not in a capture, where it would
-    record kernels that the backend has not.
+    record kernels that the backend has not. Compiled code runs as compiled, and its own allocations are not seen.
     """
 
     def __init__(self, byte: int = 0xFF) -> None:
@@ -86,6 +86,12 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _should_skip_dynamo(cls) -> bool:
         """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep torch.compile working: otherwise it runs a function eagerly that is called inside the mode, and never
+        compiles it again in this process."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None

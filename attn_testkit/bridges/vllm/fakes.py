@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from typing import Any
 
 import torch
@@ -121,7 +122,7 @@ def flex_attention(
 
     A block of query rows reaches the first ``kv_num_blocks`` entries of its row of ``kv_indices``. That row goes on
     behind the view that a mask has of it, and the kernel reads there, so this does. ``mask_mod`` decides on the rest.
-    Kinder than the kernel in one thing: what a row may not see is not multiplied by 0, so NaN there spoils nothing.
+    As in the kernel, values of a block that a row may not see are multiplied by 0, so a NaN there makes the row NaN.
     """
     assert score_mod is None, "no claim of a backend has a score_mod"
     rows, slots = query.shape[2], key.shape[2]
@@ -138,4 +139,6 @@ def flex_attention(
     seen = reached & block_mask.mask_mod(none, none, row[:, None], slot[None, :])
     rows_first, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     found, _ = paged.attend(rows_first, keys.float(), values.float(), seen, scale, round_to=query.dtype)
+    spoiled = reached.float() @ (~values.isfinite().all(-1)).float() > 0  # [rows, Hk]
+    found = found.masked_fill(spoiled.repeat_interleave(query.shape[1] // key.shape[1], 1)[..., None], math.nan)
     return found.to(query.dtype).transpose(0, 1)[None]
