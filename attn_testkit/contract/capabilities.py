@@ -9,6 +9,7 @@ from typing import Any, Self
 from typing_extensions import override
 
 from .declared import Declared, is_whole, mode_named, spelled
+from .head_layout import HEAD_LAYOUTS
 from .kv_layouts import KV_LAYOUTS
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
@@ -28,7 +29,7 @@ __all__ = [
     "Unsupported",
 ]
 
-FAMILIES = ("mha", "gqa", "mqa", "mla")
+FAMILIES = tuple(HEAD_LAYOUTS)
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
 FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
@@ -215,7 +216,7 @@ class Capabilities(Declared):
         if causal:
             raise ValueError(f"Capabilities.non_causal is of extend and target-verify, got {', '.join(causal)}")
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
-        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *of_pool):
+        for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             self._check_words(name, known)
         for name, least in (("head_dims", 1), ("page_sizes", 1), ("gqa_ratios", 1), ("mla_rope_dims", 0),
                             ("kernel_changes_at", 2)):  # fmt: skip

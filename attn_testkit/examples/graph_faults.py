@@ -86,7 +86,7 @@ class BakedMaxLength(_Planned):
 
 
 class HostRead(_Planned):
-    """Reads a length on the host inside the captured region. In eager it may: it declares ``eager_without_waits=False``."""
+    """Reads a length on the host inside the captured region. In eager it may (``eager_without_waits=False``)."""
 
     capabilities = _DECODE.with_changes(server={"eager_without_waits": False})
 
