@@ -78,7 +78,7 @@ class RightBackend(KernelBackend):
     capabilities = Capabilities(
         eager={"decode", "extend"},
         graph={"decode"},
-        sliding_window={"decode", "extend"},
+        windows={"decode", "extend"},
         families={NAME},
         dtypes={"bf16", "fp32"},
         head_dims={64},
