@@ -165,7 +165,9 @@ def _said(
     if spoken is None or not ran_to_its_end(spoken, loop):
         return [Finding("completes", "the lossless loop was due and did not run to its end")]
     products = schedule_for(case, claims).matmul_dtype
-    return lossless(spoken, expect_of(replace(loop.schedules[0], matmul_dtype=products), said(case, spoken.tokens)))
+    return lossless(
+        spoken, expect_of(loop.schedules[0].with_numerics(matmul_dtype=products), said(case, spoken.tokens))
+    )
 
 
 def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observation]:
