@@ -10,13 +10,13 @@ from attn_testkit.cases.schedule import forget_schedules, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.contract.merging import LogSumExp
 
-BF16 = "extend-gqa2x2-d32-bf16-p4-k9.6-n3-shuffled-gauss-b2prod"
+BF16 = "extend-gqa2x2-d32-bf16-p4-k9.6-n3a3.1-shuffled-gauss-b2prod"
 FP32 = BF16.replace("bf16", "fp32")
 FP8 = BF16.replace("-b2", "-kvfp8e4m3-b2")
 PARTS = BF16.replace("-b2", "-lsewhole-b2")
 CLAIMS = Capabilities(
     eager={"extend", "decode"}, kv_dtypes={"same", "fp8_e4m3"}, matmul_dtype="fp8_e4m3", q_scale="per_tensor",
-    new_rows_as_given={"extend"}, fp32_products="tf32", lse=LogSumExp(base="2", dtype="model"),
+    new_rows_as_given={"extend"}, fp32_products="tf32", lse=LogSumExp(base="2", dtype="model", whole={"extend"}),
 )  # fmt: skip
 
 
