@@ -1,4 +1,4 @@
-"""What a backend declares about its numbers, as far as the data of a case and its limits depend on it."""
+"""Numerics of a case: what of a backend's numbers its data and its limits depend on."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ class Numerics:
     """The numbers of a schedule. Backends with the same for a case share its schedule and the oracle's answers."""
 
     matmul_dtype: str = "model"
-    """What the backend multiplies in (``Capabilities.matmul_dtype``, and ``tf32`` of ``Capabilities.fp32_products``
-    where that is coarser): limits follow from it, and whether the queries of a case with an FP8 pool are numbers that
+    """Dtype of the backend's products (``Capabilities.matmul_dtype``, and ``tf32`` of ``Capabilities.fp32_products``
+    if that is coarser): limits follow from it, and whether the queries of a case with an FP8 pool are numbers that
     FP8 holds."""
     new_rows_as_given: bool = False
-    """Whether a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
+    """True: a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
     lse_dtype: str = "fp32"
-    """Of the log-sum-exps of a case with parts: ``fp32``, or ``model`` for the case's dtype."""
+    """Dtype of the log-sum-exps of a case with KV splits: ``fp32``, or ``model`` for the case's dtype."""
     q_scale: str = "none"
-    """By what queries are divided before they are rounded to FP8 (``Capabilities.q_scale``); ``none`` where the backend
-    does not multiply in FP8."""
+    """Scale of queries before they are rounded to FP8 (``Capabilities.q_scale``); ``none`` if the backend does not
+    multiply in FP8."""
 
 
 MODEL = Numerics()
@@ -32,7 +32,7 @@ MODEL = Numerics()
 
 
 def numerics_of(case: Case, claims: Capabilities) -> Numerics:
-    """What of the claims matters to a case: what is declared of an FP8 pool holds for cases that have one."""
+    """Return the numerics of a case: what is declared for FP8 pools holds for cases that have one."""
     in_fp8 = case.kv_dtype != "same"
     products = claims.matmul_dtype if in_fp8 else "model"
     if products == "model" and case.dtype == "fp32" and claims.fp32_products == "tf32":

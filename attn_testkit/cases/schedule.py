@@ -169,7 +169,7 @@ class Schedule:
     spec_steps: int
     """S of the draft trees (S + 1 = width in v1)."""
     numerics: Numerics = MODEL
-    """What the backend declares about its numbers."""
+    """Numbers that the backend declares."""
 
     @property
     def matmul_dtype(self) -> str:

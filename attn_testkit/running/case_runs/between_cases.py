@@ -27,7 +27,7 @@ Later ones are taken to be like them."""
 
 @dataclass
 class Afresh:
-    """What fresh processes have shown of the failures of a run."""
+    """Results of fresh processes about the failures of a run."""
 
     wrong: Counter[tuple[str, ...]] = field(default_factory=Counter)
     """Kind of failure -> how often it was found in a fresh process too."""
@@ -35,11 +35,11 @@ class Afresh:
     """Backend -> failures that were not."""
 
     def asks(self, result: CaseResult) -> bool:
-        """Whether a failure of this kind is asked about."""
+        """Report whether a failure of this kind is asked about."""
         return self.wrong[_kind(result)] < ENOUGH
 
     def searches(self, result: CaseResult) -> bool:
-        """Whether its cause is searched for further back than in the case-run before it."""
+        """Report whether its cause is searched for further back than in the case-run before it."""
         return self.right[result.backend] < ENOUGH
 
     def note(self, result: CaseResult, fails: bool | None) -> None:

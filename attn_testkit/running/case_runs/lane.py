@@ -1,4 +1,4 @@
-"""A lane: owns the worker of a backend, has it drive case-runs, and evaluates them, diagnosis included.
+"""A lane: owns the worker of a backend, has it run cases, and evaluates what it did, diagnosis included.
 
 It plans nothing. A run with one worker has its lane in the process of the ``Runner``; of several each is a process
 (``lane_process.py``). So outputs cross one pipe, from worker to lane, and results are all that leaves a lane.
@@ -32,9 +32,9 @@ class Work:
 
     item: Item
     following: Item | None
-    """What it will be asked next, as far as that is known: begun while it evaluates this one."""
+    """The case-run after this one, as far as that is known: begun while the lane evaluates this one."""
     afresh: Afresh
-    """What fresh processes have shown of earlier failures, in every lane."""
+    """Results of fresh processes about earlier failures, in every lane."""
 
 
 class Lane:
@@ -47,20 +47,20 @@ class Lane:
         self._trimmer = Trimmer()
         self._begun: tuple[Plan, Work] | None = None
         self._lost = ""
-        """With the backend in this process: which case-run lost the device's context."""
+        """Reason why nothing more runs: the case-run that lost the device's context, of a backend in this process."""
 
     def start(self, candidate: Candidate, device: str) -> None:
         """Have the worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
         self._slot.of(candidate, device)
 
     def describe(self, candidate: Candidate, device: str) -> Described:
-        """What a backend claims. Raises ``UsageError`` where it cannot be imported, and ``WorkerStartError``."""
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``."""
         return self._slot.of(candidate, device).describe()
 
     def run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
-        """One case-run; and of a failure, whether a fresh process fails too (None: it was not asked).
+        """Run and evaluate one case; of a failure, say whether a fresh process fails too (None: it was not asked).
 
-        Whatever the backend or the kit does, this returns.
+        Returns whatever the backend or the kit does.
         """
         item = work.item
         if self._lost:
@@ -81,7 +81,7 @@ class Lane:
         self._begun = plan, work
 
     def result(self) -> tuple[CaseResult, bool | None]:
-        """What came of it, as ``run`` has it."""
+        """Run what was begun, as ``run`` does."""
         assert self._begun is not None
         return self.run(*self._begun)
 
@@ -123,7 +123,7 @@ class Lane:
     def _asked_afresh(
         self, result: CaseResult, plan: Plan, afresh: Afresh, asked: CaseRun, candidate: Candidate
     ) -> tuple[CaseResult, bool | None]:
-        """The result, with what an earlier case-run in the same process has to do with a failure."""
+        """Say in the result whether an earlier case-run in the same process is the cause of a failure."""
         before = self._slot.before
         if result.status not in (Status.FAILED, Status.CRASHED) or not before or not self._options.asks_afresh:
             return result, None

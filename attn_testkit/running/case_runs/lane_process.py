@@ -34,21 +34,21 @@ _GRACE = 5.0
 _EVALUATING = 3600.0
 """Seconds for evaluating one answer of a worker, far above what any takes."""
 _ALIVE = None
-"""What a lane sends between two things that take long: only a lane that says nothing hangs."""
+"""Sign of life, sent between two things that take long: only a lane that sends nothing hangs."""
 
 
 class LaneProcess:
-    """What ``Lane`` is, in another process: evaluates one case-run at a time. Used by one thread; another may close it.
+    """``Lane`` in another process: evaluates one case-run at a time. Used by one thread; another may close it.
 
     Its process starts with the first question.
     """
 
     def __init__(self, options: Options, gpu: str = "") -> None:
         self._options, self._gpu = options, gpu
-        # One drive, begun by a new worker.
+        # One run by a new worker.
         self._patience = _EVALUATING + START_SECONDS + import_seconds(options.timeout_s) + options.timeout_s
         self.child: Child | None = None
-        """Its process."""
+        """Process of the lane."""
         self._started = self._closed = False
         self._plan: Plan | None = None
         self._item: Item | None = None
@@ -59,7 +59,7 @@ class LaneProcess:
         self._tell("start", candidate, device)
 
     def describe(self, candidate: Candidate, device: str) -> Described:
-        """What a backend claims. Raises ``UsageError`` where it cannot be imported, and ``WorkerStartError``."""
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``."""
         self._tell("describe", candidate, device)
         try:
             while (answer := self._answer()) is _ALIVE:
@@ -84,9 +84,9 @@ class LaneProcess:
             self._plan = plan
 
     def result(self) -> tuple[CaseResult, bool | None] | None:
-        """What came of the case-run, as ``Lane.run`` has it; None: it is alive, and not through.
+        """Return what ``Lane.run`` returned there; None: the lane is alive, and not through.
 
-        A process that died or hangs costs this case-run. To be called where ``ready`` says so.
+        A process that died or hangs costs this case-run. Called for lanes that ``ready`` returns.
         """
         assert self._item is not None
         if self._failed:
@@ -99,7 +99,7 @@ class LaneProcess:
 
     @property
     def is_through(self) -> bool:
-        """Whether nothing more will come of what it has begun."""
+        """Report whether nothing more will come of what it has begun."""
         return bool(self._failed) or self.child is None or self.child.ended
 
     def end(self) -> None:
@@ -128,7 +128,7 @@ class LaneProcess:
             raise WorkerStartError(f"a lane ended while nobody asked it anything: {error.reason}") from error
 
     def _answer(self) -> Any:
-        """What it says next. Raises ``ChildLost``."""
+        """Return its next message. Raises ``ChildLost``."""
         assert self.child is not None
         if self._started:
             answer = self.child.answer()
@@ -141,7 +141,7 @@ class LaneProcess:
 
 
 def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:
-    """Those of some busy lanes that say something, or never will. Waits until there is one."""
+    """Wait until a busy lane has sent something, or never will, and return all of these."""
     if through := [lane for lane in lanes if lane.is_through]:
         return through
     said = {lane.child.connection: lane for lane in lanes if lane.child}
@@ -156,7 +156,7 @@ def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:
 
 def serve(connection: Connection, options: Options, gpu: str) -> None:
     """Evaluate what comes until the pipe is closed."""
-    # What workers are forked from, while there is nothing here. A lane is no worker, and may start processes.
+    # What workers are forked from, while there is nothing here. A lane may start processes, as no worker may.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     fork_off()
     torch.set_num_threads(1)

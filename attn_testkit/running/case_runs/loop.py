@@ -65,7 +65,7 @@ class Runner:
         )
 
     def _claims_for(self, candidate: Candidate, request: Request) -> Capabilities:
-        """What it claims. The other workers that the run will want import it while the plan is made."""
+        """Return what it declares. The other workers of the run import it while the plan is made."""
         claims = self.claims(candidate, request.device)
         alone = len(request.candidates) == 1 and not request.cases
         for index in range(1, self.options.jobs) if alone and not self.options.in_process else ():
@@ -76,7 +76,7 @@ class Runner:
         return claims
 
     def claims(self, candidate: Candidate, device: str) -> Capabilities:
-        """What a backend claims. Raises ``UsageError`` where it cannot be imported."""
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported."""
         if candidate not in self._described:
             self._described[candidate] = self._lane(0).describe(candidate, device)
         return self._described[candidate].claims
@@ -159,13 +159,13 @@ class Runner:
 
 
 def _ready(busy: Sequence[Lane | LaneProcess]) -> Sequence[Lane | LaneProcess]:
-    """Those whose result can be asked for; of lanes in this process, any."""
+    """Return those whose result can be asked for; of lanes in this process, any."""
     apart = [lane for lane in busy if isinstance(lane, LaneProcess)]
     return ready(apart) if apart else busy
 
 
 def _with_next(waiting: deque[_Group], lanes: int) -> Iterator[tuple[Item, Item | None]]:
-    """What one of the lanes is to do, each item with the one that comes after it as far as that is known.
+    """Yield the items of one lane, each with the one after it as far as that is known.
 
     A lane takes its next group while it is busy with the last item of one, so that its worker need not wait. Not
     where few are left: another lane may be free sooner.

@@ -1,4 +1,4 @@
-"""The worker of a lane: who drives, what it drove before, and what it begins while the lane evaluates."""
+"""The worker of a lane: which one it is, what it ran before, and what it begins while the lane evaluates."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class WorkerSlot:
     """
 
     def __init__(self, options: Options, gpu: str, alive: Callable[[], None]) -> None:
-        """``alive`` is called before everything that may take long beyond the drive that was asked for."""
+        """Call ``alive`` before everything that may take long beyond the case-run that was asked for."""
         self._options, self._gpu, self._alive = options, gpu, alive
         self._first = [named_request(name) for name in options.after]
         self._worker: Worker | LocalWorker | None = None
@@ -32,9 +32,9 @@ class WorkerSlot:
         """Every worker that has not ended: this one, and one that was made to ask it afresh."""
         self._closed = False
         self.next: DriveCase | None = None
-        """What the same backend is to drive after this: begun while the lane evaluates."""
+        """Case-run of the same backend after this one: begun while the lane evaluates."""
         self.before: tuple[DriveCase, ...] | None = None
-        """What the worker had driven before the first case that it was asked to drive since this was None."""
+        """History of the worker before the first case that it was asked for since this was None."""
 
     def of(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
         """A worker of this backend that lives. It imports the backend, and nobody waits for that here."""
@@ -46,7 +46,7 @@ class WorkerSlot:
         return worker
 
     def take(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
-        """A worker of this backend that lives, and has driven what every process is to drive first."""
+        """A worker of this backend that lives, and has run what every process runs first."""
         worker = self.of(candidate, device)
         for request in () if worker.history else self._first:
             worker.history.append(request)
@@ -55,7 +55,7 @@ class WorkerSlot:
         return worker
 
     def turn_to(self, case: Case) -> None:
-        """End the worker where this case must not follow what it has driven.
+        """End the worker if this case must not follow what it has run.
 
         A process would go from inference_mode back to no_grad, which no server does: a tensor that a module made under
         the one and keeps cannot be used under the other.
@@ -65,7 +65,7 @@ class WorkerSlot:
             worker.close()
 
     def drive(self, request: DriveCase | Rerun) -> Driven:
-        """Have the backend driven, by another worker if the one before has ended. Raises ``WorkerLost``."""
+        """Have the backend run something, by another worker if the one before has ended. Raises ``WorkerLost``."""
         if isinstance(request, Rerun):
             self._alive()
         worker = self._again()
@@ -75,7 +75,7 @@ class WorkerSlot:
         except WorkerLost as error:
             if not error.of_another:
                 raise
-            # What was begun ahead took the worker along. It will be begun again, and blamed, in its turn.
+            # What was begun ahead took the worker along. It will be begun again, and reported, in its turn.
             self.next = None
             worker = self._again()
             self.before = None
@@ -89,7 +89,7 @@ class WorkerSlot:
 
     @contextmanager
     def fresh(self, candidate: Candidate, device: str) -> Iterator[Worker | LocalWorker]:
-        """Inside, another worker of the backend, which has driven nothing."""
+        """Lend another worker of the backend, which has run nothing."""
         worker = self._made(candidate, device)
         try:
             yield worker
@@ -97,7 +97,7 @@ class WorkerSlot:
             self._end(worker)
 
     def last_words(self) -> str:
-        """What the worker printed since it was last asked."""
+        """Return what the worker printed since it was last asked."""
         return self._worker.last_words() if self._worker else ""
 
     def close(self) -> None:
@@ -133,7 +133,7 @@ class WorkerSlot:
             self._worker = None
 
     def _note(self, request: DriveCase | Rerun) -> None:
-        """Keep in mind what a worker drives, and what came before."""
+        """Keep in mind what a worker runs, and what came before."""
         assert self._worker is not None
         history = self._worker.history
         if not isinstance(request, DriveCase):
@@ -146,7 +146,7 @@ class WorkerSlot:
 
 
 def named_request(name: str) -> DriveCase:
-    """What ``repro --after`` takes: ``eager:CASE``."""
+    """Read what ``repro --after`` takes: ``eager:CASE``."""
     execution, _, case = name.partition(":")
     return DriveCase(case, Execution(execution))
 
