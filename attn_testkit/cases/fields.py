@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, TypeVar
 
 from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
+from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
@@ -30,9 +31,19 @@ class Heads:
     kv_heads: int
     """A divisor of ``q_heads``: as many (mha), fewer (gqa), 1 (mqa, mla)."""
 
+    @property
+    def layout(self) -> HeadLayout:
+        """Row of the table of head layouts. Raises ``KeyError`` for one that is in no table."""
+        return HEAD_LAYOUTS[self.family]
+
+    @classmethod
+    def of(cls, family: str, q_heads: int, kv_heads: int, *, values_in_keys: bool = False) -> Heads:
+        """Heads of these numbers, whose layout in a family of layers follows from them. Raises ``LookupError``."""
+        return cls(head_layout_of(family, q_heads, kv_heads, values_in_keys=values_in_keys).name, q_heads, kv_heads)
+
     def __str__(self) -> str:
         ratio = self.q_heads // self.kv_heads
-        return f"gqa{ratio}x{self.kv_heads}" if self.family == "gqa" else f"{self.family}{self.q_heads}"
+        return f"{self.family}{ratio}x{self.kv_heads}" if self.layout.is_grouped else f"{self.family}{self.q_heads}"
 
 
 @dataclass(frozen=True)
@@ -150,8 +161,10 @@ class Fields:
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
-        if self.usual_scaling and self.is_mla:
-            raise ValueError("MLA has a scaling of its own, and never the usual one of its rows")
+        if self.usual_scaling and not self.heads.layout.usual_scaling:
+            raise ValueError(
+                f"{self.heads.family.upper()} has a scaling of its own, and never the usual one of its rows"
+            )
         if self.layers.groups and self.draft:
             raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
         if self.layers.groups and (self.parts or self.way):
@@ -161,7 +174,7 @@ class Fields:
             self._check_shapes()
 
     def _check_shapes(self) -> None:
-        beside = "mla" if self.is_mla else self.parts or self.way
+        beside = self.parts or self.way if self.heads.layout.by_layer else self.heads.family
         if beside:
             raise ValueError(f"{self.layers}: heads that differ go neither with MLA, parts nor a way, here {beside!r}")
         wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)
@@ -234,11 +247,6 @@ class Fields:
         For data and slots alone; what a case decides comes from ``pick``.
         """
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
-
-    @property
-    def is_mla(self) -> bool:
-        """Whether v is a part of k."""
-        return self.heads.family == "mla"
 
 
 C = TypeVar("C", bound=Fields)

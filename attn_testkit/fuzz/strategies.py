@@ -17,6 +17,7 @@ from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.heads import smallest_heads_first
 from ..cases.dimensions.table import DIMENSIONS
 from ..contract import Capabilities, ForwardMode
+from ..families.table import meaningful
 
 __all__ = ["differences", "random_cases"]
 
@@ -54,7 +55,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     for dimension in DIMENSIONS:
         if not isinstance(dimension.random, Without):
             values |= dimension.random(_Draws(draw), claims, values)
-    return as_claimed(claims, Case(**values))
+    return meaningful(as_claimed(claims, Case(**values)))
 
 
 def differences(case: Case, plainest: Case) -> list[str]:
