@@ -28,7 +28,7 @@ ONLY = {
     "results": set(),
     "backends": {"contract"},
     "bridges": {"backends", "contract"},
-    "examples": {"contract"},
+    "examples": {"contract", "emulation"},
     "cases": {"contract"},
     "calibrate": {"emulation", "results", "running"},
     "families": {"contract", "cases", "watches"},
