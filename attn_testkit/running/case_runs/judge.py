@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ...cases.case import Case, parse_case
+from ...cases.case import Case
 from ...cases.claimed import not_claimed
 from ...cases.data import StepData
 from ...cases.loop import make_loop, said
@@ -38,10 +38,19 @@ from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
 from .case_run import in_other_company, loop_of, schedule_for, schedules_of
 
-__all__ = ["Drive", "fails", "judge_item"]
+__all__ = ["CaseRun", "Drive", "fails", "judge_item"]
 
 Drive = Callable[[DriveCase | Rerun], Driven]
 """Has a worker drive something. May raise ``WorkerLost``."""
+
+
+@dataclass(frozen=True)
+class CaseRun:
+    """An item of a plan with its case, which is parsed once."""
+
+    item: Item
+    case: Case
+    execution: Execution
 
 
 @dataclass
@@ -57,9 +66,9 @@ class _Outcome:
     passed: list[Observation] = field(default_factory=list)
 
 
-def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> CaseResult:
+def judge_item(drive: Drive, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
     """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
-    case, execution, environment = parse_case(item.case), Execution(item.execution), resolve(plan.device)
+    item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
     outcome, seconds = _judged(drive, described, case, execution, environment)
     result = partial(_result, item, plan, described.claims, case, execution, outcome, seconds)
     if outcome.driven.not_here:
@@ -104,10 +113,9 @@ _OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"}
 """Checks that a backend may fail because it reads new k and v by other strides than theirs, or refuses these."""
 
 
-def fails(drive: Drive, described: Described, plan: Plan, item: Item) -> bool:
+def fails(drive: Drive, described: Described, plan: Plan, asked: CaseRun) -> bool:
     """Whether a case-run does not pass, and no more. Raises what ``drive`` raises."""
-    execution, environment = Execution(item.execution), resolve(plan.device)
-    outcome, _ = _judged(drive, described, parse_case(item.case), execution, environment)
+    outcome, _ = _judged(drive, described, asked.case, asked.execution, resolve(plan.device))
     return bool(outcome.findings or outcome.driven.lost)
 
 
@@ -158,7 +166,9 @@ def _said(
     if spoken is None or not ran_to_its_end(spoken, loop):
         return [Finding("completes", "the lossless loop was due and did not run to its end")]
     products = schedule_for(case, claims).matmul_dtype
-    return lossless(spoken, expect_of(replace(loop.schedules[0], matmul_dtype=products), said(case, spoken.tokens)))
+    return lossless(
+        spoken, expect_of(loop.schedules[0].with_numerics(matmul_dtype=products), said(case, spoken.tokens))
+    )
 
 
 def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observation]:
