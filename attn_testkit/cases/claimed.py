@@ -12,7 +12,7 @@ __all__ = ["not_claimed", "within_claims"]
 
 def within_claims(claims: Capabilities, case: Case) -> bool:
     """Whether the case, and all cases that share its instance, keep within what is declared of lengths and windows."""
-    if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
+    if case.window >= 0 and case.topk > 1 and not claims.windows.in_trees:
         return False
     others = claimed_companions(claims, case, claims.graph | claims.eager) if case.mixed else []
     return all(each.context_len <= claims.max_context_len for each in (case, *others))

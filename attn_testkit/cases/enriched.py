@@ -208,7 +208,7 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
         )
     except ValueError:
         return None
-    branches = changed.topk > 1 and changed.window >= 0 and not claims.window_in_trees
+    branches = changed.topk > 1 and changed.window >= 0 and not claims.windows.in_trees
     fits = not changed.way or WAYS[changed.way].fits(claims, changed)
     return changed if fits and not branches and context_len(changed) <= claims.max_context_len else None
 

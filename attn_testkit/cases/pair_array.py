@@ -73,7 +73,7 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
     new = plain.new and (*plain.new[:2], plain.new[0])
     one = replace(plain, layout="shuffled", prefixes=(0,) * 3, new=new, bucket=4, data="gauss")
-    chained = replace(one, tree=chain(one.width)) if one.tree and not claims.window_in_trees else one
+    chained = replace(one, tree=chain(one.width)) if one.tree and not claims.windows.in_trees else one
     alone = [each for each in typical_heads(claims) if alike(each, plain.heads)]
     if not alone:
         return

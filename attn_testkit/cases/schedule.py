@@ -233,7 +233,7 @@ class Schedule:
     def runs_eagerly(self, step: Step, claims: Capabilities) -> bool:
         """Whether an eager run follows the replay of a step, on a backend with these claims."""
         claimed = self.case.mode in claims.eager
-        return claimed and step.eager_too and (claims.takes_empty_batches or bool(step.requests))
+        return claimed and step.eager_too and (claims.server.takes_empty_batches or bool(step.requests))
 
     def step_named(self, name: str) -> Step:
         """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``part`` makes of one of them.

@@ -14,7 +14,7 @@ from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
-_CLAIMS = LEAN.with_changes(takes_more_rows=True)
+_CLAIMS = LEAN.with_changes(server={"takes_more_rows": True})
 
 
 class SlotsOfTheForward(PlannedBackend):

@@ -427,8 +427,8 @@ def test_what_a_drive_runs_beside_its_own_case_is_claimed_and_can_run_here() -> 
 
     assert topk(mixed) > 1
     assert topk(windowed) > 1
-    assert topk(mixed, window_in_trees=False) > 1
-    assert topk(windowed, window_in_trees=False) == 1, "the window of a branching tree is not claimed"
+    assert topk(mixed, windows={"in_trees": False}) > 1
+    assert topk(windowed, windows={"in_trees": False}) == 1, "the window of a branching tree is not claimed"
 
 
 @pytest.mark.parametrize(("value", "place"), [(0, 1), (1, 3), (2, 0), (3, 4)])

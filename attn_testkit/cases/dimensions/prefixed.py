@@ -13,7 +13,7 @@ __all__ = ["PREFIXED"]
 
 
 def _behind_prefixes(claims: Capabilities, case: Fields) -> Changes:
-    if not case.draft or claims.drafts_without_prefix or case.prefixed:
+    if not case.draft or claims.server.drafts_without_prefix or case.prefixed:
         return {}
     return {"prefixes": tuple(max(1, prefix) for prefix in case.prefixes), "prefixed": True}
 
@@ -32,7 +32,7 @@ PREFIXED = Dimension(
     declared=(
         Asked(
             lambda case: "a draft without a prefix",
-            lambda claims, case: claims.drafts_without_prefix or case.prefixed or not case.draft,
+            lambda claims, case: claims.server.drafts_without_prefix or case.prefixed or not case.draft,
         ),
     ),
     fit=_behind_prefixes,

@@ -15,7 +15,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_out
+    return claims.server.takes_out
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
@@ -23,4 +23,4 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
         yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=4, way="lent")
 
 
-LENT = Way("lent", "each forward is given out=, which it writes and returns", "takes_out", _cases, _fits)
+LENT = Way("lent", "each forward is given out=, which it writes and returns", "server.takes_out", _cases, _fits)

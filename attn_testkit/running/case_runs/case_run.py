@@ -263,7 +263,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
         for chunk in schedule.chunks
     ]
-    if claims.takes_empty_batches:
+    if claims.server.takes_empty_batches:
         seen += [
             run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", among="steps")
             for idle in schedule.idle
@@ -343,9 +343,9 @@ def rerun(
     """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
     schedule = request.schedule
     if request.options.width_at_capture:
-        claims = claims.with_changes(takes_unset_width=False)
+        claims = claims.with_changes(server={"takes_unset_width": False})
     if request.options.contiguous_heads:
-        claims = claims.with_changes(takes_strided_heads=False)
+        claims = claims.with_changes(server={"takes_strided_heads": False})
     drive = _Drive([schedule], claims)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:

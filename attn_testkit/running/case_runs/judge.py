@@ -93,7 +93,7 @@ def _with_cause(
     in_graph = execution is Execution.GRAPH
     if in_graph:
         finding = _of_unset_width(finding, rerunner, case, claims)
-    if finding.check in _OF_STRIDES and claims.takes_strided_heads and case.strided_heads:
+    if finding.check in _OF_STRIDES and claims.server.takes_strided_heads and case.strided_heads:
         finding = _with_hint(finding, blame_strided_heads(rerunner, schedule_for(case, claims)))
     if finding.check == "completes" and outcome.driven.stage < Stage.COMPLETED:
         finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, claims), in_graph=in_graph))
@@ -242,7 +242,7 @@ def _due(
         first = own.steps[0]
         yield own.case.id, first.name, False
         yield from ((own.case.id, chunk.name, False) for chunk in own.chunks)
-        if claims.takes_empty_batches:
+        if claims.server.takes_empty_batches:
             yield from ((own.case.id, idle.name, False) for idle in own.idle)
         yield own.case.id, own.second.name, False
         if claims.batch_invariant and first.bs > 1:
@@ -338,7 +338,7 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
 
 def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, claims: Capabilities) -> Finding:
     """With a hint first, where a graph is wrong because its capture did not say the width."""
-    if not claims.takes_unset_width or case.mode not in WIDTH_OF:
+    if not claims.server.takes_unset_width or case.mode not in WIDTH_OF:
         return finding
     return _with_hint(finding, blame_unset_width(rerunner, schedule_for(case, claims)))
 
