@@ -16,13 +16,17 @@ from .dimensions.slot_order import LAYOUTS
 from .dimensions.table import DIMENSIONS
 from .fields import Fields, Heads
 from .plans import context_len
+from .rows import Decode, minimal_rows
 
 __all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Case", "Heads", "parse_case"]
 
 WORDS = tuple(word for dimension in DIMENSIONS for word in dimension.words)
 """Every word of an id, in the order in which they stand."""
 _READ = tuple((re.compile(word.pattern), word) for word in WORDS)
-_NEEDED = tuple(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple))
+_NEEDED = (
+    "rows",
+    *(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple)),
+)
 
 
 @dataclass(frozen=True)
@@ -72,14 +76,15 @@ def parse_case(case_id: str) -> Case:
         close = difflib.get_close_matches(case_id.split("-")[0], modes, n=1, cutoff=0.3)
         hint = f" (did you mean {close[0]}-...?)" if close else ""
         raise ValueError(f"case id {case_id!r} does not begin with a mode: {', '.join(sorted(modes))}{hint}")
-    values: dict[str, Any] = {"mode": ForwardMode(mode)}
+    rows = minimal_rows(ForwardMode(mode))
+    values: dict[str, Any] = {"rows": rows} if rows == Decode() else {}
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((match, kind) for pattern, kind in _READ if (match := pattern.fullmatch(word))), None)
         if found is None:
             close = difflib.get_close_matches(word, [each for kind in WORDS for each in kind.spelled], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")
-        values.update(found[1].read(found[0]))
+        values.update(found[1].read(found[0], {"rows": rows, **values}))
     missing = [name for name in _NEEDED if name not in values]
     if missing:
         raise ValueError(f"case id {case_id!r} does not say: {', '.join(missing)}")

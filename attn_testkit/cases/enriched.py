@@ -19,9 +19,9 @@ from .dimensions.padding import PADDINGS
 from .dimensions.rows import accepted, most_rows
 from .dimensions.slot_order import LAYOUTS
 from .draft import Draft
-from .extend import room_for
 from .layers import PERIOD, Layers
 from .plans import context_len
+from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from .trees import Tree, chain
 from .ways import WAYS, Way
 
@@ -163,7 +163,7 @@ def _kinds(claims: Capabilities, case: Case) -> list[tuple[str, str]]:
 
 
 def _may_fit(claims: Capabilities, case: Case, way: Way) -> bool:
-    plain = replace(case, window=-1, tree=chain(2) if case.tree else None)
+    plain = replace(case, window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
     return way.fits(claims, plain)
 
 
@@ -202,9 +202,8 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
             data=drawn["data"],
             bucket=len(prefixes) + drawn["slack"],
             padding=drawn["padding"] if drawn["slack"] else "prod",
-            chunks=drawn.get("chunks", case.chunks),
+            rows=_rows_of(claims, case, drawn, len(prefixes)),
             **kinds[name],
-            **_fields_of_rows(claims, drawn.get("rows"), len(prefixes)),
         )
     except ValueError:
         return None
@@ -213,17 +212,22 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
     return changed if fits and not branches and context_len(changed) <= claims.max_context_len else None
 
 
-def _fields_of_rows(claims: Capabilities, rows: Any, count: int) -> dict[str, Any]:
-    """Fields of a case with ``count`` requests."""
-    if isinstance(rows, Tree):
-        return {"tree": rows}
-    if isinstance(rows, Draft):
-        return {"draft": rows}
-    if isinstance(rows, str):
-        pattern = _NEW[rows]
-        new = tuple(min(pattern[min(at, len(pattern) - 1)], claims.max_extend_tokens) for at in range(count))
-        return {"new": new, "width": room_for(new)}
-    if rows is None:
-        return {}
-    width, pattern = rows
-    return {"new": accepted(pattern, width, count), "width": width}
+def _rows_of(claims: Capabilities, case: Case, drawn: Mapping[str, Any], count: int) -> Rows:
+    """Rows of ``count`` requests. Raises ``ValueError`` for an accepted count beyond its width."""
+    chosen, rows = drawn.get("rows"), case.rows
+    match rows:
+        case Extend():
+            new, room = rows.new, rows.room
+            if chosen is not None:
+                pattern = _NEW[chosen]
+                new = tuple(min(pattern[min(at, len(pattern) - 1)], claims.max_extend_tokens) for at in range(count))
+                room = room_for(new)
+            return replace(rows, new=new, room=room, chunks=drawn.get("chunks", rows.chunks))
+        case Accepted() if chosen is not None:
+            width, pattern = chosen
+            return replace(rows, new=accepted(pattern, width, count), width=width)
+        case Verify() if chosen is not None:
+            return Verify(chosen)
+        case Drafted() if chosen is not None:
+            return replace(rows, draft=chosen)
+    return rows

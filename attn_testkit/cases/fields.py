@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
+from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .trees import Tree
 
 __all__ = ["C", "Changes", "Fields", "Heads"]
@@ -41,16 +42,16 @@ class Fields:
 
     Lengths are in tokens; every tuple has one entry per request.
 
-    Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
-    request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
-    another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
-    draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
-    that a draft cannot have, KV groups in draft-decode or beside parts or a way, layers that share a window where
-    there is none, and MLA with the usual scaling; also for layers whose heads do not lie in those of the case
-    (``cases/head_shapes.py``), which are of MLA, or which stand beside parts or a way.
+    Raises ``ValueError`` for a batch that is empty, larger than its bucket, or of another size than its rows; for new
+    tokens that are more than their graph holds; a draft without a prefix that is to have one, or with other modes on
+    its instance; a loop with an FP8 pool, or with other layers than two from 0; parts that a draft cannot have, KV
+    groups in draft-decode or beside parts or a way, layers that share a window where there is none, and MLA with the
+    usual scaling; also for layers whose heads do not lie in those of the case (``cases/head_shapes.py``), which are of
+    MLA, or which stand beside parts or a way.
     """
 
-    mode: ForwardMode
+    rows: Rows
+    """What each request has of rows, from which the mode follows (``cases/rows.py``)."""
     heads: Heads
     head_dim: int
     """Width of a value row (MLA: of the latent part)."""
@@ -60,21 +61,6 @@ class Fields:
     """KV slots a page."""
     prefixes: tuple[int, ...]
     """Keys of each request before this step."""
-    new: tuple[int, ...] = ()
-    """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
-    width: int = 1
-    """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1). Extend: a graph of B requests has B times as many,
-    and a step shares them out. Of a tree as many as it has nodes, of a draft those of all forwards: not given."""
-    chunks: int = 1
-    """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
-    rounds: int = 0
-    """Draft-decode: rounds of a lossless loop (``cases/loop.py``), run beside the steps. 0 elsewhere."""
-    tree: Tree | None = None
-    """Target-verify: the draft tree. None elsewhere."""
-    draft: Draft | None = None
-    """Draft-decode: the branches. None elsewhere."""
-    prefixed: bool = False
-    """Draft-decode: no request of any step has an empty prefix."""
     layout: str = "shuffled"
     """One of ``LAYOUTS`` (``dimensions/slot_order.py``)."""
     data: str = "gauss"
@@ -119,29 +105,23 @@ class Fields:
     ``companions`` makes such a case, and the id of the host rebuilds it."""
 
     def __post_init__(self) -> None:
-        rows = self.tree or self.draft
-        if rows is not None:
-            object.__setattr__(self, "width", len(rows))
         if not self.prefixes:
             raise ValueError("a case needs at least one request")
-        if self.bucket < len(self.prefixes):
-            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {len(self.prefixes)} requests")
-        if self.mode is ForwardMode.EXTEND:
-            self._check_new_tokens()
-        elif self.new and (len(self.new) != len(self.prefixes) or not all(1 <= n <= self.width for n in self.new)):
-            raise ValueError(f"accepted counts {self.new} must be one per request, each 1..{self.width}")
-        if self.chunks < 1 or (self.chunks > 1 and self.mode is not ForwardMode.EXTEND):
-            raise ValueError(f"{self.chunks} chunks: prompts come in one or more, and in extend alone")
-        if (self.tree is not None) != (self.mode is ForwardMode.TARGET_VERIFY):
-            raise ValueError("a tree goes with target-verify, and only with it")
-        if (self.draft is not None) != (self.mode is ForwardMode.DRAFT_DECODE):
-            raise ValueError("a draft goes with draft-decode, and only with it")
-        if self.prefixed and (not self.draft or 0 in self.prefixes):
-            raise ValueError(f"prefixed, with keys {self.prefixes}: in draft-decode alone, and one key or more of each")
-        if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
-            raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
+        if self.bucket < self.bs:
+            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {self.bs} requests")
+        rows = self.rows
+        if isinstance(rows, Accepted | Extend) and len(rows.new) != self.bs:
+            raise ValueError(f"{rows.new}: counts must be one per request, and there are {self.bs} requests")
+        if isinstance(rows, Extend) and sum(rows.new) > self.bucket * rows.room:
+            raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
+        if isinstance(rows, Drafted) and rows.with_prefix and 0 in self.prefixes:
+            raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
+        if self.rounds and self.kv_dtype != "same":
+            raise ValueError(f"{self.rounds} rounds: a loop goes with a KV pool of the model's dtype")
         if self.own_merge and self.parts in ("", "whole"):
             raise ValueError("a backend merges parts, and the case has none")
+        if self.mixed and self.draft:
+            raise ValueError("mixed: other modes share the instance of a case that is no draft-decode")
         if self.parts and (self.mixed or self.rounds or (self.draft and self.parts != "whole")):
             raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
         if self.rounds and self.layers != Layers():
@@ -168,14 +148,6 @@ class Fields:
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
 
-    def _check_new_tokens(self) -> None:
-        if len(self.new) != len(self.prefixes) or min(self.new) < 1:
-            raise ValueError(f"new tokens {self.new} must be one or more per request")
-        if sum(self.new) > self.bucket * self.width:
-            raise ValueError(
-                f"{sum(self.new)} new tokens are more than the {self.bucket} x {self.width} of their graph"
-            )
-
     @property
     def head_shape(self) -> HeadShape:
         """What holds the heads of every layer: see ``cases/head_shapes.py``."""
@@ -192,6 +164,56 @@ class Fields:
         """Heads of each layer."""
         by_turns = self.layers.shapes or (self.head_shape,)
         return tuple(by_turns[i % len(by_turns)] for i in range(self.layers.count))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All fields by name but ``host``, with those of the rows in place of ``rows``, and the mode."""
+        found: dict[str, Any] = {"mode": self.mode}
+        for record in (self, self.rows):
+            found |= {each.name: getattr(record, each.name) for each in fields(record)}
+        return {name: value for name, value in found.items() if name not in ("rows", "host")}
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The forward mode of the rows."""
+        return self.rows.mode
+
+    @property
+    def width(self) -> int:
+        """Rows of a request in the graph: 1, N (verify, v2), S + 1 (v1), those of all forwards (draft-decode). Extend:
+        a graph of B requests has B times as many, and a step shares them out.
+        """
+        return self.rows.width
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
+        return self.rows.new
+
+    @property
+    def tree(self) -> Tree | None:
+        """Target-verify: the draft tree. None elsewhere."""
+        return self.rows.tree if isinstance(self.rows, Verify) else None
+
+    @property
+    def draft(self) -> Draft | None:
+        """Draft-decode: the branches. None elsewhere."""
+        return self.rows.draft if isinstance(self.rows, Drafted) else None
+
+    @property
+    def rounds(self) -> int:
+        """Draft-decode: rounds of a greedy-equivalence loop. 0 elsewhere."""
+        return self.rows.rounds if isinstance(self.rows, Drafted) else 0
+
+    @property
+    def chunks(self) -> int:
+        """Extend: steps in which the prompts of the own batch come. 1 elsewhere."""
+        return self.rows.chunks if isinstance(self.rows, Extend) else 1
+
+    def of_requests(self, prefixes: tuple[int, ...], padded: int = 0, **changes: Any) -> Self:
+        """The case with these requests, all of them with the rows of its first one, and so many padded ones."""
+        rows = self.rows.counted(self.new[:1] * len(prefixes))
+        return replace(self, **{"prefixes": prefixes, "rows": rows, "bucket": len(prefixes) + padded, **changes})
 
     @property
     def bs(self) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
@@ -33,17 +32,15 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     dims = sorted(dim for dim in claims.head_dims if dim <= _MOST_WIDTH) or [small.head_dim]
     pairs = [(heads, kv_dtype) for heads in _layouts(claims, mla=small.is_mla) for kv_dtype in sorted(claims.kv_dtypes)]
     for turn, (heads, kv_dtype) in enumerate(pairs):
-        yield replace(
-            small,
+        yield small.of_requests(
+            prefixes,
             heads=heads,
             head_dim=small.head_dim if small.is_mla else dims[turn % len(dims)],
             dtype=sorted(claims.dtypes)[turn % len(claims.dtypes)],
             kv_dtype=kv_dtype,
             page_size=page,
-            prefixes=prefixes,
             layers=Layers(1),
             data="gauss",
-            bucket=len(prefixes),
         )
 
 

@@ -14,7 +14,7 @@ from .case import Case
 from .dimensions.dimension import Covered, Without
 from .dimensions.heads import mla_heads, other_heads
 from .dimensions.page_size import lens_beyond_a_page
-from .dimensions.rows import most_rows, rows_of, two_requests
+from .dimensions.rows import most_rows, rows_of, rows_of_two
 from .fields import Changes
 from .untried import CLAIMS, Value, is_tried, untried
 
@@ -92,7 +92,7 @@ def plain_case(claims: Capabilities, mode: ForwardMode) -> Case:
     is_mla = claims.families == {"mla"}
     rows, topk = min(4, most_rows(claims, mode)), min(2, claims.max_topk)
     return Case(
-        mode=mode,
+        rows=rows_of_two(mode, rows, topk),
         heads=mla_heads(claims) if is_mla else other_heads(claims),
         head_dim=min(claims.head_dims),
         rope_dim=min(claims.mla_rope_dims) if is_mla else 0,
@@ -101,5 +101,4 @@ def plain_case(claims: Capabilities, mode: ForwardMode) -> Case:
         page_size=page,
         prefixes=lens_beyond_a_page(page),
         bucket=2,
-        **two_requests(mode, rows, topk),
     )

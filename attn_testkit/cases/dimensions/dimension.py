@@ -48,7 +48,8 @@ class Word:
 
     pattern: str
     """A regular expression that matches the whole word."""
-    read: Callable[[re.Match[str]], Changes]
+    read: Callable[[re.Match[str], Changes], Changes]
+    """(match, fields that the words before it gave, and rows of the mode): fields."""
     write: Callable[[Fields], str]
     """Empty for a default, which is not written."""
     spelled: tuple[str, ...] = ()
@@ -61,7 +62,7 @@ def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Wo
     """The word of a field whose values are their own words."""
     return Word(
         "|".join(values),
-        lambda match: {field: match[0]},
+        lambda match, so_far: {field: match[0]},
         lambda case: str(getattr(case, field)),
         spelled=tuple(values),
         always=always,
@@ -70,7 +71,7 @@ def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Wo
 
 def flag_word(word: str, field: str) -> Word:
     """The word of a field that is True or False."""
-    return Word(word, lambda match: {field: True}, lambda case: word * getattr(case, field), spelled=(word,))
+    return Word(word, lambda match, so_far: {field: True}, lambda case: word * getattr(case, field), spelled=(word,))
 
 
 @dataclass(frozen=True)

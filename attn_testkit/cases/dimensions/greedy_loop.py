@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import Fields
+from ..rows import changed_rows
 from .dimension import Asked, Dimension, Without, Word, of_number
 from .numbers import nearer_numbers
 
@@ -26,11 +27,11 @@ def _loop_declared(claims: Capabilities, case: Fields) -> bool:
 
 GREEDY_LOOP = Dimension(
     name="loop",
-    fields=("rounds",),
+    fields=Without("`rows` of a draft-decode has it."),
     words=(
         Word(
             r"loop(\d+)",
-            lambda match: {"rounds": int(match[1])},
+            lambda match, so_far: changed_rows(so_far["rows"], rounds=int(match[1])),
             lambda case: f"loop{case.rounds}" if case.rounds else "",
         ),
     ),
@@ -41,8 +42,9 @@ GREEDY_LOOP = Dimension(
     covered=Without("A loop follows from the modes, and is no capability of its own."),
     simpler=of_number(
         "rounds",
+        reset=lambda case, plain: changed_rows(case.rows, rounds=plain.rounds),
         steps=lambda claims, case, plain: (
-            {"rounds": rounds} for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
+            changed_rows(case.rows, rounds=rounds) for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
         ),
     ),
     undeclared=Without("A loop follows from the modes, and is no capability of its own."),

@@ -145,7 +145,7 @@ HEADS = Dimension(
     words=(
         Word(
             r"(?P<family>mha|gqa|mqa|mla)(?P<first>\d+)(x(?P<second>\d+))?",
-            lambda match: {"heads": _read(match["family"], int(match["first"]), int(match["second"] or 1))},
+            lambda match, so_far: {"heads": _read(match["family"], int(match["first"]), int(match["second"] or 1))},
             lambda case: str(case.heads),
             always=True,
         ),

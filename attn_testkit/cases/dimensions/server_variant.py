@@ -8,6 +8,7 @@ from dataclasses import replace
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..layers import Layers
+from ..rows import Extend, Verify
 from ..trees import chain
 from ..ways import WAYS, way_of
 from .dimension import (
@@ -37,14 +38,15 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     """
     layers = Layers(so_far["layers"].count, so_far["layers"].first)
     alone = Fields(**{**so_far, "layers": layers, "parts": "", "own_merge": False})
-    chained = replace(alone, window=-1, tree=chain(len(alone.tree)) if alone.tree else None)
-    minimal = replace(chained, layout="contiguous", chunks=1)
+    chained = replace(alone, window=-1, rows=Verify(chain(len(alone.tree))) if alone.tree else alone.rows)
+    rows = replace(chained.rows, chunks=1) if isinstance(chained.rows, Extend) else chained.rows
+    minimal = replace(chained, layout="contiguous", rows=rows)
     words = [word for word, way in WAYS.items() if way.fits(claims, minimal)]
     word = draws.one_of([""] * (len(words) or 1) + words)
     found = next((case for case in (alone, chained) if word and WAYS[word].fits(claims, case)), None)
     if found is None:
         return {}
-    return {name: getattr(found, name) for name in ("layers", "parts", "own_merge", "window", "tree")} | {"way": word}
+    return {name: getattr(found, name) for name in ("layers", "parts", "own_merge", "window", "rows")} | {"way": word}
 
 
 def _not_causal(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
+from ..rows import Verify
 from ..trees import chain
 from .way import Way
 
@@ -17,7 +18,7 @@ _LENS = (9, 70, 1)
 
 def _verify(claims: Capabilities, small: C) -> C:
     rows = min(4, claims.max_q_rows)
-    return replace(small, prefixes=_LENS, tree=chain(rows), data="gauss", bucket=4)
+    return small.of_requests(_LENS, padded=1, rows=Verify(chain(rows)), data="gauss")
 
 
 def _fits_with_new(claims: Capabilities, case: Fields) -> bool:
