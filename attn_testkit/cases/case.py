@@ -17,6 +17,7 @@ from .dimensions.table import DIMENSIONS
 from .fields import Fields, Heads
 from .plans import context_len
 from .rows import Decode, minimal_rows
+from .ways import excluded
 
 __all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Case", "Heads", "parse_case"]
 
@@ -31,7 +32,15 @@ _NEEDED = (
 
 @dataclass(frozen=True)
 class Case(Fields):
-    """One thing to try: fields, and the name that they have. ``Fields`` says what is refused."""
+    """One thing to try: fields, and the name that they have. ``Fields`` says what is refused.
+
+    Raises ``ValueError`` for a server variant together with what it excludes, too.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if why := excluded(self):
+            raise ValueError(why)
 
     @cached_property
     def id(self) -> str:

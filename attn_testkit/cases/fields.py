@@ -45,9 +45,9 @@ class Fields:
     Raises ``ValueError`` for a batch that is empty, larger than its bucket, or of another size than its rows; for new
     tokens that are more than their graph holds; a draft without a prefix that is to have one, or with other modes on
     its instance; a loop with an FP8 pool, or with other layers than two from 0; parts that a draft cannot have, KV
-    groups in draft-decode or beside parts or a way, layers that share a window where there is none, and MLA with the
+    groups in draft-decode or with parts, layers that share a window where there is none, and MLA with the
     usual scaling; also for layers whose heads do not lie in those of the case (``cases/head_shapes.py``), which are of
-    MLA, or which stand beside parts or a way.
+    MLA, or which have parts.
     """
 
     rows: Rows
@@ -96,8 +96,8 @@ class Fields:
     """One of ``PADDINGS`` (``dimensions/padding.py``)."""
     mixed: bool = False
     """Graph drives of all claimed modes share one backend instance and run interleaved."""
-    way: str = ""
-    """Word of a server variant (``ways/``); empty: as all servers do it."""
+    variants: frozenset[str] = frozenset()
+    """Words of server variants (``ways/``); none: as all servers do it."""
     seed: int = 0
     """Other data, slots, schedule and choices for the same shapes."""
     host: Fields | None = field(default=None, repr=False)
@@ -134,16 +134,14 @@ class Fields:
             raise ValueError("MLA has a scaling of its own, and never the usual one of its rows")
         if self.layers.groups and self.draft:
             raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
-        if self.layers.groups and (self.parts or self.way):
-            beside = f"parts {self.parts!r}" if self.parts else f"way {self.way!r}"
-            raise ValueError(f"{self.layers}: KV groups go neither with parts nor with a way, here {beside}")
+        if self.layers.groups and self.parts:
+            raise ValueError(f"{self.layers}: KV groups do not go with parts, here {self.parts!r}")
         if self.layers.shapes:
             self._check_shapes()
 
     def _check_shapes(self) -> None:
-        beside = "mla" if self.is_mla else self.parts or self.way
-        if beside:
-            raise ValueError(f"{self.layers}: heads that differ go neither with MLA, parts nor a way, here {beside!r}")
+        if self.is_mla or self.parts:
+            raise ValueError(f"{self.layers}: heads that differ go neither with MLA nor with parts")
         wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")

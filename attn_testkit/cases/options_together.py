@@ -53,8 +53,8 @@ def options_together_cases(claims: Capabilities, small: Case, arrays: Sequence[C
     yield from _full_context(claims, small)
 
 
-def _together(case: Case) -> tuple[str, bool, bool, bool, bool]:
-    return case.way, case.window >= 0, case.logit_cap > 0, case.sinks, case.topk > 1
+def _together(case: Case) -> tuple[frozenset[str], bool, bool, bool, bool]:
+    return case.variants, case.window >= 0, case.logit_cap > 0, case.sinks, case.topk > 1
 
 
 def _with_options(claims: Capabilities, plain: Case) -> Case:

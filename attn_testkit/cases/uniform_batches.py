@@ -70,7 +70,7 @@ def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:
             yield replace(case, prefixes=(0,) * case.bs, rows=Extend(case.new, room_for(case.new)))
     if small.mode in claims.non_causal:
         # A loop over keys that ends at the diagonal is right for one tile of rows (sglang #39703).
-        yield replace(plain, bucket=len(new), way="noncausal")
+        yield replace(plain, bucket=len(new), variants=frozenset({"noncausal"}))
 
 
 def _of_one_length(claims: Capabilities, small: Case) -> Iterator[Case]:

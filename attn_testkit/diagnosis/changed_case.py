@@ -13,7 +13,6 @@ from functools import cached_property
 from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
 from ..cases.schedule import Schedule, make_schedule
-from ..cases.ways import way_of
 from ..checks import Judgement
 from ..contract import ForwardMode
 from ..oracle.expect import expect
@@ -42,8 +41,8 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     "layers": lambda case: replace(case, layers=Layers()) if case.layers.count > PERIOD else case,
     "shapes": lambda case: replace(case, layers=replace(case.layers, shapes=())),
     "groups": lambda case: replace(case, layers=replace(case.layers, groups=False)),
-    "far": lambda case: replace(case, way="") if case.way == "far" else case,
-    "big pool": lambda case: replace(case, way="") if way_of(case).pool_elements else case,
+    "far": lambda case: replace(case, variants=case.variants - {"far"}),
+    "big pool": lambda case: replace(case, variants=case.variants - {"bigpool"}),
 }
 """Name -> the case without that; an equal one where it has none of it."""
 

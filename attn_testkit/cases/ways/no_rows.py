@@ -19,7 +19,7 @@ def _fits(claims: Capabilities, case: Fields) -> bool:
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
-        yield small.of_requests(_LENS, padded=3, data="gauss", way="norows")
+        yield small.of_requests(_LENS, padded=3, data="gauss", variants=frozenset({"norows"}))
 
 
 NO_ROWS = Way(

@@ -31,12 +31,12 @@ def _fits_bare(claims: Capabilities, case: Fields) -> bool:
 
 def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits_with_new(claims, small):
-        yield replace(_verify(claims, small), way="withnew")
+        yield replace(_verify(claims, small), variants=frozenset({"withnew"}))
 
 
 def _bare(claims: Capabilities, small: C) -> Iterator[C]:
     if small.mode is ForwardMode.TARGET_VERIFY and claims.takes_bare_chains:
-        yield replace(_verify(claims, small), way="bare")
+        yield replace(_verify(claims, small), variants=frozenset({"bare"}))
 
 
 WITH_NEW = Way(
