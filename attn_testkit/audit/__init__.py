@@ -1,4 +1,4 @@
-"""The kit judged by its faults: every broken backend must be caught, every healthy control must pass."""
+"""A test of the kit by seeded bugs: every broken backend must be caught, every healthy control must pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Audit", "Settings", "audit"]
 
 
 def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = None) -> Audit:
-    """Run everything that ``settings`` ask for. ``see`` gets each verdict, how many are done, and how many there are.
+    """Run everything that ``settings`` ask for. ``see`` gets each verdict, the number done, and the number of all.
 
     Raises ``UsageError`` when the settings name nothing, or a device that is not here.
     """
@@ -50,7 +50,8 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
 
 
 def _verdicts(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:
-    """As they come. A worker is forked for each task and ends with it; what judges it goes on to the next."""
+    """Verdicts in the order in which they come. A worker is forked for each task and ends with it; the judge is
+    reused."""
     waiting = deque(tasks)
     jobs = max(1, min(settings.jobs, len(tasks)))
     options = Options(timeout_s=settings.timeout_s, asks_afresh=False)

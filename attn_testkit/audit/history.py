@@ -1,4 +1,4 @@
-"""What an earlier audit has found out: which case caught a fault then will most likely catch it now."""
+"""Results of an earlier audit: the case that caught a fault then will most likely catch it now."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ __all__ = ["caught_before"]
 
 
 def caught_before(path: str) -> Mapping[str, tuple[str, str]]:
-    """Slug of each fault that the record of an audit says was caught -> (execution, case) that caught it.
+    """Slug of each fault that was caught in a recorded audit -> (execution, case) that caught it.
 
-    Raises ``UsageError`` for a file that cannot be read, or is no record of an audit.
+    Raises ``UsageError`` for a file that cannot be read, or is not a record of an audit.
     """
     try:
         record = json.loads(Path(path).read_text("utf-8"))
@@ -23,5 +23,5 @@ def caught_before(path: str) -> Mapping[str, tuple[str, str]]:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"{path} is no record of an audit, as --json writes it: {type(error).__name__}: {error}"
+            f"{path} is not a record of an audit, as --json writes it: {type(error).__name__}: {error}"
         ) from error

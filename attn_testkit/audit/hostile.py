@@ -1,4 +1,4 @@
-"""Hostile backends, judged as a front end does it: a judge in a process of its own, and an exit code at the end."""
+"""Adversarial backends, run as by a front end: a judge in its own process, and an exit code at the end."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class FrontEnd:
         self._judge: JudgeProcess | None = None
 
     def run(self, entry: Hostile, *, honest: bool) -> tuple[int, str]:
-        """(exit code, how it ended in a few words)."""
+        """Run a backend. Returns the exit code, and the ending in a few words."""
         request = Request(
             (entry.spec(honest=honest),),
             executions=entry.executions,
@@ -60,7 +60,7 @@ def _ending(results: list[CaseResult]) -> str:
 
 
 def run_hostile(task: Task, front_end: FrontEnd) -> HostileVerdict:
-    """One way to a false green tried, and the same code without the cheat."""
+    """Run one adversarial backend, and the same code without the cheat."""
     entry = next(entry for entry in all_hostile() if entry.slug == task.name)
     started = time.perf_counter()
     code, ending = front_end.run(entry, honest=False)

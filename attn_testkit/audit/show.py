@@ -1,4 +1,4 @@
-"""What an audit looks like: on a terminal, as a page, and as the documentation of the checks."""
+"""Views of an audit: on a terminal, as a page, and as the documentation of the checks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["audit_page", "audit_text", "check_pages"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
-    """Survivors and false alarms first, then the kill matrix, then each check's part."""
+    """Text of an audit: survivors and false alarms, then the kill matrix, then each check's share."""
     lines: list[str] = []
     for verdict in audit.survivors:
         why = verdict.not_run and f"not run: {verdict.not_run}"
@@ -26,7 +26,7 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
         lines += [f"  {line}" for line in alarm.texts[0].splitlines()]
     for found in audit.hostile:
         if found.green:
-            lines.append(f"GREEN  {found.slug}: a hostile backend that is found right")
+            lines.append(f"GREEN  {found.slug}: an adversarial backend that passes")
         elif not found.proves:
             lines.append(f"FALSE ALARM  {found.slug} without its cheat: {found.honest_ending}")
     unexpected = [verdict for verdict in audit.faults if verdict.caught and not verdict.as_expected]
@@ -42,7 +42,7 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
 
 
 def verdict_line(audit: Audit) -> str:
-    """The whole audit in a line."""
+    """Summary of the audit in a line."""
     caught = sum(verdict.caught for verdict in audit.faults)
     case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.controls)
     alarms = sum(verdict.alarms for verdict in audit.controls)
@@ -51,7 +51,7 @@ def verdict_line(audit: Audit) -> str:
     parts = [
         *([f"{caught} of {len(audit.faults)} faults caught"] if audit.faults else []),
         *([f"{alarms} false alarms in {len(controls)} healthy controls"] if controls else []),
-        *([f"hostile backends: {refused} of {len(audit.hostile)} got no green"] if audit.hostile else []),
+        *([f"adversarial backends: {refused} of {len(audit.hostile)} failed"] if audit.hostile else []),
         *([f"checks that catch nothing that others do not: {', '.join(idle)}"] if idle else []),
         f"{case_runs} case-runs in {audit.seconds:.0f} s",
         f"tier {audit.settings.tier}, seed {audit.settings.seed}",
@@ -61,7 +61,7 @@ def verdict_line(audit: Audit) -> str:
 
 
 def _columns(audit: Audit) -> list[str]:
-    """Checks that faults can be caught by: all, or in a part those that caught or were expected to."""
+    """Columns of the kill matrix: all checks, or in a partial audit those that caught or were expected to."""
     used = {check for verdict in audit.faults for check in verdict.caught_by}
     asked = {check for v in audit.faults for check in v.expected} if audit.settings.partial else set(CHECKS)
     return [check for check in (*CHECKS, "crashed", "timed out") if check in asked | used]
@@ -104,7 +104,7 @@ def _hostile_table(audit: Audit) -> list[str]:
     refused = sum(not verdict.green for verdict in audit.hostile)
     honest = sum(verdict.honest_exit_code == 0 for verdict in audit.hostile)
     many = len(audit.hostile)
-    lines = [f"hostile backends: {refused} of {many} got no green; {honest} of {many} pass without the cheat"]
+    lines = [f"adversarial backends: {refused} of {many} failed; {honest} of {many} pass without the cheat"]
     for verdict in audit.hostile:
         ending = textwrap.shorten(verdict.ending, _ENDING, placeholder=" ...")
         lines.append(f"  {verdict.slug:<{wide}}  exit code {verdict.exit_code}  {ending}")
@@ -112,7 +112,7 @@ def _hostile_table(audit: Audit) -> list[str]:
 
 
 _ENDING = 110
-"""Columns for how a hostile backend ended; the record has all of it."""
+"""Columns for the ending of an adversarial backend; the record has all of it."""
 
 
 def _template(name: str, *, autoescape: bool) -> jinja2.Template:
@@ -151,10 +151,10 @@ def audit_page(audit: Audit) -> str:
 
 
 def check_pages(index: str = "checks.md") -> dict[str, str]:
-    """The documentation of the checks, path to text: the index, and beside it a folder with a page for each check.
+    """The documentation of the checks, path to text: the index, and a folder with a page for each check.
 
-    The folder has the index's name without its suffix, and a page of the catalogue of faults and controls too. Beside
-    the index stands the journal of known bugs.
+    The folder has the index's name without its suffix, and also has the catalogue of faults and controls. The journal
+    of known bugs is in the folder of the index.
     """
     folder, faults = index.rpartition(".")[0], all_faults()
     checks = [(check, _proofs(faults, check.id)) for check in CHECKS.values()]

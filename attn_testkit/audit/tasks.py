@@ -25,15 +25,15 @@ from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 __all__ = ["kill_order", "run_task", "tasks_for"]
 
 _GRAPH_COST = 6
-"""A graph case-run takes about so many times as long as an eager one."""
+"""Duration of a graph case-run, about, in eager ones."""
 _MIXED_AT = 5
-"""Where in a mode's list the case that mixes modes is tried."""
+"""Index in a mode's list at which the case that mixes modes is tried."""
 _MOST_TEXTS = 3
 _TURNS = 3
 
 
 def tasks_for(settings: Settings) -> list[Task]:
-    """Faults, controls and hostile backends that the globs name, the longest first.
+    """Faults, controls and adversarial backends that the globs name, the longest first.
 
     Raises ``UsageError`` when they name nothing.
     """
@@ -60,8 +60,8 @@ def tasks_for(settings: Settings) -> list[Task]:
         names += [entry.slug for entry in all_hostile()]
         asked = settings.faults or (settings.classes,)
         raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
-    # The longest first, so that no process is left alone with one at the end; and next to each other what shares cases,
-    # and with them the oracle's answers.
+    # The longest first, so that none runs by itself at the end; tasks with the same cases follow each other, because
+    # they share the oracle's answers.
     return sorted(tasks, key=lambda task: (task.kind != "control", task.mode, task.name))
 
 
@@ -69,7 +69,7 @@ def kill_order(items: Sequence[Item], first: tuple[str, str] | None = None) -> l
     """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault.
 
     As in a run, everything under no_grad comes before everything under inference_mode. ``first``: (execution, case)
-    that comes before all others, where it is among them.
+    that comes before all others, if it is among them.
     """
     modes = [parse_case(item.case).inference_mode for item in items]
     by_mode = [[item for item, mode in zip(items, modes, strict=True) if mode is wanted] for wanted in (False, True)]
@@ -106,7 +106,7 @@ def _from_both_ends(items: Sequence[Item]) -> deque[Item]:
 
 
 def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
-    """A fault or a control, on workers of ``runner``: a process for this backend alone."""
+    """Run a fault or a control on workers of ``runner``: a process only for this backend."""
     return _run_fault(task, settings, runner) if task.kind == "fault" else _run_control(task, settings, runner)
 
 
@@ -120,7 +120,7 @@ def _plan(spec: str, claims: Capabilities, settings: Settings, modes: Sequence[s
         seed=settings.seed,
         command="attn-testkit audit",
     )
-    # Broken backends of the kit's own are at hand: no worker need be asked what they claim.
+    # The kit's own broken backends can be imported here: no worker has to report their capabilities.
     return plan_run(request, lambda _: claims)
 
 
@@ -141,7 +141,7 @@ def _run_fault(task: Task, settings: Settings, runner: Runner) -> FaultVerdict:
     absent = next((row.reason for row in plan.preset if row.status is Status.NOT_RUN_HERE), "")
     return FaultVerdict(
         **{**asdict(verdict), "case_runs": count, "seconds": time.perf_counter() - started,
-           "not_run": "" if count else absent or "none of its modes is claimed"}
+           "not_run": "" if count else absent or "none of its modes is declared"}
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""What an audit was asked for and what it found: plain values, and what makes them good or bad."""
+"""Settings and results of an audit: plain values, and the rules that make them good or bad."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["Audit", "ControlVerdict", "FaultVerdict", "HostileVerdict", "Setting
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """Settings of an audit."""
 
     tier: str = "core"
     device: str = "auto"
@@ -25,19 +25,19 @@ class Settings:
     """Letters of classes of bugs, and no controls; empty: all."""
     jobs: int = 2
     timeout_s: float = 240.0
-    """For one task; controls get five times as long."""
+    """Time limit of a task; controls get five times as long."""
     caught_before: Mapping[str, tuple[str, str]] = field(default_factory=dict, repr=False)
-    """Slug of a fault -> (execution, case) that is tried first on it: what caught it in an earlier audit."""
+    """Slug of a fault -> (execution, case) that is tried first on it: the one that caught it in an earlier audit."""
 
     @property
     def partial(self) -> bool:
-        """Whether only some faults are asked for."""
+        """True if only some faults are asked for."""
         return bool(self.faults or self.classes)
 
 
 @dataclass(frozen=True)
 class Task:
-    """A fault, one mode and execution of a control, or a hostile backend."""
+    """A fault, one mode and execution of a control, or an adversarial backend."""
 
     kind: str
     """``fault``, ``control`` or ``hostile``."""
@@ -48,7 +48,7 @@ class Task:
 
 @dataclass(frozen=True)
 class FaultVerdict:
-    """What became of one fault."""
+    """Result of one fault."""
 
     slug: str
     bug_class: str
@@ -65,13 +65,13 @@ class FaultVerdict:
     """Case-runs until it was caught, that one included."""
     seconds: float = 0.0
     lost: bool = False
-    """Whether it took the device context along, and with it the process."""
+    """True if it took the device context along, and with it the process."""
     not_run: str = ""
-    """Why nothing could be run here."""
+    """Reason why nothing could be run here."""
 
     @property
     def caught(self) -> bool:
-        """Whether anything was reported."""
+        """True if anything was reported."""
         return bool(self.caught_by)
 
     @property
@@ -81,7 +81,7 @@ class FaultVerdict:
 
     @property
     def as_expected(self) -> bool:
-        """Whether a check that must catch it did.
+        """True if a check that must catch it did.
 
         Wrong numbers that are within the limits of the oracle are found by counts of keys, in cases of codes.
         """
@@ -91,7 +91,7 @@ class FaultVerdict:
 
 @dataclass(frozen=True)
 class ControlVerdict:
-    """What became of one mode and execution of a control."""
+    """Result of one mode and execution of a control."""
 
     name: str
     mode: str
@@ -101,31 +101,31 @@ class ControlVerdict:
     texts: tuple[str, ...] = ()
     seconds: float = 0.0
     lost: bool = False
-    """Whether it took the device context along, and with it the process."""
+    """True if it took the device context along, and with it the process."""
 
 
 @dataclass(frozen=True)
 class HostileVerdict:
-    """What became of one way to a false green, and of the same code without the cheat."""
+    """Result of one adversarial backend, and of the same code without the cheat."""
 
     slug: str
     mechanism: str
     exit_code: int
-    """Of a run of it: anything but 0 is right."""
+    """Exit code of a run of it: anything but 0 is right."""
     ending: str
     honest_exit_code: int
-    """Of a run of its healthy control: 0 is right."""
+    """Exit code of a run of its healthy control: 0 is right."""
     honest_ending: str
     seconds: float = 0.0
 
     @property
     def green(self) -> bool:
-        """Whether it got what it is after."""
+        """True if the cheat passed."""
         return self.exit_code == 0
 
     @property
     def proves(self) -> bool:
-        """Whether it got no green for the cheat alone: without it the same code passes."""
+        """True if it failed only because of the cheat: without it the same code passes."""
         return not self.green and self.honest_exit_code == 0
 
 
@@ -134,7 +134,7 @@ Verdict = FaultVerdict | ControlVerdict | HostileVerdict
 
 @dataclass
 class Audit:
-    """Everything that came out."""
+    """Result of an audit."""
 
     settings: Settings
     faults: list[FaultVerdict] = field(default_factory=list)
@@ -150,7 +150,7 @@ class Audit:
 
     @property
     def alarms(self) -> list[ControlVerdict]:
-        """Controls that were found fault with."""
+        """Controls on which a check failed."""
         return [verdict for verdict in self.controls if verdict.alarms]
 
     @property
@@ -162,7 +162,7 @@ class Audit:
 
     @property
     def caught_alone(self) -> dict[str, int]:
-        """Check -> faults that it and no other reports."""
+        """Check -> faults that only it reports."""
         counts = Counter(verdict.first for verdict in self.faults if len(verdict.caught_by) == 1)
         return {check: counts[check] for check in self.first_catches}
 
@@ -175,14 +175,14 @@ class Audit:
 
     @property
     def exit_code(self) -> int:
-        """1 on any survivor, false alarm, idle check or hostile backend that got a green; 5 when nothing was tried."""
+        """1 on any survivor, false alarm, idle check or adversarial backend that passed; 5 when nothing was tried."""
         if not self.faults and not self.controls and not self.hostile:
             return 5
         unproved = [verdict for verdict in self.hostile if not verdict.proves]
         return 1 if self.survivors or self.alarms or self.idle_checks or unproved else 0
 
     def as_plain(self) -> dict[str, Any]:
-        """JSON-ready."""
+        """The audit as JSON-ready values."""
         return {
             "settings": {key: value for key, value in asdict(self.settings).items() if key != "caught_before"},
             "device": self.device,

@@ -1,1 +1,1 @@
-"""Backends that come along. Each imports the contract and its own kernels, as one in another repository would."""
+"""Bundled backends. Each imports only the contract and its own kernels, as a backend in another repository would."""

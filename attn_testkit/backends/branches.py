@@ -1,4 +1,4 @@
-"""Draft-decode for kernels that attend one row a request: each branch of a draft is a request to them."""
+"""Draft-decode for kernels that attend one row per request: they see each branch of a draft as a request."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ __all__ = ["branch_slots", "forward_number", "kernel_requests"]
 
 
 def kernel_requests(batch: ForwardBatch) -> int:
-    """Requests to the kernel: those of the batch, or their branches."""
+    """Number of the kernel's requests: those of the batch, or their branches."""
     return batch.batch_size * (batch.spec_info.topk if isinstance(batch.spec_info, DraftDecodeInput) else 1)
 
 
 def forward_number(batch: ForwardBatch) -> int:
-    """Of a draft, from 0 on; 0 in every other mode."""
+    """Number of the forward in a draft, from 0; 0 in every other mode."""
     return batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0
 
 

@@ -41,14 +41,14 @@ _IN_PARTS = _MODES - {ForwardMode.DRAFT_DECODE}
 
 
 class LayerKind(NamedTuple):
-    """What a plan knows of a layer. Layers that agree in it share a wrapper."""
+    """Properties of a layer that its plan depends on. Layers with equal ones share a wrapper."""
 
     scale: float
     window: int
     cap: float
     heads: HeadShape
     group: int = 0
-    """Its KV group: another table is another plan."""
+    """KV group of the layer: another page table needs another plan."""
 
     @classmethod
     def of(cls, layer: AttentionLayer, group: int = 0) -> LayerKind:
@@ -129,7 +129,7 @@ class FlashInferBackend(AttentionBackend):
         self._plan_parts(batch, plans[0], decode)
 
     def _plans(self, batch: ForwardBatch) -> tuple[tuple[PagePlan, ...], bool]:
-        """The plan of each forward, and whether they have one query row a request, or a branch."""
+        """The plan of each forward, and True if they have one query row per request or branch."""
         mode = batch.forward_mode
         return plans_of_forwards(self.context, batch), mode.is_decode() or mode.is_draft_decode()
 
@@ -138,7 +138,7 @@ class FlashInferBackend(AttentionBackend):
         return [(kind, part) for kind in self._kinds for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
+        """Allocate buffers that every bucket's wrappers share; each plan fills them for the next replay."""
         context = self.context
         batch = GraphBuffers.of_requests(context, max_bs, masked=True)
         others = [replace(batch, kv_indices=torch.zeros_like(batch.kv_indices)) for _ in context.groups[1:]]
@@ -174,7 +174,7 @@ class FlashInferBackend(AttentionBackend):
         self._plan_parts(batch, plans[0], decode)
 
     def _tensor_cores(self, kind: LayerKind) -> bool:
-        """Whether decode runs the prefill kernel: a wrapper's choice, and so one of its layers' heads."""
+        """True if decode runs the prefill kernel. Each wrapper chooses, by the heads of its layers."""
         return kind.heads.num_qo_heads >= 4 * kind.heads.num_kv_heads or self.context.kv_pool.dtype.itemsize == 1
 
     def _eager_wrapper(self, decode: bool, kind: LayerKind) -> Any:
@@ -193,7 +193,7 @@ class FlashInferBackend(AttentionBackend):
         return self._wrapper(kind, decode, kv_layout, use_cuda_graph=True, **given)
 
     def _form_of_parts(self, decode: bool) -> tuple[bool, str]:
-        """Whether the wrapper of a part is one of decode, and the layout of its pages."""
+        """Form of the wrapper of a KV split: True for decode's, and the layout of its pages."""
         own = self._parts_in_pages or self.context.page_size == 1
         return decode and not self._parts_in_pages, self._kv_layout if own else "NHD"
 
@@ -237,7 +237,7 @@ class FlashInferBackend(AttentionBackend):
         )
 
     def _plan_prefill(self, wrapper: Any, kind: LayerKind, plan: PagePlan, *, causal: bool = True) -> None:
-        """``causal``: whether rows see no later key, where no mask says it and the model is causal."""
+        """Plan prefill wrappers. ``causal``: rows see no later key, if there is no mask and the model is causal."""
         context = self.context
         wrapper.plan(
             plan.qo_indptr,
@@ -282,7 +282,7 @@ class FlashInferBackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the wrapper that was planned for the part's keys, in pages of one where the pool has them."""
+        """Attend with the wrapper that was planned for the split's keys, in pages of one slot if the pool has them."""
         whole = part.kind == "whole"
         page_size = self.context.page_size if whole or self._parts_in_pages else 1
         kv, scales = self._stored(k, v, layer, batch, save_kv_cache, page_size)
@@ -309,7 +309,7 @@ class FlashInferBackend(AttentionBackend):
         save_kv_cache: bool,
         page_size: int,
     ) -> tuple[Any, dict[str, float]]:
-        """K and V in pages of so many slots, with the new rows in them, and the scales of a run."""
+        """Store the new rows. Returns K and V in pages of ``page_size`` slots, and the scales of a run."""
         group = self.context.group_of(layer)
         pool = group.kv_pool
         if save_kv_cache:

@@ -1,4 +1,5 @@
-"""What graphs of FlashInfer's wrappers read, at its largest size; each plan fills it for the replay that follows."""
+"""Buffers that graphs of FlashInfer's wrappers read, at their largest size; each plan fills them for the next
+replay."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ __all__ = ["GraphBuffers"]
 
 @dataclass(frozen=True)
 class GraphBuffers:
-    """The buffers of one list of keys, shared by all buckets; R requests. int32, but for the mask."""
+    """Buffers of one list of keys of R requests, shared by all buckets; int32, except for the mask."""
 
     qo_indptr: torch.Tensor
     """[R + 1]."""
@@ -27,7 +28,7 @@ class GraphBuffers:
     last_page_len: torch.Tensor
     """[R]."""
     kv_lens: torch.Tensor
-    """[R], in tokens: MLA's wrapper reads them in place of the lengths of last pages."""
+    """[R], in tokens: MLA's wrapper reads them instead of the lengths of last pages."""
     mask: torch.Tensor
     """[bytes] uint8: a custom mask, packed."""
     mask_indptr: torch.Tensor
@@ -35,7 +36,7 @@ class GraphBuffers:
 
     @classmethod
     def sized(cls, context: BackendContext, requests: int, pages: int, mask_bytes: int = 0) -> GraphBuffers:
-        """Zeros for so many requests, with so many pages in sum."""
+        """Zeroed buffers for a number of requests, and a number of pages of all requests."""
 
         def zeros(count: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(count, dtype=dtype, device=context.device)
@@ -47,21 +48,21 @@ class GraphBuffers:
 
     @classmethod
     def of_requests(cls, context: BackendContext, requests: int, masked: bool = False) -> GraphBuffers:
-        """All keys of so many requests; ``masked``: with a mask for target-verify."""
+        """Buffers for all keys of a number of requests; ``masked``: with a mask for target-verify."""
         pages = pages_per_request(context)
         mask_bytes = -(-context.num_draft_tokens * pages * context.page_size // 8) if masked else 0
         return cls.sized(context, requests, requests * pages, requests * mask_bytes)
 
     @classmethod
     def of_part(cls, context: BackendContext, max_bs: int, max_num_tokens: int) -> GraphBuffers:
-        """A part of the keys, in pages of one, with a mask for every mode."""
+        """Buffers for a KV split in pages of one slot, with a mask for every mode."""
         # A request more than the batch, for what MLA's graphs are filled up with.
         requests, keys = max_bs + 1, context.max_context_len + context.num_draft_tokens
         return cls.sized(context, requests, requests * keys + max_num_tokens, max_num_tokens * keys // 8 + requests)
 
     @classmethod
     def of_forwards(cls, context: BackendContext, max_bs: int) -> tuple[GraphBuffers, ...]:
-        """For each forward of the longest draft; none where there is no draft."""
+        """Buffers for each forward of the longest draft; none without drafts."""
         requests = max_bs * context.draft_branches
         forwards = context.speculative_num_steps - 1 if requests else 0
         return tuple(cls.of_requests(context, requests) for _ in range(forwards))
@@ -75,7 +76,7 @@ class GraphBuffers:
         }
 
     def for_prefill(self, requests: int, masked: bool) -> dict[str, Any]:
-        """Arguments of a prefill wrapper. A wrapper that was given a mask buffer is in custom-mask mode for ever."""
+        """Arguments of a prefill wrapper. A wrapper with a mask buffer always stays in custom-mask mode."""
         return {
             "qo_indptr_buf": self.qo_indptr[: requests + 1],
             "paged_kv_indptr_buf": self.kv_indptr[: requests + 1],

@@ -32,7 +32,7 @@ def plans_of_forwards(context: BackendContext, batch: ForwardBatch) -> tuple[Pag
 
 
 def _plan(kv_lens: torch.Tensor, page_ids: torch.Tensor, page_size: int) -> PagePlan:
-    """``kv_lens`` [rows] int32, host; ``page_ids`` [rows, pages] on the device."""
+    """Make a plan. ``kv_lens`` [rows] int32, host; ``page_ids`` [rows, pages] on the device."""
     pages = -(-kv_lens // page_size)
     row = torch.repeat_interleave(torch.arange(len(pages)), pages.long())
     kv_indptr = exclusive_sum(pages)

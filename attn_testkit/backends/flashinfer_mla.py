@@ -102,7 +102,7 @@ class FlashInferMLABackend(AttentionBackend):
         return [(scale, part) for scale in self._scales for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers that every bucket's wrappers share; each plan fills them for the replay that follows."""
+        """Allocate buffers that every bucket's wrappers share; each plan fills them for the next replay."""
         context = self.context
         # One request more than the batch: see _graph_plans.
         self._of_batch = GraphBuffers.of_requests(context, max_bs + 1)
@@ -136,14 +136,14 @@ class FlashInferMLABackend(AttentionBackend):
     def _graph_plans(self, batch: ForwardBatch) -> tuple[PagePlan, ...]:
         """The plan of each forward, with as many query rows as the graph has.
 
-        The planner gives a request's rows to clusters of two blocks where (rows * heads) / requests is above 64, else
-        of one, and the grid that goes with it is frozen into the graph. Ragged modes are captured with all rows of the
-        bucket and replayed with fewer: a plan for the other cluster size leaves half of the splits without a block, and
-        nothing says so (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request that takes
-        the rows left over keeps the quotient what it was.
+        The planner gives a request's rows to clusters of two blocks if (rows * heads) / requests is above 64, else of
+        one, and the resulting grid is fixed in the graph. Ragged modes are captured with all rows of the bucket and
+        replayed with fewer: a plan for the other cluster size leaves half of the splits without a block, silently
+        (flashinfer 0.7.2, found by this kit on an H200, in draft-extend v1). A last request with the remaining rows
+        keeps the quotient constant.
 
-        A graph of one row has none left over, and must not have that request: two requests halve the quotient, and of
-        128 heads half a tile is refused where the row's position begins a tile of keys.
+        A graph of one row has no remaining rows, and must not have that request: two requests halve the quotient, and
+        with 128 heads half a tile is refused if the row's position begins a tile of keys.
         """
         plans = plans_of_forwards(self.context, batch)
         rows = self._rows[batch.forward_mode, batch.batch_size]
@@ -207,7 +207,7 @@ class FlashInferMLABackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the wrapper that was planned for the part's keys, in pages of one."""
+        """Attend with the wrapper that was planned for the split's keys, in pages of one slot."""
         whole = part.kind == "whole"
         latent, scales = self._stored(k, layer, batch, save_kv_cache, self.context.page_size if whole else 1)
         wrapper = self._whole(layer, batch) if whole else self._current_parts[layer.scaling, part]
@@ -227,7 +227,7 @@ class FlashInferMLABackend(AttentionBackend):
     def _stored(
         self, k: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool, page_size: int
     ) -> tuple[torch.Tensor, dict[str, float]]:
-        """Latent rows in pages of so many slots, with the new ones in them, and the scales of a run."""
+        """Store the new rows. Returns the latent rows in pages of ``page_size`` slots, and the scales of a run."""
         pool = self.context.kv_pool
         if save_kv_cache:
             pool.set_kv_buffer(layer, batch.out_cache_loc, k)
@@ -236,7 +236,7 @@ class FlashInferMLABackend(AttentionBackend):
 
 
 class FlashInferMLAFA3Backend(FlashInferMLABackend):
-    """The same through Hopper's kernel, backend fa3."""
+    """Latent attention through Hopper's kernel, backend fa3."""
 
     capabilities = FlashInferMLABackend.capabilities.with_changes(requires=Requires(sm=(90, 90), packages=_PACKAGES))
     entry_point = BATCH_MLA_FA3
@@ -244,7 +244,7 @@ class FlashInferMLAFA3Backend(FlashInferMLABackend):
 
 
 class FlashInferMLAFP8Backend(FlashInferMLAFA3Backend):
-    """e4m3 latent rows under bf16 queries, which only SM90 has, at the latent width of 512 alone."""
+    """Latent attention on e4m3 rows with bf16 queries, which only SM90 has, and only at the latent width of 512."""
 
     capabilities = FlashInferMLAFA3Backend.capabilities.with_changes(
         dtypes={"bf16"}, kv_dtypes={"fp8_e4m3"}, head_dims={512}

@@ -1,9 +1,8 @@
-"""Parts of a request's keys for FlashInfer's wrappers: plans with pages of one key, which may list any keys.
+"""KV splits for FlashInfer's wrappers: plans with pages of one key, which may list any keys.
 
-Paged wrappers attend whole pages, from a request's first on. Seen as pages of one slot each, the same pool gives them
-any keys in any number; who sees whom is then a custom mask, or in decode and MLA follows from which keys are listed.
-Pages of ``hnd``, and of K and V in one block, are no such pages: there all keys are listed, and the mask says which are
-the part's.
+Paged wrappers attend whole pages, from a request's first page on. With pages of one slot, the same pool gives them any
+keys in any number. Visibility is then a custom mask; in decode and MLA it follows from the listed keys. Pages of
+``hnd``, and of K and V in one block, cannot be split so: all keys are listed, and the mask selects those of the split.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from .vendor.provider import EntryPoint
 __all__ = ["MERGE_STATE", "by_slots", "masked_plan", "merged", "part_plan"]
 
 _MOST_THREADS = 1024
-"""Of a block."""
+"""Most threads of a block."""
 
 MERGE_STATE = EntryPoint(
     "flashinfer.cascade:merge_state",
@@ -57,12 +56,12 @@ def merged(
 
 
 def by_slots(context: BackendContext) -> bool:
-    """Whether the pool can be seen as pages of one slot."""
+    """True if the pool can be seen as pages of one slot."""
     return context.page_size == 1 or context.kv_pool.layout == "nhd"
 
 
 def masked_plan(plan: PagePlan, part: KVPart, *, window: int = -1) -> PagePlan:
-    """``plan``, of all keys, with a custom mask of those of a part that a row sees. Host work and a copy."""
+    """``plan`` of all keys, with a custom mask of the keys of a split that a row sees. Host work and a copy."""
     masks: list[torch.Tensor] = []
     for kv_len, q_len in zip(plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist(), strict=True):
         prefix, key = kv_len - q_len, torch.arange(kv_len)
@@ -104,7 +103,7 @@ def part_plan(
         qo_indptr=plan.qo_indptr,
         kv_lens=counts.to(torch.int32),
         kv_indptr=exclusive_sum(counts),
-        # 1 where there is no page, too: the package computes lengths of masks as if there were one page less.
+        # 1 if there is no page, too: the package computes lengths of masks as if there were one page less.
         last_page_len=torch.ones(len(counts), dtype=torch.int32),
         # Never empty: the address of an empty tensor is 0.
         kv_indices=torch.nn.functional.pad(_slots(context, batch, lists), (0, 1)),
@@ -114,7 +113,7 @@ def part_plan(
 
 
 def _seen(plan: PagePlan, key: torch.Tensor, prefix: int, q_len: int, window: int) -> torch.Tensor:
-    """[q_len, keys] bool: what a row sees of ``key`` by the window, and by causality where the plan has no mask."""
+    """[q_len, keys] bool: keys that a row sees by the window, and by causality if the plan has no mask."""
     row = torch.arange(q_len)[:, None]
     seen = (key >= prefix + row - window) | (window < 0)
     return seen & (key <= prefix + row) if plan.custom_mask is None else seen

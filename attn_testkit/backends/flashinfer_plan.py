@@ -1,4 +1,4 @@
-"""What FlashInfer's wrappers are planned with, from a batch: query offsets, page lists, lengths, tree mask."""
+"""Inputs of FlashInfer's plans, made from a batch: query offsets, page lists, lengths, tree mask."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = [
 _WORKSPACE_BYTES = 128 << 20
 _BESIDE_PARTIALS = 1 << 20
 _MOST_TILE = 128
-"""Packed rows, a query row times a head of its group, of the largest tile."""
+"""Packed rows (query rows times heads of a group) of the largest tile."""
 _workspaces: dict[tuple[torch.device, bool], torch.Tensor] = {}
 
 
 def workspace(device: torch.device, fake: bool, needed: int = 0) -> torch.Tensor:
-    """The float workspace, one for all wrappers of a device and process, as servers have it: [bytes] uint8.
+    """The float workspace, one for all wrappers of a device and process, as in servers: [bytes] uint8.
 
-    Scratch: a run leaves no state in it. ``needed``: bytes of partial outputs. Whoever needs more gets a larger one;
-    wrappers that were made before keep theirs.
+    Scratch: a run leaves no state in it. ``needed``: bytes of partial outputs. A caller that needs more gets a larger
+    one; wrappers that were made before keep theirs.
     """
     key, size = (device, fake), max(_WORKSPACE_BYTES, needed + _BESIDE_PARTIALS)
     size = size >> 7 if fake else size
@@ -54,7 +54,7 @@ def bytes_of_partials(context: BackendContext) -> int:
 
 @dataclass(frozen=True)
 class PagePlan:
-    """One batch for a CSR kernel. All int32; host tensors unless said otherwise."""
+    """One batch for a CSR kernel. All tensors are int32 and on the host, unless stated otherwise."""
 
     qo_indptr: torch.Tensor
     """[bs + 1]: first query row of each request."""
@@ -67,19 +67,19 @@ class PagePlan:
     kv_indices: torch.Tensor
     """[kv_indptr[-1]] page ids, on the device."""
     custom_mask: torch.Tensor | None
-    """Flat bool on the device, a [q_len, kv_len] block a request; None: causal, aligned to the end."""
+    """Flat bool on the device, one [q_len, kv_len] block per request; None: causal, aligned to the end."""
     page_size: int
-    """In slots: the pool's, or 1."""
+    """Slots per page: the pool's, or 1."""
     other_indices: tuple[torch.Tensor, ...] = ()
-    """As ``kv_indices``, of further KV groups."""
+    """Page ids like ``kv_indices``, for further KV groups."""
 
     def of_group(self, group: int) -> PagePlan:
-        """The same with the pages of a KV group."""
+        """Plan with the pages of a KV group."""
         return replace(self, kv_indices=self.other_indices[group - 1]) if group else self
 
 
 def exclusive_sum(counts: torch.Tensor) -> torch.Tensor:
-    """[n] -> [n + 1] int32, beginning with 0."""
+    """[n] -> [n + 1] int32: running sum, beginning with 0."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
 
@@ -115,7 +115,7 @@ def make_page_plan(context: BackendContext, batch: ForwardBatch) -> PagePlan:
 
 
 def filled_up(plan: PagePlan, rows: int, page_size: int) -> PagePlan:
-    """One more request, which takes the query rows between the packed end and ``rows`` and reads page 0."""
+    """``plan`` with one more request, which takes the query rows from the packed end to ``rows`` and reads page 0."""
     rest = torch.tensor([rows]) - plan.qo_indptr[-1:]
     kv_lens = rest.clamp(min=1)
     pages = -(-kv_lens // page_size)
@@ -156,7 +156,7 @@ def prefix_plan(whole: PagePlan, window: int) -> PagePlan:
         qo_indptr=whole.qo_indptr,
         kv_lens=kv_lens,
         kv_indptr=exclusive_sum(pages),
-        # The page size where there is no page: the package computes lengths of masks as if there were one page less.
+        # The page size if there is no page: the package computes lengths of masks as if there were one page less.
         last_page_len=kv_lens - (pages - 1) * size,
         kv_indices=whole.kv_indices[kept.to(whole.kv_indices.device)],
         custom_mask=mask,

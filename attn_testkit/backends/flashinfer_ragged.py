@@ -23,7 +23,7 @@ _MODES = frozenset({ForwardMode.EXTEND})
 class FlashInferRaggedBackend(FlashInferBackend):
     """Extend through ``BatchPrefillWithRaggedKVCacheWrapper`` and the paged wrapper, merged by log-sum-exp.
 
-    Where ``save_kv_cache`` is False the pool holds all keys, and the parent's one paged call attends them.
+    If ``save_kv_cache`` is False the pool holds all keys, and the parent's one paged call attends them.
     """
 
     capabilities = FlashInferBackend.capabilities.with_changes(
@@ -50,7 +50,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         self._kinds_with_prefix: set[LayerKind] = set()
 
     def _plan_all(self, plans: tuple[PagePlan, ...], decode: bool) -> None:
-        """Both wrappers of each kind of layer, and the parent's for all keys."""
+        """Plan both wrappers of each kind of layer, and the parent's for all keys."""
         super()._plan_all(plans, decode)
         (whole,) = plans
         self._kinds_with_prefix.clear()
@@ -86,7 +86,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
-        """Attend both parts, merge them, store the new rows."""
+        """Attend both KV splits, merge them, store the new rows."""
         if not save_kv_cache:
             return super().forward(q, k, v, layer, batch, save_kv_cache)
         return self._attend(q, k, v, layer, batch)[0]
@@ -102,7 +102,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the merged log-sum-exp. ``part`` is the whole: no other is claimed."""
+        """Attend and return the merged log-sum-exp. ``part`` is the whole: no other KV split is declared."""
         if not save_kv_cache:
             return super().forward_return_lse(q, k, v, layer, batch, save_kv_cache, part=part)
         return self._attend(q, k, v, layer, batch)

@@ -21,7 +21,7 @@ __all__ = ["TokenspeedMLABackend"]
 _KEYS_PER_TILE = 128
 _ROWS_PER_TILE = 128
 _ROWS_PER_HEAD = 8
-"""Query rows a request for which servers size the workspace."""
+"""Query rows per request for which servers size the workspace."""
 
 
 class TokenspeedMLABackend(TRTLLMMLABackend):

@@ -1,9 +1,9 @@
 """Attention in plain torch: slow, short, and right in every mode, eager and under CUDA graphs, on any device.
 
-Read it as the smallest complete backend. It has no persistent metadata but a mask buffer: everything is rebuilt on the
-device at the head of each step from the batch's own tensors, with shapes that never depend on lengths.
+Read it as the smallest complete backend. Its only persistent metadata is a mask buffer: everything else is rebuilt on
+the device at the start of each step from the batch's tensors, with shapes that never depend on lengths.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, C = ``max_context_len``.
+Shapes: T query rows, B requests (padding included), W most rows per request, C = ``max_context_len``.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ _IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 @dataclass(frozen=True)
 class _Seen:
-    """What the rows of a step see in some layer."""
+    """Keys that the rows of a step see in a layer."""
 
     hidden: torch.Tensor
-    """[B, 1, 1, W, C] bool: keys that a row does not see."""
+    """[B, 1, 1, W, C] bool: True for keys that a row does not see."""
     blind: torch.Tensor
-    """[B, W, 1, 1, 1] bool: rows that see nothing."""
+    """[B, W, 1, 1, 1] bool: True for rows that see no key."""
     values: tuple[torch.Tensor, ...]
     """Indices of [B, C] values into the KV pool, those of a key that a row sees or else of the request's last one."""
 
@@ -95,7 +95,7 @@ class TorchNativeBackend(AttentionBackend):
         self._has_slot_views = context.kv_pool.layout in ("nhd", "side-by-side")
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """One mask buffer for every graph; the draft stage fills it in place."""
+        """Allocate one mask buffer for every graph; the draft stage fills it in place."""
         n = self.context.num_draft_tokens
         if self.context.topk:
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
@@ -103,19 +103,19 @@ class TorchNativeBackend(AttentionBackend):
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The buffer above."""
+        """The mask buffer; None before there are graphs, and without trees."""
         return self._mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Where the rows of each request are, where its keys are, and which row sees which key."""
+        """Compute the places of each request's rows and keys, and the keys that each row sees."""
         if not batch.batch_size:
             return
         width, counts = self._rows_of_requests(batch)
         starts = self._row_starts(counts)
         offset = torch.arange(width, device=starts.device)
         tokens = batch.input_ids.shape[0]
-        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on a
-        # neighbour's row and dropped. Rows past the last request are padding and get somebody's result.
+        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on
+        # another request's row and dropped. Rows past the last request are padding and get any result.
         self._row = (starts[:, None] + offset).clamp(max=tokens - 1)
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
@@ -165,7 +165,7 @@ class TorchNativeBackend(AttentionBackend):
     def _visibility(
         self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """[B, W] position of each row, [B, 1 or W, C] position of each key, [B, W, C] whether the row may see it."""
+        """[B, W] position of each row, [B, 1 or W, C] of each key, [B, W, C] True if the row may see it."""
         kv_lens = self._kv_lens(batch, counts)
         prefix = kv_lens - counts
         position, key = prefix[:, None] + offset, self._key[None, None]
@@ -173,7 +173,7 @@ class TorchNativeBackend(AttentionBackend):
         if not isinstance(spec, VerifyInput) or spec.custom_mask is None:
             held = (key < kv_lens[:, None, None]).expand(-1, len(offset), -1)
             return position, key, (key <= position[..., None]) & held if self.context.causal else held
-        # Node c of the tree is key prefix + c, but stands at its depth: windows count positions.
+        # Node c of the tree is key prefix + c, but its position is its depth: windows count positions.
         node = self._key - prefix[:, None]
         inside, node = (node >= 0) & (node < len(offset)), node.clamp(0, len(offset) - 1)
         position = batch.positions[: len(prefix) * len(offset)].view(len(prefix), -1)
@@ -181,7 +181,7 @@ class TorchNativeBackend(AttentionBackend):
         return position, torch.where(inside, position.gather(1, node), self._key)[:, None], visible
 
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
-        """[B, N, C]: whether tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
+        """[B, N, C]: True if tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
         assert spec.custom_mask is not None
         n, index = len(offset), torch.arange(len(prefix), device=prefix.device)[:, None]
         if spec.tree_mask_mode is TreeMaskMode.QLEN_ONLY:
@@ -222,7 +222,7 @@ class TorchNativeBackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for the keys of a part. Shapes as in ``AttentionBackend.forward_return_lse``."""
+        """Attend the keys of a KV split. Shapes as in ``AttentionBackend.forward_return_lse``."""
         self._store(k, v, layer, batch, save_kv_cache)
         held = part.holds(self._key, self._prefix[:, None])
         layer = layer if part.sinks else replace(layer, sinks=None)
@@ -234,7 +234,7 @@ class TorchNativeBackend(AttentionBackend):
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Each weighs as its share of the whole sum; nothing weighs in a row of padding that has no key at all."""
+        """Merge by shares of the whole sum; a padding row without any key gets weights of 0."""
         lse = torch.logaddexp(lse_a, lse_b)
         base = torch.where(lse == -torch.inf, 0.0, lse)
         of_a, of_b = (torch.exp(each - base)[..., None] for each in (lse_a, lse_b))
@@ -249,7 +249,7 @@ class TorchNativeBackend(AttentionBackend):
             group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, Hq, Dv], and [B, Hk, G, W, C] the logits of what is ``seen``, and of sinks behind them."""
+        """[T, Hq, Dv] output, and [B, Hk, G, W, C] logits of the ``seen`` keys, followed by sinks."""
         logits = self._masked(self._logits(self._queries(q, layer), self._keys(layer), layer), seen, layer)
         out = self._sum(torch.softmax(logits, -1)[..., : len(self._key)], self._values(layer, seen), seen)
         if layer.v_scale != 1:
@@ -269,11 +269,11 @@ class TorchNativeBackend(AttentionBackend):
         return _gather(self._buffers(layer)[0], self._keys_at[self.context.group_of(layer).index])
 
     def _values(self, layer: AttentionLayer, seen: _Seen) -> torch.Tensor:
-        """[B, Hk, C, Dv] float32, likewise."""
+        """[B, Hk, C, Dv] float32, not yet multiplied by an FP8 pool's scale."""
         return _gather(self._buffers(layer)[1], seen.values)
 
     def _buffers(self, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V by slot, or by page and slot where the layout has no view by slot."""
+        """Views of K and V by slot, or by page and slot if the layout has no view by slot."""
         pool = self.context.group_of(layer).kv_pool
         return (pool.get_kv_buffer if self._has_slot_views else pool.get_kv_pages)(layer.layer_id)
 
@@ -290,20 +290,20 @@ class TorchNativeBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W, C]: visible, and no more than the layer's window back."""
+        """[B, W, C]: True for visible keys inside the layer's window."""
         if layer.sliding_window_size < 0:
             return self._visible
         return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
 
     def _seen_by(self, seen: torch.Tensor, layer: AttentionLayer) -> _Seen:
-        """What follows from ``seen`` [B, W, C]."""
+        """Masks and values that follow from ``seen`` [B, W, C]."""
         slots = self._slots[self.context.group_of(layer).index]
         # Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN.
         values = torch.where(seen.any(1), slots, slots.gather(1, self._last_key))
         return _Seen(~seen[:, None, None], ~seen.any(2)[:, :, None, None, None], self._index(values))
 
     def _masked(self, logits: torch.Tensor, seen: _Seen, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, G, W, C]: -inf for what is not seen; and behind the last key the sinks, where there are."""
+        """[B, Hk, G, W, C]: logits, -inf for unseen keys, followed by the sinks, if any."""
         logits = logits.masked_fill(seen.hidden, -torch.inf)
         if layer.sinks is None:
             return logits
@@ -311,13 +311,13 @@ class TorchNativeBackend(AttentionBackend):
         return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
 
     def _sum(self, p: torch.Tensor, values: torch.Tensor, seen: _Seen) -> torch.Tensor:
-        """[B, W, Hk, G, Dv]. The softmax of a row that sees nothing is NaN: it gets zeros."""
+        """[B, W, Hk, G, Dv]: weighted sums. The softmax of a row that sees no key is NaN: it gets zeros."""
         out = p.flatten(2, 3).matmul(values).view(*p.shape[:-1], -1).permute(0, 3, 1, 2, 4)
         return out.masked_fill(seen.blind, 0.0)
 
 
 def _gather(buffer: torch.Tensor, places: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """[B, Hk, C, D] float32: ``buffer[places]`` with each head's rows beside each other, as a product wants them.
+    """[B, Hk, C, D] float32: ``buffer[places]`` with each head's rows contiguous, for a matrix product.
 
     Indexing is not implemented for FP8 everywhere, so its bytes are gathered.
     """

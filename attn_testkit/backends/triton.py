@@ -2,13 +2,13 @@
 
 It is written to be read. A step has two halves:
 
-* *planning* turns the batch into four small device tensors (``_Plan``): which row of ``req_to_token``, how many keys,
-  where the query rows begin, and who sees whom in a draft tree. It knows the modes, and never waits for the device. To
-  draft-decode it gives a table with a row a branch, and the lengths of all forwards at once.
-* *forward* writes K and V and launches one kernel that knows no modes at all.
+* *planning* turns the batch into four small device tensors (``_Plan``): rows of ``req_to_token``, numbers of keys,
+  offsets of the query rows, and the mask of a draft tree. It knows the modes, and never waits for the device. For
+  draft-decode it makes a table with one row per branch, and the lengths of all forwards at once.
+* *forward* writes K and V and launches one kernel that does not depend on the mode.
 
-Under a graph the kernel must find its plan where it was at capture, so ``init_cuda_graph_state`` allocates the plan
-once at its largest size, and planning a capture or a replay copies into it.
+In a graph the plan must keep its address, so ``init_cuda_graph_state`` allocates it once at its largest size, and
+planning a capture or a replay copies into it.
 """
 
 from __future__ import annotations
@@ -49,22 +49,22 @@ _MAX_SPLITS = 4 if INTERPRETED else 16  # under the interpreter programs run one
 
 @dataclass
 class _Plan:
-    """What the kernels read about one step, all on the device."""
+    """Inputs of the kernels for one step, all on the device."""
 
     table: torch.Tensor
-    """[rows, max_context_len] int32: ``req_to_token``; in draft-decode a row a branch, which is a request here."""
+    """[rows, max_context_len] int32: ``req_to_token``; in draft-decode one row per branch, which is a request here."""
     requests: torch.Tensor
     """[bs] int64: row of ``table``."""
     kv_lens: torch.Tensor
-    """[forwards, bs] int32: keys, this step's included. Of several forwards in draft-decode alone."""
+    """[forwards, bs] int32: keys, this step's included. Only draft-decode has several forwards."""
     cu_seqlens_q: torch.Tensor
-    """[bs + 1] int32: where the query rows of each request begin."""
+    """[bs + 1] int32: first query row of each request."""
     mask: torch.Tensor | None
     """[bs, N, N] uint8: node t may see node c. None: causal."""
     max_q_len: int
     """Upper bound of the query rows of a request: a constant of the mode, or in extend of the batch or bucket."""
     tile_rows: int
-    """Rows of a request that tiles are made for, and splits left out for: a constant of the mode."""
+    """Rows of a request for which tiles, and the use of splits, are chosen: a constant of the mode."""
 
 
 class TritonBackend(AttentionBackend):
@@ -110,7 +110,7 @@ class TritonBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        # The number of splits is a constant: one that followed the batch would tie a request's bits to its neighbours.
+        # The number of splits is a constant: if it followed the batch, a request's bits would depend on other requests.
         self._splits = min(_MAX_SPLITS, triton.cdiv(context.max_context_len, _KEYS_PER_SPLIT))
         heads = max(layer.tp_q_head_num for layer in context.layers)
         width = max(layer.v_head_dim for layer in context.layers)
@@ -124,7 +124,7 @@ class TritonBackend(AttentionBackend):
     # Planning
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Eager: fresh tensors, which leave those of the graphs alone."""
+        """Plan an eager step in new tensors, so the graphs' tensors do not change."""
         self._plan = self._plan_step(batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -152,7 +152,7 @@ class TritonBackend(AttentionBackend):
         return self._verify_mask
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Copy this step's plan to where the graph reads it; capture and replay are alike."""
+        """Copy this step's plan into the graph's; a capture and a replay do the same."""
         static, fresh = self._static, self._plan_step(batch)
         forwards, bs = fresh.kv_lens.shape
         assert static is not None, "init_cuda_graph_state comes before any capture"
@@ -173,7 +173,7 @@ class TritonBackend(AttentionBackend):
         )
 
     def _plan_step(self, batch: ForwardBatch) -> _Plan:
-        """Plan one step from device tensors alone. ``batch`` may be a replay view, with tensors longer than bs."""
+        """Plan one step from device tensors only. ``batch`` may be a replay view, with tensors longer than bs."""
         context, bs, mode, spec = self.context, batch.batch_size, batch.forward_mode, batch.spec_info
         table, requests, seq_lens = context.req_to_token, batch.req_pool_indices[:bs].long(), batch.seq_lens[:bs].long()
         if isinstance(spec, DraftDecodeInput):
@@ -184,7 +184,7 @@ class TritonBackend(AttentionBackend):
         mask: torch.Tensor | None = None
         if mode.is_target_verify():
             assert isinstance(spec, VerifyInput)
-            # Here, and only here, they may count the prefix alone. A padded request may have no key at all.
+            # Only here they may count just the prefix. A padded request may have no key at all.
             prefix = seq_lens if context.dialect.verify_lens == "prefix" else (seq_lens - n).clamp(min=0)
             mask, seq_lens = _node_mask(spec, prefix, n, causal=context.causal), prefix + n
         elif mode.is_draft_extend():
@@ -194,7 +194,7 @@ class TritonBackend(AttentionBackend):
         elif mode is ForwardMode.EXTEND:
             assert batch.extend_seq_lens is not None
             cu_seqlens_q = _offsets(batch.extend_seq_lens)
-            # Any request of a replay may have all rows of its bucket; a neighbour's may not choose the tiles.
+            # Any request of a replay may have all rows of its bucket, and other requests must not affect its tiles.
             longest = min(batch.input_ids.shape[0], context.max_extend_tokens)
             kv_lens, most = seq_lens.to(torch.int32)[None], context.max_extend_tokens
             return _Plan(table, requests, kv_lens, cu_seqlens_q, None, longest, most)
@@ -221,7 +221,7 @@ class TritonBackend(AttentionBackend):
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Store the new rows, then attend to them and to the prefix alike, through ``req_to_token``."""
+        """Store the new rows, then attend to them and to the prefix through ``req_to_token``."""
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
@@ -238,7 +238,7 @@ class TritonBackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with another range of keys, or without those of other ranks."""
+        """Attend a KV split: another range of keys, or the keys of one rank."""
         self._store(k, v, layer, batch, save_kv_cache)
         lse = q.new_zeros(q.shape[0], layer.tp_q_head_num, dtype=torch.float32)
         return self._attend(q, layer, batch, part, lse), lse
@@ -260,7 +260,7 @@ class TritonBackend(AttentionBackend):
         lse: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """[T, Hq, D], in ``out`` where that is given; into ``lse`` [T, Hq] goes the log-sum-exp."""
+        """[T, Hq, D] output, in ``out`` if given; the log-sum-exp is written to ``lse`` [T, Hq]."""
         context, plan, kv_group = self.context, self._plan, self.context.group_of(layer)
         assert plan is not None, "a step is planned before its forward"
         # Rows of the request table are the same in every group; a draft's own table is of the one group there is.
@@ -309,7 +309,7 @@ def _offsets(counts: torch.Tensor) -> torch.Tensor:
 
 
 def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int, *, causal: bool) -> torch.Tensor:
-    """[bs, N, N] uint8: the draft columns of the tree mask, a view where its layout allows. ``prefix`` [bs] int64.
+    """[bs, N, N] uint8: the draft columns of the tree mask, a view if its layout allows. ``prefix`` [bs] int64.
 
     A chain without a mask gets one, also in eager mode: a graph is captured for trees, and the causal kernel rounds
     otherwise than the mask's. In a block that is not causal every node sees all of them.

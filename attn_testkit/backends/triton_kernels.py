@@ -28,13 +28,13 @@ class Tiles:
     block_n: int
     """Columns of a tile: pairs of a key and a KV head."""
     dot: tl.dtype
-    """What ``tl.dot`` multiplies."""
+    """Dtype of the operands of ``tl.dot``."""
 
 
 def choose_tiles(q_rows: int, group: int, kv_heads: int, head_dim: int, dtype: torch.dtype) -> Tiles:
     """Sizes for requests of up to ``q_rows`` query rows with ``group`` query heads for each KV head.
 
-    They follow from constants alone: a request's bits must not depend on its neighbours, nor a graph on the batch it
+    They follow only from constants: a request's bits must not depend on other requests, nor a graph on the batch it
     was captured with.
     """
     # Under the interpreter an operation costs the same whatever its size: few programs and large tiles. Outside the
@@ -69,7 +69,7 @@ def attend_kernel(
     A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
     KV head share its keys. ``NODES`` is 0 for attention aligned to the end of the keys, which is ``CAUSAL`` or sees all
     of them; otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
-    With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 where
+    With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 if
     slots are as far apart as in a page everywhere, and no page needs to be known. ``PART``: the keys before the step,
     its own, those of a rank, or all.
     """

@@ -1,8 +1,8 @@
 """FlashInfer's ``trtllm_*`` kernels for MHA, GQA and MQA: XQA on SM90 and SM120, trtllm-gen on SM100.
 
-The decode kernel serves decode, target-verify and draft-extend v2, which have a few query rows a request, and as many
-for each, and draft-decode, where each branch is a request to it. Draft-extend v1 and extend have ragged rows and take
-the context kernel, which exists for SM100 alone.
+The decode kernel serves decode, target-verify and draft-extend v2, in which every request has the same small number of
+query rows, and draft-decode, where each branch is a request to it. Draft-extend v1 and extend have ragged rows and use
+the context kernel, which exists only for SM100.
 
 All metadata are made on the device, inside the graph: a replay needs nothing from the host, no lengths either.
 """
@@ -41,12 +41,12 @@ _MOST_MULTIPROCESSORS = 256
 _FP8_MAX = 448.0
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
 _CONTEXT_MODES = frozenset({ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND})
-"""Those of ragged rows."""
+"""Modes with ragged rows."""
 
 
 @dataclass
 class _Metadata:
-    """What the kernels of one step read; all on the device."""
+    """Inputs of the kernels of one step; all on the device."""
 
     page_table: torch.Tensor
     """[bs, pages of the longest context] int32. Only entries that a length reaches are written.
@@ -55,9 +55,10 @@ class _Metadata:
     cache_seqlens: torch.Tensor
     """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
     width: int
-    """Query rows a request: of each in the decode kernel, at most in the context kernel."""
+    """Query rows per request: exactly in the decode kernel, at most in the context kernel."""
     cu_seqlens_q: torch.Tensor
-    """[bs + 1] int32: where query rows begin; the decode kernel counts in steps of ``width`` and does not read it."""
+    """[bs + 1] int32: first query row of each request; the decode kernel counts in steps of ``width`` and does not read
+    it."""
     cu_seqlens_k: torch.Tensor
     """[bs + 1] int32."""
     other_tables: tuple[torch.Tensor, ...] = ()
@@ -104,13 +105,13 @@ class TRTLLMMHABackend(AttentionBackend):
         mode_requires=dict.fromkeys(
             _CONTEXT_MODES,
             Requires(
-                sm=(100, 103), why="trtllm_batch_context_with_kv_cache has trtllm-gen kernels, built for SM100 alone"
+                sm=(100, 103), why="trtllm_batch_context_with_kv_cache has trtllm-gen kernels, built only for SM100"
             ),
         ),
     )
 
     emulated_sm: ClassVar[int] = 100
-    """Which kernels are stood in for where there is no GPU."""
+    """Compute capability whose kernels are emulated without a GPU."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -164,7 +165,7 @@ class TRTLLMMHABackend(AttentionBackend):
         return _Metadata(empty(bs, self._pages), empty(bs), 1, empty(bs + 1), empty(bs + 1), others)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Eager: buffers of this step's own, which leave those of the graphs alone."""
+        """Plan an eager step in new buffers, so the graphs' buffers do not change."""
         self._metadata = self._new_metadata(kernel_requests(batch))
         self._metadata.width = self._width(batch)
         self.init_forward_metadata_in_graph(batch)
@@ -203,7 +204,7 @@ class TRTLLMMHABackend(AttentionBackend):
             return
         lens = batch.seq_lens[:bs]
         if mode.is_target_verify():
-            lens = lens + metadata.width  # here, and only here, they count the prefix alone
+            lens = lens + metadata.width  # only here they count just the prefix
         metadata.cache_seqlens.copy_(lens)
         _running_sum(lens, metadata.cu_seqlens_k)
         if mode is ForwardMode.EXTEND:
@@ -221,14 +222,14 @@ class TRTLLMMHABackend(AttentionBackend):
         self._write_pages(table, group.req_to_token[requests.long()[:, None], self._page_starts], lens)
 
     def _fill_branches(self, metadata: _Metadata, batch: ForwardBatch, spec: DraftDecodeInput) -> None:
-        """Once for all forwards of a draft: the pages of the last, the lengths of the first."""
+        """Fill the metadata once for all forwards of a draft: pages of the last one, lengths of the first."""
         slots = branch_slots(self.context, batch, self._page_starts)
         prefix = batch.seq_lens[: batch.batch_size].repeat_interleave(spec.topk)
         metadata.cache_seqlens.copy_(prefix + 1)
         self._write_pages(metadata.page_table, slots, prefix + spec.num_steps - 1)
 
     def _write_pages(self, table: torch.Tensor, slots: torch.Tensor, lens: torch.Tensor) -> None:
-        """Live pages alone; kernels bound their reads by the lengths."""
+        """Write only live pages; kernels bound their reads by the lengths."""
         pages = (slots // self.context.page_size).to(torch.int32)
         table.copy_(torch.where(self._page_starts < lens[:, None], pages, table))
 
@@ -305,7 +306,7 @@ class TRTLLMMHABackend(AttentionBackend):
 
 
 class XQABackend(TRTLLMMHABackend):
-    """The same, held to what XQA does, so that its path is also walked where there is no SM90."""
+    """TRT-LLM's adapter, limited to XQA's features, so that XQA's path also runs without an SM90."""
 
     capabilities: ClassVar[Capabilities] = TRTLLMMHABackend.capabilities.with_changes(
         eager=frozenset(ForwardMode) - _CONTEXT_MODES,

@@ -48,25 +48,25 @@ _QK_NOPE_HEAD_DIM = 128
 
 @dataclass
 class Metadata:
-    """What the kernel of one step reads, and where ragged rows go; all on the device."""
+    """Inputs of the kernel of one step, and places of ragged rows; all on the device."""
 
     block_tables: torch.Tensor
     """[bs, blocks] int32, -1 behind the last page of a request. In draft-decode ``bs`` counts branches here."""
     seq_lens: torch.Tensor
     """[bs] int32: keys, this step's included; of a draft's forwards those of the first."""
     ends: torch.Tensor
-    """[bs] int32, draft-extend v1: where the packed rows of each request end."""
+    """[bs] int32, draft-extend v1: end of each request's packed rows."""
     counts: torch.Tensor
-    """[bs] int32, draft-extend v1: how many they are."""
+    """[bs] int32, draft-extend v1: number of each request's rows."""
     width: int
-    """Query rows a request."""
+    """Query rows per request."""
 
 
 class TRTLLMMLABackend(AttentionBackend):
     """Latent attention, absorbed form, 512 + 64, through the trtllm-gen decode kernel."""
 
     capabilities: ClassVar[Capabilities] = Capabilities(
-        # Servers prefill with a kernel for keys that are not absorbed, which is no part of the contract.
+        # Servers prefill with a kernel for keys that are not absorbed, which is not part of the contract.
         eager=frozenset(ForwardMode) - {ForwardMode.EXTEND},
         graph=frozenset(ForwardMode) - {ForwardMode.EXTEND},
         families=frozenset({"mla"}),
@@ -139,7 +139,7 @@ class TRTLLMMLABackend(AttentionBackend):
         return Metadata(empty(bs, self._blocks), empty(bs), empty(bs), empty(bs), width)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Eager: buffers of this step's own, which leave those of the graphs alone."""
+        """Plan an eager step in new buffers, so the graphs' buffers do not change."""
         self._metadata = self._new_metadata(kernel_requests(batch), self._width(batch))
         self.init_forward_metadata_in_graph(batch)
 
@@ -154,7 +154,7 @@ class TRTLLMMLABackend(AttentionBackend):
         )
 
     def _width(self, batch: ForwardBatch) -> int:
-        """Query rows a request: a constant of the mode. The batch's own may be 0 or -1 while a graph is captured."""
+        """Query rows per request: a constant of the mode. The batch's own number may be 0 or -1 during a capture."""
         mode, context = batch.forward_mode, self.context
         if mode.is_decode() or mode.is_draft_decode():
             return 1
@@ -169,7 +169,7 @@ class TRTLLMMLABackend(AttentionBackend):
             return
         lens = batch.seq_lens[:bs]
         if mode.is_target_verify():
-            lens = lens + metadata.width  # here, and only here, they count the prefix alone
+            lens = lens + metadata.width  # only here they count just the prefix
         metadata.seq_lens.copy_(lens)
         if mode.is_draft_extend():
             assert isinstance(batch.spec_info, DraftExtendInput)
@@ -181,7 +181,7 @@ class TRTLLMMLABackend(AttentionBackend):
         )
 
     def _fill_branches(self, metadata: Metadata, batch: ForwardBatch, spec: DraftDecodeInput) -> None:
-        """Once for all forwards of a draft: the pages of the last, the lengths of the first."""
+        """Fill the metadata once for all forwards of a draft: pages of the last one, lengths of the first."""
         slots = branch_slots(self.context, batch, self._page_starts)
         prefix = batch.seq_lens[: batch.batch_size].repeat_interleave(spec.topk)
         metadata.seq_lens.copy_(prefix + 1)

@@ -1,7 +1,7 @@
-"""How a bridge says what a server's backend is able to do: a claim a line, with the place in the server that says so.
+"""Capabilities of a server's backend: one per line, with the place in the server that documents it.
 
-A claim is tried and what is not claimed is not: a line that is too wide shows as a failure of the server's that is
-none, a line that is too narrow hides one. So a test holds that each place is there.
+The kit tries what is declared and nothing else: a line that is too wide gives a false failure, a line that is too
+narrow hides a real one. A test checks that each place exists.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ D, V, V1, V2, X, DD = (
 
 @dataclass(frozen=True)
 class Line:
-    """One claim."""
+    """One declared capability."""
 
     claim: str
     """A field of ``Capabilities``."""
     value: Any
     place: str
-    """``file:Class.function`` under the server's package, where the claim can be read."""
+    """``file:Class.function`` under the server's package, where the capability can be read."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Claims:
 
     @property
     def capabilities(self) -> Capabilities:
-        """The same as one object."""
+        """All lines as one object."""
         return Capabilities(**{line.claim: line.value for line in self.lines})
 
 

@@ -1,4 +1,4 @@
-"""Which version of a server is installed, and what to say where it is none that its bridge knows."""
+"""The installed version of a server, or an error if its bridge does not know that version."""
 
 from __future__ import annotations
 
@@ -9,16 +9,10 @@ __all__ = ["installed"]
 
 
 def installed(server: str, driven: Collection[str], named: str, how: str) -> str:
-    """The version of a server that is installed; its package is called like it, in small letters.
+    """The installed version of a server, whose package has its name in lower case.
 
-    Args:
-        server: its name, as it is written.
-        driven: versions that the bridge knows.
-        named: the same in words.
-        how: what to do to have one of them.
-
-    Raises ``LookupError``, with what to do, where there is none or another one.
-
+    ``driven`` are the versions that the bridge knows, ``named`` their names in a sentence, and ``how`` a sentence about
+    how to install one. Raises ``LookupError``, which says what to do, if no version or another one is installed.
     """
     try:
         found = importlib.metadata.version(server.lower())
@@ -26,7 +20,7 @@ def installed(server: str, driven: Collection[str], named: str, how: str) -> str
         raise LookupError(f"{server} is not installed here; {how}") from None
     if found not in driven:
         raise LookupError(
-            f"{server} {found} is installed; the kit drives {named}. What a backend reads of its server changes with "
-            f"every release; {how}"
+            f"{server} {found} is installed; the kit runs {named}. Attributes that a backend reads of its server "
+            f"change with every release; {how}"
         )
     return found

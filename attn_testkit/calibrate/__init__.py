@@ -1,1 +1,1 @@
-"""What a real GPU answered to hundreds of small programs, those programs, and the comparison with the emulation."""
+"""Answers of a real GPU to hundreds of small programs, the programs, and the comparison with the emulation."""

@@ -35,7 +35,7 @@ def _ones(n: int = 4) -> Tensor:
 
 
 def kernels_do_not_run_during_capture() -> str:
-    """x before and after one replay of `x.add_(1)`: 1 and 2 if the captured add did not run."""
+    """Values of x before and after one replay of `x.add_(1)`: 1 and 2 if the captured add did not run."""
     x = _ones()
     graph, _ = _capture(lambda: x.add_(1))
     before = x[0].item()
@@ -44,7 +44,7 @@ def kernels_do_not_run_during_capture() -> str:
 
 
 def output_keeps_its_address() -> str:
-    """Whether an output lies where it lay at the capture after a replay."""
+    """Show whether an output keeps the address of its capture in a replay."""
     x = _ones()
     graph, y = _capture(lambda: x + 1)
     address = y.data_ptr()
@@ -53,7 +53,7 @@ def output_keeps_its_address() -> str:
 
 
 def dropped_output_is_reused_by_the_next_graph() -> str:
-    """Does replaying B (same pool) disturb an output of A that was dropped before B was captured?"""
+    """Effect of replaying B (same pool) on an output of A that was dropped before B was captured."""
     x = _ones(1024)
     outputs: dict[str, Tensor] = {}
     a, outputs["a"] = _capture(lambda: x * 2)
@@ -70,7 +70,7 @@ def dropped_output_is_reused_by_the_next_graph() -> str:
 
 
 def live_output_survives_the_next_graph() -> str:
-    """Does replaying B (same pool) disturb an output of A that is still referred to?"""
+    """Effect of replaying B (same pool) on an output of A that is still referred to."""
     x = _ones(1024)
     a, y = _capture(lambda: x * 2)
     b, _z = _capture(lambda: x * 3, pool=a.pool())
@@ -80,7 +80,7 @@ def live_output_survives_the_next_graph() -> str:
 
 
 def output_outlives_its_graph() -> str:
-    """What an output reads after its graph was reset and deleted."""
+    """Contents of an output after its graph was reset and deleted."""
     x = _ones()
     graph, y = _capture(lambda: x * 2)
     graph.replay()
@@ -90,7 +90,7 @@ def output_outlives_its_graph() -> str:
 
 
 def replay_after_reset() -> str:
-    """Whether a graph that was reset refuses to run."""
+    """Show whether a graph that was reset refuses to run."""
     x = _ones()
     graph, _ = _capture(lambda: x * 2)
     graph.reset()
@@ -98,7 +98,7 @@ def replay_after_reset() -> str:
 
 
 def capture_twice() -> str:
-    """Whether a graph that holds a capture refuses a second one."""
+    """Show whether a graph that holds a capture refuses a second one."""
     x = _ones()
     graph, _ = _capture(lambda: x * 2)
 
@@ -110,7 +110,7 @@ def capture_twice() -> str:
 
 
 def capture_after_reset() -> str:
-    """Whether a graph that was reset can be captured and replayed again."""
+    """Show whether a graph that was reset can be captured and replayed again."""
     x = _ones()
     graph, _ = _capture(lambda: x * 2)
     graph.reset()
@@ -124,19 +124,19 @@ def capture_after_reset() -> str:
 
 
 def replay_before_capture() -> str:
-    """Whether a graph that was never captured refuses to run."""
+    """Show whether a graph that was never captured refuses to run."""
     return _attempt(torch.cuda.CUDAGraph().replay)
 
 
 def replay_inside_a_capture() -> str:
-    """Whether a capture survives the replay of another graph inside it."""
+    """Show whether a capture survives the replay of another graph inside it."""
     x = _ones()
     inner, _ = _capture(lambda: x * 2)
     return _attempt(lambda: _capture(lambda: (inner.replay(), x * 3)[1]))
 
 
 def caught_item_in_a_capture() -> str:
-    """Whether a capture survives an `.item()` whose error the program swallows."""
+    """Show whether a capture survives an `.item()` whose error the program swallows."""
 
     def run() -> Tensor:
         x = _ones()
@@ -148,7 +148,7 @@ def caught_item_in_a_capture() -> str:
 
 
 def caught_unpinned_copy_in_a_capture() -> str:
-    """Whether a capture survives a copy from unpinned memory whose error the program swallows: torch refuses it
+    """Show whether a capture survives a copy from unpinned memory whose error the program swallows: torch refuses it
     before CUDA is asked.
     """
     x = _ones()
@@ -162,7 +162,7 @@ def caught_unpinned_copy_in_a_capture() -> str:
 
 
 def caught_python_error_in_a_capture() -> str:
-    """Whether a capture survives an exception that has nothing to do with CUDA."""
+    """Show whether a capture survives an exception that has nothing to do with CUDA."""
     x = _ones()
 
     def run() -> Tensor:
@@ -175,25 +175,25 @@ def caught_python_error_in_a_capture() -> str:
 
 
 def capture_on_the_default_stream() -> str:
-    """Whether `capture_begin` refuses the default stream."""
+    """Show whether `capture_begin` refuses the default stream."""
     graph = torch.cuda.CUDAGraph()
     return _attempt(lambda: graph.capture_begin())
 
 
 def reseed_with_another_seed_in_a_capture() -> str:
-    """Whether `torch.cuda.manual_seed` with a new seed is refused in a capture."""
+    """Show whether `torch.cuda.manual_seed` with a new seed is refused in a capture."""
     torch.cuda.manual_seed(1)
     return _attempt(lambda: _capture(lambda: (torch.cuda.manual_seed(2), _ones())[1]))
 
 
 def reseed_with_the_same_seed_in_a_capture() -> str:
-    """Whether `torch.cuda.manual_seed` with the seed that is set is refused in a capture."""
+    """Show whether `torch.cuda.manual_seed` with the seed that is set is refused in a capture."""
     torch.cuda.manual_seed(1)
     return _attempt(lambda: _capture(lambda: (torch.cuda.manual_seed(1), _ones())[1]))
 
 
 def registered_generator() -> str:
-    """Whether a generator that was registered with the graph can draw in its capture."""
+    """Show whether a generator that was registered with the graph can draw in its capture."""
     generator = torch.Generator(device=DEVICE)
     graph = torch.cuda.CUDAGraph()
     graph.register_generator_state(generator)
@@ -207,7 +207,7 @@ def registered_generator() -> str:
 
 
 def default_generator_gives_new_numbers() -> str:
-    """Whether two replays of `torch.rand` draw different numbers."""
+    """Show whether two replays of `torch.rand` draw different numbers."""
     graph, y = _capture(lambda: torch.rand(8, device=DEVICE))
     graph.replay()
     first = y.clone()
@@ -216,7 +216,7 @@ def default_generator_gives_new_numbers() -> str:
 
 
 def input_resized_after_capture() -> str:
-    """The graph reads the old address; the tensor has moved."""
+    """Result of a graph that reads the old address of a resized tensor."""
     x = _ones(4)
     graph, y = _capture(lambda: x * 2)
     graph.replay()
@@ -226,7 +226,7 @@ def input_resized_after_capture() -> str:
 
 
 def grown_inside_a_capture() -> str:
-    """Whether an input may be resized, and so moved, by the captured program."""
+    """Show whether an input may be resized, and so moved, by the captured program."""
     x = _ones(4)
 
     def run() -> Tensor:
@@ -237,18 +237,18 @@ def grown_inside_a_capture() -> str:
 
 
 def zero_size_tensors() -> str:
-    """Whether operations on tensors without elements can be captured and replayed."""
+    """Show whether operations on tensors without elements can be captured and replayed."""
     x = torch.zeros(0, 4, device=DEVICE)
     return _attempt(lambda: _capture(lambda: x + 1)[0].replay())
 
 
 def empty_capture() -> str:
-    """Whether a graph without a kernel can be replayed."""
+    """Show whether a graph without a kernel can be replayed."""
     return _attempt(lambda: _capture(lambda: torch.empty(0, device=DEVICE))[0].replay())
 
 
 def capture_under_sync_debug() -> str:
-    """Whether a capture and its replay trip sync debug mode."""
+    """Show whether a capture and its replay trip sync debug mode."""
     x = _ones()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -269,7 +269,7 @@ def _attempt_without_wait(run: Callable[[], object]) -> str:
 
 
 def device_synchronize_under_sync_debug() -> str:
-    """Whether `torch.cuda.synchronize` trips sync debug mode."""
+    """Show whether `torch.cuda.synchronize` trips sync debug mode."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         return _attempt_without_wait(torch.cuda.synchronize)
@@ -278,7 +278,7 @@ def device_synchronize_under_sync_debug() -> str:
 
 
 def stream_synchronize_under_sync_debug() -> str:
-    """Whether `Stream.synchronize` trips sync debug mode."""
+    """Show whether `Stream.synchronize` trips sync debug mode."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         return _attempt_without_wait(torch.cuda.current_stream().synchronize)
@@ -287,7 +287,7 @@ def stream_synchronize_under_sync_debug() -> str:
 
 
 def inference_capture_replayed_outside() -> str:
-    """What a graph captured in inference mode computes when it is replayed outside: x = 1, `x.add_(1) * 2`."""
+    """Result of a graph captured in inference mode and replayed outside: x = 1, `x.add_(1) * 2`."""
     with torch.inference_mode():
         x = _ones()
         graph, y = _capture(lambda: x.add_(1) * 2)

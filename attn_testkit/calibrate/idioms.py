@@ -15,7 +15,7 @@ from .snippet import Snippet, named
 
 
 def _after(change: object, result: Tensor) -> Tensor:
-    """For side effects: `change` was evaluated first."""
+    """Return the result; `change` was evaluated before, for its side effect."""
     return result
 
 

@@ -39,7 +39,7 @@ def all_jobs() -> list[Job]:
 
 
 def action(job: Job) -> Callable[[], str]:
-    """What to run for a job."""
+    """The function of a job."""
     if job.kind == "loops":
         return LOOPS[job.name]
     if job.kind == "facts":

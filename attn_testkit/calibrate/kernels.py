@@ -15,7 +15,7 @@ from .snippet import Snippet, named
 
 @triton.jit
 def scale_add(out, x, factor, n, BLOCK: tl.constexpr):
-    """out = x * factor + 1 for the first `n` elements, BLOCK of them a program; float32."""
+    """Store `x * factor + 1` for the first `n` elements, BLOCK of them per program; float32."""
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     tl.store(out + at, tl.load(x + at, mask=at < n, other=0.0) * factor + 1.0, mask=at < n)
 

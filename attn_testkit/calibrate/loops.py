@@ -78,7 +78,7 @@ class Correct:
         return self.scratch
 
     def plan_eager(self, batch: Batch) -> None:
-        """Before an eager step: new metadata, bounds from the batch."""
+        """Prepare an eager step: new metadata, bounds from the batch."""
         self.metadata = self.new_metadata(len(batch.new), sum(batch.new))
         self.fill(self.metadata, batch)
         self.metadata.max_new = max(batch.new)
@@ -86,13 +86,13 @@ class Correct:
         self.workspace(sum(batch.new) * HIDDEN)
 
     def plan_capture(self, batch: Batch) -> None:
-        """Before a capture: metadata that the graph will read from, bounds that hold for every later batch."""
+        """Prepare a capture: metadata that the graph will read, bounds that hold for every later batch."""
         self.metadata = self.graphs[len(batch.new)] = self.new_metadata(len(batch.new), sum(batch.new))
         self.fill(self.metadata, batch)
         self.workspace(sum(batch.new) * HIDDEN)
 
     def plan_replay(self, batch: Batch) -> None:
-        """Before a replay: the graph's own metadata, refreshed in place."""
+        """Prepare a replay: refresh the graph's metadata in place."""
         self.metadata = self.graphs[len(batch.new)]
         self.fill(self.metadata, batch)
 
@@ -140,7 +140,7 @@ class QueryLengthFrozen(Correct):
 
 
 class MetadataReallocated(Correct):
-    """New tensors at replay instead of copy_ into the captured ones."""
+    """Metadata are new tensors at a replay, instead of copies into the captured ones."""
 
     def plan_replay(self, batch: Batch) -> None:
         """Allocate metadata anew; the old tensors die."""
@@ -150,7 +150,8 @@ class MetadataReallocated(Correct):
 
 
 class MetadataReallocatedButKept(MetadataReallocated):
-    """The same, but something still refers to the old tensors: no address dangles, the values are stale."""
+    """Reallocated metadata of which something still refers to the old tensors: no address dangles, the values are
+    stale."""
 
     def __init__(self, runner: Runner) -> None:
         super().__init__(runner)
@@ -180,7 +181,7 @@ class ReadsLength(Correct):
 
 
 class CopiesLengthsToHost(ReadsLength):
-    """The same through .cpu().tolist()."""
+    """Length read through .cpu().tolist()."""
 
     def max_len(self) -> int:
         """The longest length, from a copy of all of them."""
@@ -191,7 +192,7 @@ class WorkspaceGrows(Correct):
     """An eager step with many new tokens replaces the workspace that the graphs use."""
 
     def workspace(self, size: int) -> Tensor:
-        """Scratch that is thrown away for a larger one when it is too small."""
+        """Scratch memory that is replaced by a larger one when it is too small."""
         size += HIDDEN * 8
         if self.scratch is None or self.scratch.numel() < size:
             self.scratch = None
@@ -220,12 +221,12 @@ class BranchesOnHostLength(Correct):
         self._note(batch)
 
     def plan_replay(self, batch: Batch) -> None:
-        """Remember it again; the graph does not ask."""
+        """Remember the longest length again; the graph does not read it."""
         super().plan_replay(batch)
         self._note(batch)
 
     def plan_eager(self, batch: Batch) -> None:
-        """Remember it; here the branch is taken anew."""
+        """Remember the longest length; in eager the branch is taken anew."""
         super().plan_eager(batch)
         self._note(batch)
 

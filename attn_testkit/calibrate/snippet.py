@@ -1,4 +1,4 @@
-"""What a snippet is, and how it is judged: capture it, change its inputs in place, replay, compare with eager."""
+"""The class of a snippet, and its evaluation: capture it, change its inputs in place, replay, compare with eager."""
 
 # mypy: disable-error-code="no-untyped-call"
 
@@ -33,7 +33,7 @@ class Snippet:
 
 
 def named(theme: dict[str, Run]) -> tuple[Snippet, ...]:
-    """A theme written as {name: function}."""
+    """Snippets of a theme, from {name: function}."""
     return tuple(Snippet(name, run) for name, run in theme.items())
 
 
@@ -86,7 +86,7 @@ def _compare(got: Tensor, snippet: Snippet, inputs: Inputs) -> str:
 
 
 def judge_sync(snippet: Snippet) -> str:
-    """Whether an eager run trips torch's sync debug mode: `syncs`, `silent` or `eager error: <text>`."""
+    """Result of an eager run under torch's sync debug mode: `syncs`, `silent` or `eager error: <text>`."""
     with torch.no_grad():
         try:
             _warm_up(snippet)

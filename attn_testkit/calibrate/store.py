@@ -19,7 +19,7 @@ FINE = frozenset({"ok", "pass", "silent", "no error"})
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What one machine answered: the versions it ran and its verdict on every job."""
+    """Answers of one machine: the versions it ran and its verdict on every job."""
 
     torch: str
     device: str
@@ -33,7 +33,7 @@ class Verdicts:
 
 
 def load(path: Path) -> Verdicts:
-    """Read a verdict file. Raises KeyError for JSON that is none."""
+    """Read a verdict file. Raises KeyError for other JSON."""
     data = json.loads(path.read_text(encoding="utf-8"))
     answers = {Job(kind, name): text for kind, section in data["verdicts"].items() for name, text in section.items()}
     return Verdicts(data["torch"], data["device"], data["triton"], answers)
@@ -95,7 +95,7 @@ def stage(verdict: str) -> str:
 
 
 def compare(gpu: Verdicts, here: Mapping[Job, str], kinds: tuple[str, ...]) -> Comparison:
-    """How `here` and `gpu` differ on the jobs whose section is in `kinds`."""
+    """Differences between `here` and `gpu` on the jobs whose section is in `kinds`."""
     result = Comparison()
     for job, answer in here.items():
         if job.kind not in kinds:

@@ -21,7 +21,7 @@ def run_isolated(jobs: list[Job], workers: int) -> dict[Job, str]:
     """The verdicts of `jobs`, run by `workers` processes.
 
     A job whose process dies is "died", one that takes longer than TIMEOUT_SECONDS is "timeout"; neither is run again.
-    Raises ChildLost where a process cannot even begin.
+    Raises ChildLost if a process cannot even begin.
     """
     preload(__name__)
     waiting = deque(jobs)

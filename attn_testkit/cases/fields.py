@@ -114,7 +114,7 @@ class Fields:
             raise ValueError(f"{rows.new}: counts must be one per request, and there are {self.bs} requests")
         if isinstance(rows, Extend) and sum(rows.new) > self.bucket * rows.room:
             raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
-        if isinstance(rows, Drafted) and rows.with_prefix and 0 in self.prefixes:
+        if self.with_prefix and 0 in self.prefixes:
             raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
         if self.rounds and self.kv_dtype != "same":
             raise ValueError(f"{self.rounds} rounds: a loop goes with a KV pool of the model's dtype")
@@ -202,6 +202,11 @@ class Fields:
     def rounds(self) -> int:
         """Draft-decode: rounds of a greedy-equivalence loop. 0 elsewhere."""
         return self.rows.rounds if isinstance(self.rows, Drafted) else 0
+
+    @property
+    def with_prefix(self) -> bool:
+        """Draft-decode: no request of any step has an empty prefix. False elsewhere."""
+        return isinstance(self.rows, Drafted) and self.rows.with_prefix
 
     @property
     def chunks(self) -> int:

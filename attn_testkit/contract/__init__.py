@@ -1,4 +1,5 @@
-"""What a backend author implements, and the objects handed to a backend. Imports torch and nothing of the kit."""
+"""Classes that a backend author implements, and the objects given to a backend. Imports torch and nothing of the
+kit."""
 
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask

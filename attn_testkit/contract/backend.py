@@ -38,8 +38,8 @@ class BackendContext:
     zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
     request's length are stale slots of others."""
     layers: tuple[AttentionLayer, ...]
-    """All that will be run, before anything is captured. With ``heads_by_layer`` they differ in their heads: a
-    workspace is as large as the largest needs, and a plan is made for each of ``head_shapes``."""
+    """All layers that will be run. With ``heads_by_layer`` they differ in their heads: a workspace has to fit the
+    largest, and each of ``head_shapes`` needs a plan."""
     page_size: int
     max_context_len: int
     max_bs: int
@@ -47,44 +47,44 @@ class BackendContext:
     max_num_tokens: int
     """Most tokens in one batch, padding included."""
     modes: frozenset[ForwardMode]
-    """Modes this instance will be driven in."""
+    """Modes in which this instance will be run."""
     num_draft_tokens: int = 1
-    """N: nodes of a draft tree, and rows a request in draft-extend v2."""
+    """N: nodes of a draft tree, and rows per request in draft-extend v2."""
     speculative_num_steps: int = 0
-    """S: longest path of a draft tree below its root; v1 has at most S + 1 rows a request. Draft-decode: draft tokens
+    """S: longest path of a draft tree below its root; v1 has at most S + 1 rows per request. Draft-decode: draft tokens
     of a branch, from S - 1 forwards."""
     topk: int = 0
     """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     draft_branches: int = 0
-    """K of draft-decode: rows that a request has in each of its forwards; 0 without draft-decode."""
+    """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
     capture_sizes: tuple[int, ...] = ()
-    """Batch sizes that graphs are captured for, ascending; where one mode has several, those of all modes. Kernels are
-    chosen by them. Empty where nobody knows them."""
+    """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
+    choose kernels by them. Empty if the sizes are not known."""
     kv_parts: tuple[KVPart, ...] = ()
-    """Parts of a request's keys that each layer is asked for, in this order, by ``forward_return_lse`` instead of
-    ``forward``. Empty: ``forward`` is called."""
+    """KV splits for which each layer calls ``forward_return_lse``, in this order, instead of ``forward``. Empty:
+    ``forward`` is called."""
     dialect: Dialect = field(default_factory=Dialect)
-    """How the server says what servers say in different ways."""
+    """Conventions of the server, in which servers differ."""
     kv_groups: tuple[KVGroup, ...] = ()
-    """Two or more, where layers do not share KV memory; ``kv_pool`` and ``req_to_token`` are those of the first, which
-    may be the windowed one: take a layer's by ``group_of``. Empty where they do, and always without the claim
-    ``kv_groups`` and beside ``kv_parts``."""
+    """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` are those of the first,
+    which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
+    ``kv_groups``, and with ``kv_parts``."""
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
-        """Every shape that heads of a layer have, once, in the order of ``layers``."""
+        """Different head shapes of the layers, in the order of ``layers``."""
         return tuple(dict.fromkeys(layer.head_shape for layer in self.layers))
 
     @cached_property
     def groups(self) -> tuple[KVGroup, ...]:
-        """``kv_groups``, or the one that all layers share."""
+        """``kv_groups``, or a single group of all layers."""
         ids = tuple(layer.layer_id for layer in self.layers)
         return self.kv_groups or (KVGroup(0, ids, self.kv_pool, self.req_to_token),)
 
     def group_of(self, layer: AttentionLayer) -> KVGroup:
-        """Where the layer's KV lies. Raises ``KeyError`` for a layer of another model."""
+        """Group that has the layer's KV. Raises ``KeyError`` for a layer of another model."""
         for group in self.groups:
             if layer.layer_id in group.layer_ids:
                 return group
@@ -97,15 +97,15 @@ class BackendContext:
 
     @cached_property
     def sliding_window_size(self) -> int:
-        """W of the layers that have a window; -1 where none has one. For backends that plan by one window a model.
+        """W of the layers that have a window; -1 if none has one. For backends that plan with one window per model.
 
-        Raises ``ValueError`` where layers have several, which only ``layer_windows="any"`` allows.
+        Raises ``ValueError`` if layers have different windows, which only ``layer_windows="any"`` allows.
         """
         windows = {layer.sliding_window_size for layer in self.layers} - {-1}
         if len(windows) > 1:
             raise ValueError(
                 f"layers have windows of {_counted(windows)}, and a context has no one window: look at each layer's, "
-                "or claim layer_windows='one'"
+                "or declare layer_windows='one'"
             )
         return max(windows, default=-1)
 
@@ -115,7 +115,7 @@ def _counted(windows: Iterable[int]) -> str:
 
 
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
-    """Raise ``Unsupported``, naming the first claim that the context is outside of."""
+    """Raise ``Unsupported``, naming the first capability that the context exceeds."""
     first = context.layers[0]
     grouped = [layer.q_per_kv for layer in context.layers if _family(layer) != "mha"]
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
@@ -165,7 +165,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:
-            raise Unsupported(f"{what} {value} is not claimed")
+            raise Unsupported(f"{what} {value} is not declared")
 
 
 def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
@@ -180,7 +180,7 @@ def _family(layer: AttentionLayer) -> str:
 
 
 def _first_outside(values: Iterable[Any], claimed: Set[Any]) -> tuple[object, bool]:
-    """The first of ``values`` that is not claimed, and whether there is none."""
+    """The first of ``values`` that is not declared, and True if there is none."""
     found = next((value for value in values if value not in claimed), None)
     return found, found is None
 
@@ -206,11 +206,11 @@ def _takes_parts(capabilities: Capabilities, context: BackendContext) -> bool:
 
 
 RESERVED_PREFIX = "_kit_"
-"""Begins every private name of a base class that authors derive from: what they call theirs is free."""
+"""Prefix of every private name of a base class that authors derive from; all other names are free."""
 
 
 def _refuse_hidden_names(cls: type) -> None:
-    """Raise ``TypeError`` where a class outside the kit has a name of the kit's own bases."""
+    """Raise ``TypeError`` if a class outside the kit has a name of the kit's own bases."""
     if cls.__module__.startswith(f"{_CONTRACT}."):
         return
     for name in vars(cls):
@@ -228,26 +228,26 @@ _CONTRACT = __name__.rpartition(".")[0]
 
 
 class AttentionBackend(ABC):
-    """One attention backend, as a server drives it.
+    """One attention backend, as a server runs it.
 
-    Eager: ``init_forward_metadata(batch)``, then ``forward`` once for each layer.
+    Eager: ``init_forward_metadata(batch)``, then ``forward`` once per layer.
 
     Graph: ``init_cuda_graph_state`` once; then for each bucket, largest first,
     ``init_forward_metadata_out_graph(batch, in_capture=True)``, warm-ups and the capture, each of which runs
-    ``init_forward_metadata_in_graph`` and every layer's ``forward``; between the two stands
-    ``init_forward_metadata_before_capture``, which may be left out. At a replay only
-    ``init_forward_metadata_out_graph(view)`` runs; then the graph does.
+    ``init_forward_metadata_in_graph`` and every layer's ``forward``; ``init_forward_metadata_before_capture``, which
+    is optional, runs between the warm-ups and the capture. At a replay only ``init_forward_metadata_out_graph(view)``
+    runs; then the graph does.
 
     Draft-decode: the same, with several forwards for one plan, and all of them in one graph. The hooks above plan the
-    draft and are given the batch of its first forward. Each later forward has a batch of its own, whose
-    ``spec_info.step`` counts, and begins with ``init_forward_metadata_in_graph`` of it, eager too. So a server's
-    multi-step backend plans all steps beforehand and picks one by ``step``; one that plans a step at a time does it
+    draft and are given the batch of its first forward. Each later forward has its own batch, numbered by
+    ``spec_info.step``, and begins with ``init_forward_metadata_in_graph`` of it, in eager too. So a server's multi-step
+    backend plans all steps beforehand and selects one by ``step``; a backend that plans one step at a time does it
     there.
 
     ==================================== ============================================================================
     hook                                 may do
     ==================================== ============================================================================
-    constructor                          allocate workspaces; refuse what is not claimed
+    constructor                          allocate workspaces; refuse undeclared contexts
     ``init_cuda_graph_state``            allocate every persistent graph buffer at its largest size, once
     ``init_forward_metadata_out_graph``  host work, plans, writes *into* persistent buffers; at capture also create
                                          the objects of this bucket; at replay never replace a tensor the graph reads
@@ -258,20 +258,20 @@ class AttentionBackend(ABC):
     """
 
     capabilities: ClassVar[Capabilities]
-    """What this class claims. Read by the kit without constructing the backend."""
+    """Capabilities that this class declares. The kit reads them without constructing the backend."""
 
     kernels: str = "real"
     """``"real"``, ``"emulated"`` when the numbers come from a torch fake of a vendor kernel, or ``"stores"`` when the
-    kernels that attend are real and torch stores new keys and values in the place of a compiled operator. Reports show
+    kernels that attend are real and torch stores new keys and values instead of a compiled operator. Reports show
     it."""
 
     notes: ClassVar[tuple[str, ...]] = ()
-    """What a reader of results must know of the class on this machine, such as compiled modules that are missing. The
-    header of a run shows it."""
+    """Facts about the class on this machine that a reader of results must know, such as missing compiled modules. The
+    header of a run shows them."""
 
     not_here: ClassVar[str] = ""
-    """Why nothing of the class runs on this machine, where ``capabilities.requires`` cannot say it, such as a compiled
-    module that does not load. Its modes are reported as not run here."""
+    """Reason why the class cannot run on this machine, if ``capabilities.requires`` cannot express it, such as a
+    compiled module that does not load. Its modes are reported as not run here."""
 
     def __init_subclass__(cls, **more: Any) -> None:
         """Raise ``TypeError`` for a subclass that hides a name that its base keeps for itself."""
@@ -285,12 +285,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
-        """Allocate the KV pool, for backends that claim the KV layout ``own``: one ``KVLayer`` for each layer.
+        """Allocate the KV pool, for backends that declare the KV layout ``own``. Returns one ``KVLayer`` per layer.
 
-        The kit stores and reads rows by the views that it gives, and fills and compares all memory that they lie in.
-        Called before the constructor, whose ``context.kv_pool`` has what it returned.
+        The kit stores and reads rows by these views, and fills and compares all memory that they lie in.
+        Called before the constructor, whose ``context.kv_pool`` holds the result.
         """
-        raise NotImplementedError(f"{cls.__name__} claims kv_layouts={{'own'}}: it has to implement lay_out_kv_pool")
+        raise NotImplementedError(f"{cls.__name__} declares kv_layouts={{'own'}}: it has to implement lay_out_kv_pool")
 
     @abstractmethod
     def forward(
@@ -305,17 +305,17 @@ class AttentionBackend(ABC):
         """Write k and v to ``batch.out_cache_loc``, attend, return the output.
 
         ``q`` [T, Hq, D], ``k`` [T, Hk, D], ``v`` [T, Hk, Dv], in the model's dtype, possibly strided views of one
-        packed tensor; none may be modified. The heads of a row lie one behind the other; those of ``k`` and ``v`` need
-        not where ``takes_strided_heads`` is claimed. Hq, Hk, D and Dv are ``layer``'s own. For MLA ``q`` is [T, H,
+        packed tensor; none may be modified. The heads of a row are contiguous, except those of ``k`` and ``v`` if
+        ``takes_strided_heads`` is declared. Hq, Hk, D and Dv are ``layer``'s own. For MLA ``q`` is [T, H,
         kv_lora_rank + rope] (absorbed), ``k`` [T, 1, same] the latent row to store, and ``v`` its first part. With
         ``save_kv_cache`` False the pool holds the new keys and values already (a fused kernel stored them, or the layer
         shares another's): k and v may hold anything, and must be neither read nor stored. Servers then give None for
-        both, and so does the kit to a backend that claims ``takes_none_kv``.
-        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype, which holds until the next ``forward``, or longer:
-        ``output_lifetime``. With ``takes_out`` it has one more argument, ``out=None``, and writes to it and returns it
-        where it is given.
-        Rows of padded requests may hold anything, NaN too: those of the output, and of ``q``, ``k`` and ``v``, which a
-        tile of live rows must not load, for 0 times NaN is NaN (sglang #15757).
+        both, and so does the kit if the backend declares ``takes_none_kv``.
+        Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype. The tensor stays valid until the next ``forward``,
+        or longer: see ``output_lifetime``. With ``takes_out`` there is one more argument, ``out=None``; if it is given,
+        ``forward`` writes to it and returns it.
+        Rows of padded requests may hold anything, NaN included: those of the output, and those of ``q``, ``k`` and
+        ``v``. A tile of live rows must not load them, because 0 times NaN is NaN (sglang #15757).
         """
 
     def forward_return_lse(
@@ -329,28 +329,29 @@ class AttentionBackend(ABC):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``forward``, for the keys of ``part`` alone, and the log-sum-exp of each row and head beside the output.
+        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp.
 
-        Where ``capabilities.lse`` is claimed. ``part`` is one of ``context.kv_parts``, known to the constructor and so
-        to every plan. The first part of a layer stores new keys and values; the others have ``save_kv_cache`` False.
-        Returns [T, Hq, Dv] in the model's dtype, normalised by the part's own sum, and [T, Hq] or [Hq, T] as claimed:
-        the logarithm, in the base that is claimed, of the sum of exp(logit) over the keys of the part that the row may
-        see; logits as the softmax has them, scaled and capped. Where ``part.sinks`` the sink is one of them. A row that
-        sees no key of the part has -inf, or its sink, and an output of zeros or other finite numbers: a merge gives it
-        the weight 0, and 0 * NaN is NaN. Both are read before the next call.
+        Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_parts``, known to the constructor
+        and so to every plan. The first split of a layer stores new keys and values; the others have ``save_kv_cache``
+        False.
+        The output is [T, Hq, Dv] in the model's dtype, normalized by the split's own sum. The log-sum-exp is [T, Hq] or
+        [Hq, T], as declared: the logarithm, in the declared base, of the sum of exp(logit) over the keys of the split
+        that the row may see; logits as in the softmax, scaled and capped. If ``part.sinks``, the sink is one of them.
+        A row that sees no key of the split has -inf, or its sink, and an output of zeros or other finite numbers: a
+        merge gives it the weight 0, and 0 * NaN is NaN. Both are read before the next call.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims lse and has no forward_return_lse")
+        raise NotImplementedError(f"{type(self).__name__} declares lse and has no forward_return_lse")
 
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Merge the results of two parts, as ``forward_return_lse`` gave them; where ``lse.merges`` is claimed.
+        """Merge the results of two KV splits from ``forward_return_lse``. Called if ``lse.merges`` is declared.
 
-        ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the claimed base, layout and
-        dtype. Returns both for the two parts together, likewise. Either part may be empty, or both.
+        ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the declared base, layout and
+        dtype. Returns output and log-sum-exp of the two splits together, likewise. Either split may be empty, or both.
         May run under capture: device work only.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims lse with merges=True and has no merge_state")
+        raise NotImplementedError(f"{type(self).__name__} declares lse with merges=True and has no merge_state")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Prepare one eager step."""
@@ -361,37 +362,37 @@ class AttentionBackend(ABC):
         """Allocate every buffer that captured graphs will read, once, before any capture."""
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:  # noqa: B027
-        """Before a capture (``in_capture``) and before every replay, outside the graph.
+        """Prepare a capture (``in_capture``) or a replay, outside the graph.
 
-        At a replay ``batch`` is a view: ``ForwardBatch`` says which attributes it has, and how long they are.
+        At a replay ``batch`` is a view: ``ForwardBatch`` lists its attributes and their lengths.
         """
 
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
-        """Between the last warm-up and the capture of a bucket, outside the graph.
+        """Build metadata a second time, between the last warm-up and the capture of a bucket, outside the graph.
 
-        For backends whose servers build metadata twice (vLLM), with ``batch`` as ``init_forward_metadata_out_graph``
-        had it at this capture. What the capture reads must be what replays fill.
+        For backends whose servers build metadata twice (vLLM). ``batch`` is that of ``init_forward_metadata_out_graph``
+        at this capture. The capture must read the buffers that replays fill.
         """
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:  # noqa: B027 - optional hook
-        """First thing in the captured region; re-executed on the device by every replay."""
+        """Device work at the start of the captured region, which every replay executes again."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """``seq_lens`` of a padded request, and of every request while capturing (extend: of those without rows).
 
-        0 or 1. Not asked where padded requests have nothing (``Dialect.padded_requests``): it is 0.
+        0 or 1. Not called if padded requests have neither rows nor keys (``Dialect.padded_requests``): then it is 0.
         """
         return 1
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """A mask buffer for the draft stage to fill in place, or None: a fresh FULL_MASK is made for each step."""
+        """A mask buffer for the draft stage to fill in place. None: a fresh FULL_MASK is made for each step."""
         return None
 
 
 class LegacyGraphHooks:
-    """For backends with the older pair of graph hooks: mix it in *before* ``AttentionBackend``. Not for graphs of
-    extend, whose lengths these hooks never had.
+    """A mix-in for backends with the older pair of graph hooks; list it *before* ``AttentionBackend``. It does not
+    support graphs of extend, whose lengths these hooks never had.
 
     Implement ``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph`` as servers up
     to mid-2026 called them (both outside the graph, nothing inside), and ``init_forward_metadata`` for eager steps.
@@ -407,7 +408,7 @@ class LegacyGraphHooks:
         forward_mode: ForwardMode,
         spec_info: Any,
     ) -> None:
-        """Before a capture. Tensors have exactly ``bs`` rows.
+        """Prepare a capture. Tensors have exactly ``bs`` rows.
 
         ``req_pool_indices`` and ``seq_lens`` [bs] int64, on the device; ``encoder_lens`` is None.
         """
@@ -424,10 +425,10 @@ class LegacyGraphHooks:
         spec_info: Any,
         seq_lens_cpu: torch.Tensor | None,
     ) -> None:
-        """Before a replay. Tensors may be longer than ``bs``: slice them.
+        """Prepare a replay. Tensors may be longer than ``bs``: slice them.
 
-        As at a capture; ``seq_lens_cpu`` is int64 on the host, and None, as is ``seq_lens_sum``, where the backend
-        declares that it needs no CPU lengths.
+        Dtypes are those of a capture; ``seq_lens_cpu`` is int64 on the host. It is None, like ``seq_lens_sum``, if the
+        backend declares that it needs no CPU lengths.
         """
         raise NotImplementedError("a backend with LegacyGraphHooks implements init_forward_metadata_replay_cuda_graph")
 

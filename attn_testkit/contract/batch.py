@@ -1,6 +1,6 @@
-"""One forward batch, and what speculative decoding adds to it.
+"""One forward batch, and the inputs that speculative decoding adds to it.
 
-Names, dtypes and meanings are those of production servers; where their releases differ, the docstrings state ours.
+Names, dtypes and meanings are those of production servers; if their releases differ, the docstrings state ours.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["DraftExtendInput", "ForwardBatch", "SpecInput", "TreeMaskMode", "Ver
 
 
 class TreeMaskMode(IntEnum):
-    """How a tree mask lies in memory; an element (or bit) that is set means "may attend".
+    """Memory layouts of a tree mask; an element (or bit) that is set means "may attend".
 
     ``FULL_MASK``: flat bool; request blocks one after another, block i is [N, prefix_i + N] row-major, so it starts at
     ``N * sum(prefix_j for j < i) + N * N * i``, true lengths. ``QLEN_ONLY``: flat [bs, N, N], no prefix columns.
@@ -50,19 +50,19 @@ class VerifyMask:
     """False: the kernel never reads it (a chain-only backend), and the prefix columns need not be filled."""
 
     def fits(self, bs: int) -> bool:
-        """Whether a batch of ``bs`` requests may use the buffer."""
+        """True if a batch of ``bs`` requests may use the buffer."""
         return bs <= self.max_bs
 
 
 @dataclass
 class VerifyInput:
-    """``spec_info`` of target-verify: the draft tree of every request. N nodes a request, node 0 is the root."""
+    """``spec_info`` of target-verify: the draft tree of every request. N nodes per request, node 0 is the root."""
 
     draft_token: torch.Tensor
     """[bs * N] int64."""
     custom_mask: torch.Tensor | None
-    """Tree visibility in ``tree_mask_mode``; FULL_MASK unless the backend's ``verify_mask`` says otherwise. None, as
-    ``retrieve_*``: a chain whose draft method knows no trees, for a backend that claims ``takes_bare_chains``."""
+    """Tree visibility in ``tree_mask_mode``; FULL_MASK unless the backend's ``verify_mask`` says otherwise. None, like
+    ``retrieve_*``: a chain without tree tensors, for a backend that declares ``takes_bare_chains``."""
     positions: torch.Tensor
     """[bs * N] int64: prefix + depth of the node."""
     retrieve_index: torch.Tensor | None
@@ -78,7 +78,7 @@ class VerifyInput:
     draft_token_num: int
     """N, the root included."""
     num_tokens_per_req: int
-    """N again; while a graph is captured 0 or -1, for a backend that says that it takes that."""
+    """N again; during a capture 0 or -1, for a backend that declares ``takes_unset_width``."""
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
     seq_lens_sum: int | None = None
     seq_lens_cpu: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class VerifyInput:
 
 @dataclass
 class DraftExtendInput:
-    """``spec_info`` of both draft-extends: what the target accepted, fed to the draft model."""
+    """``spec_info`` of both draft-extends: accepted tokens of the target, given to the draft model."""
 
     hidden_states: torch.Tensor
     """[T, hidden]: the target's hidden state of every row."""
@@ -104,13 +104,13 @@ class DraftExtendInput:
     num_accept_tokens_cpu: list[int] | None = None
     """Host copy of ``num_accept_tokens``; None when the backend needs no CPU lengths."""
     num_tokens_per_req: int = -1
-    """v2: N. -1 in v1, but for the captured batch, which has S + 1. While a graph is captured 0 or -1 in both, for a
-    backend that says that it takes that."""
+    """N in v2; -1 in v1, except in the captured batch, which has S + 1. During a capture 0 or -1 in both, for a backend
+    that declares ``takes_unset_width``."""
     num_tokens_for_logprob_per_req: int = 1
     extend_seq_lens_tensor: torch.Tensor | None = None
     """[bs] int32: rows of each request; set in a graph, at capture and at every replay."""
     extend_seq_lens_cpu: list[int] | None = None
-    """Host copy of the same; v2 always gives ``[N] * bs``."""
+    """Host copy of ``extend_seq_lens_tensor``; v2 always gives ``[N] * bs``."""
     select_index: torch.Tensor | None = None
     """[bs] int64, v2: row of the last accepted token, i * N + num_correct_drafts[i]; used by the caller, afterwards."""
 
@@ -120,12 +120,12 @@ SpecInput = VerifyInput | DraftExtendInput | DraftDecodeInput
 
 @dataclass
 class ForwardBatch:
-    """What a backend is given for one step.
+    """The batch that a backend is given for one step.
 
     **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes,
-    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first,
-    none on a rank that replays because others do; T is the number of live tokens, S + 1 or N the rows a request was
-    captured with; max_bs is that of the graph state.
+    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first
+    (R is 0 on an empty data-parallel rank that replays because others do); T is the number of live tokens; a request
+    was captured with S + 1 or N rows; max_bs is that of the graph state.
 
     ================================== ============================= ======================= =========================
     attribute                          decode, target-verify         draft-extend (v1)       draft-extend-v2
@@ -139,22 +139,22 @@ class ForwardBatch:
                                        requests have no rows; else
                                        absent
     ``out_cache_loc``                  [T]                           [T]                     [T]
-    ``group_cache_locs``               [G, T], with groups alone     the same                the same
+    ``group_cache_locs``               [G, T], only with groups      the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
     ``extend_*``, ``extras``           absent                        absent                  absent
     ================================== ============================= ======================= =========================
 
-    So ``input_ids.shape[0] // batch_size`` is no width in a draft-extend: take S + 1 or N from the context.
+    So ``input_ids.shape[0] // batch_size`` is not the width of a draft-extend: take S + 1 or N from the context.
 
-    The view of an extend has everything that its eager batch has, for B requests and for P rows, the token count that
-    the graph was captured with: ``input_ids``, ``positions`` and ``out_cache_loc`` are [P], the others [B] long,
-    ``num_padding`` is B - R, ``actual_forward_mode`` there and ``extras`` absent. ``extend_num_tokens`` is T.
+    The view of an extend has every attribute of its eager batch except ``extras``, for B requests and for P rows, the
+    token count that the graph was captured with: ``input_ids``, ``positions`` and ``out_cache_loc`` are [P], the others
+    [B] long. It has ``actual_forward_mode`` as well, ``num_padding`` is B - R, and ``extend_num_tokens`` is T.
 
-    The view of a draft-decode has the attributes of a decode's. It is of the first forward: ``input_ids`` and
+    The view of a draft-decode has the attributes of a decode's. It describes the first forward: ``input_ids`` and
     ``positions`` are [B * K], ``out_cache_loc`` [R * K]; ``spec_info.out_cache_loc`` is [R * K * S].
 
-    Of ``spec_info``, which is None in decode and extend:
+    ``spec_info`` is None in decode and extend. Its fields in the other modes:
 
     ================================== ============================= ======================= =========================
     field                              target-verify                 draft-extend (v1)       draft-extend-v2
@@ -174,19 +174,20 @@ class ForwardBatch:
     ================================== ============================= ======================= =========================
 
     Padded requests have ``req_pool_indices`` 0 (or a stale row), ``seq_lens`` at the fill value, and slot 0 (or -1) for
-    every token. In draft-extends that is fewer keys than rows, so a prefix computed from it is negative: clamp. Where
-    they have nothing (``Dialect.padded_requests``), read 0 for the S + 1 and N of padding above; ``query_start_loc`` is
-    there in every mode, and rows behind its last entry are of no request.
+    every token. In draft-extends they have fewer keys than rows, so a prefix computed from these is negative: clamp it.
+    If they have neither rows nor keys (``Dialect.padded_requests``), read 0 for the S + 1 and N of padding above; then
+    every mode has ``query_start_loc``, and rows after its last entry belong to no request.
 
-    **Rows of v1 in a graph.** It was captured with S + 1 rows a request, and ``q`` keeps those B * (S + 1) rows. At a
-    replay requests are packed without gaps: request i has ``num_accept_tokens[i]`` rows, behind those of the requests
-    before it. Live requests come first, then padded ones with S + 1 rows each; rows behind the last are of no request,
-    even when no request is padded. In target-verify and v2 request i has rows i * N .. i * N + N - 1, padded or not.
+    **Rows of v1 in a graph.** It was captured with S + 1 rows per request, and ``q`` keeps those B * (S + 1) rows. At a
+    replay requests are packed without gaps: request i has ``num_accept_tokens[i]`` rows, after those of the requests
+    before it. Live requests come first, then padded ones with S + 1 rows each; rows after the last belong to no
+    request, even if no request is padded. In target-verify and v2 request i has rows i * N .. i * N + N - 1, padded or
+    not.
 
     **Rows of extend in a graph.** It is captured with P rows and replayed with T <= P: requests are packed without
-    gaps, request i has ``extend_seq_lens[i]`` rows, padded ones have none and one key at most (``seq_lens`` and
-    ``extend_prefix_lens`` are the fill value), and rows T .. P - 1 are of no request. At capture the first requests
-    have no prefix and as many rows as one may have (``BackendContext.max_extend_tokens``, or what is left of P), and
+    gaps, request i has ``extend_seq_lens[i]`` rows, padded ones have none and at most one key (``seq_lens`` and
+    ``extend_prefix_lens`` are the fill value), and rows T .. P - 1 belong to no request. At capture the first requests
+    have no prefix and as many rows as a request may have (``BackendContext.max_extend_tokens``, or the rest of P), and
     the others none: no replay has a longer request.
     """
 
@@ -199,39 +200,37 @@ class ForwardBatch:
     seq_lens: torch.Tensor
     """[bs] int64; its meaning depends on the mode: see ``ForwardMode``."""
     out_cache_loc: torch.Tensor
-    """[T] int64: KV slot of each new token; for padding 0, or -1 where the backend's ``padding_slots`` has it."""
+    """[T] int64: KV slot of each new token; for padding 0, or -1 if the backend's ``padding_slots`` has it."""
     positions: torch.Tensor
     """[T] int64: zero-based absolute position of each row."""
     seq_lens_cpu: torch.Tensor | None = None
     """[bs] int64 on the host; None when the backend does not need CPU lengths."""
     seq_lens_sum: int | None = None
-    """Sum of ``seq_lens``; None exactly when ``seq_lens_cpu`` is None."""
+    """Sum of ``seq_lens``; None if and only if ``seq_lens_cpu`` is None."""
     extend_num_tokens: int | None = None
     """Sum of ``extend_seq_lens``; never with padding."""
     extend_seq_lens: torch.Tensor | None = None
     """[bs] int32: new tokens of each request. Extend, and eager draft-extends."""
     extend_prefix_lens: torch.Tensor | None = None
-    """[bs] int32: tokens before them. Extend: what a prefix cache and earlier chunks have left; 0, any part of a page,
-    or many pages."""
+    """[bs] int32: tokens before them. Extend: tokens from a prefix cache and earlier chunks: 0, any part of a page, or
+    many pages."""
     extend_start_loc: torch.Tensor | None = None
     """[bs] int32: exclusive cumsum of ``extend_seq_lens``."""
     extend_seq_lens_cpu: list[int] | None = None
-    """Host copy of ``extend_seq_lens``. Extend always gives it, and the next one: the scheduler cut the chunks, and
-    knows them without a wait; and so does an eager draft-extend v2, ``[N] * bs``. v1: None when the backend does not
-    need CPU lengths."""
+    """Host copy of ``extend_seq_lens``. Extend always has it: the scheduler cut the chunks, and knows them without a
+    wait. So has an eager draft-extend v2: ``[N] * bs``. v1: None when the backend does not need CPU lengths."""
     extend_prefix_lens_cpu: list[int] | None = None
     """Host copy of ``extend_prefix_lens``. Extend always gives it; draft-extends: None when the backend does not need
     CPU lengths."""
     query_start_loc: torch.Tensor | None = None
-    """[bs + 1] int32: where the rows of each request begin, and where those of the last one end; padded requests have
-    none. In a draft-decode of each forward. None where padded requests have rows (``Dialect.padded_requests``), and
-    absent from a replay's view there.
-    """
+    """[bs + 1] int32: first row of each request, and the end of the last one's; padded requests have no rows. In a
+    draft-decode these are the rows of each forward. None, and absent from a replay's view, if padded requests have rows
+    (``Dialect.padded_requests``)."""
     spec_info: SpecInput | None = None
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""
     group_cache_locs: torch.Tensor | None = None
-    """[G, T] int64: ``out_cache_loc`` in the pool of each of ``BackendContext.kv_groups``, the first of which has the
-    same. None where layers share one."""
+    """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
+    ``out_cache_loc``. None if layers share one pool."""
     extras: dict[str, object] = field(default_factory=dict)
-    """Free for a backend that wants to keep something with the batch; the kit never reads it."""
+    """Free space for a backend that wants to keep something with the batch; the kit never reads it."""

@@ -1,4 +1,4 @@
-"""``spec_info`` of draft-decode, and where the tokens of a branch stand in the request table."""
+"""``spec_info`` of draft-decode, and the place of a branch's tokens in the request table."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["DraftDecodeInput"]
 
 @dataclass
 class DraftDecodeInput:
-    """``spec_info`` of draft-decode: K branches a request, S draft tokens a branch, S - 1 forwards of the model.
+    """``spec_info`` of draft-decode: K branches per request, S draft tokens per branch, S - 1 forwards of the model.
 
     A branch's first token came with the draft-extend before, and its last one is not fed back. Forward i has bs * K
     rows: row ``b * K + j`` is branch j of request b, at position ``seq_lens[b] + i``. It sees the request's
     ``seq_lens[b]`` keys and its branch's tokens 0 .. i, itself the last of them: ``seq_lens[b] + i + 1`` keys.
 
-    A branch is a row number, and its tokens are those in its slots. When a server's top-k selection has branch 0 go on
-    from branch 1 it moves hidden states, and leaves the KV where it is.
+    A branch is a row number, and its tokens are those in its slots. If a server's top-k selection lets branch 0
+    continue branch 1, it moves hidden states and leaves the KV where it is.
 
-    **The request table.** Branch 0 goes on behind the prefix. With ``last = seq_lens % page_size``, each branch has a
+    **The request table.** Branch 0 continues the prefix. With ``last = seq_lens % page_size``, each branch has a
     region of ``last + S`` columns, rounded up to pages: branch 0's begins at ``seq_lens - last``, and branch j's j
-    regions further on. The first ``last`` of them are the prefix's last tokens, of which the server made each further
-    branch a copy: no two branches write into one page, and all share the whole pages before.
+    regions later. Its first ``last`` columns are the prefix's last tokens; the server copies them for every branch
+    but the first. So no two branches write into the same page, and all share the whole pages before.
     """
 
     topk: int
@@ -34,11 +34,11 @@ class DraftDecodeInput:
     """[bs * K * S] int64: KV slots of the whole draft, by request, branch and step; those of the last step stay unused.
     Slot 0 for padding. The view of a replay has live requests only, the graph's own static tensor all of its bucket."""
     step: int = 0
-    """i: the forward, 0 .. S - 2; 0 where the draft is planned."""
+    """Number of the forward, 0 .. S - 2; 0 when the draft is planned."""
 
     @property
     def num_tokens_per_req(self) -> int:
-        """K again: rows a request in each forward."""
+        """K again: rows per request in each forward."""
         return self.topk
 
     def key_slots(
@@ -46,8 +46,8 @@ class DraftDecodeInput:
     ) -> torch.Tensor:
         """KV slots of the keys ``keys`` [n] int64 of each row: [bs * K, n], in the dtype of ``table``.
 
-        ``table`` [bs, columns]: each request's row of ``req_to_token``. Past a row's keys slots are anybody's. Device
-        work of fixed shapes, so it may be captured.
+        ``table`` [bs, columns]: each request's row of ``req_to_token``. Slots past a row's keys may belong to any
+        request. Device work of fixed shapes, so it may be captured.
         """
         last = seq_lens.long() % page_size
         shared = (seq_lens - last)[:, None, None]

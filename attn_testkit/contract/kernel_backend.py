@@ -1,6 +1,6 @@
-"""The smaller interface, for authors of kernels: write ``run``, and the kit keeps the metadata.
+"""The smaller interface, for authors of kernels: write ``run``; the kit prepares the metadata.
 
-The metadata are rebuilt on the device at the head of every step, from the batch's own tensors, so they are safe in a
+The metadata are rebuilt on the device at the start of every step, from the batch's tensors, so they are safe in a
 CUDA graph by construction: fixed shapes, fixed addresses, no host lengths.
 """
 
@@ -25,13 +25,13 @@ __all__ = ["KernelBackend"]
 class KernelBackend(AttentionBackend):
     """An attention backend made from one kernel call. Subclasses give ``capabilities`` and ``run``.
 
-    ``run`` is not called for a batch without requests, so that every subclass may claim ``takes_empty_batches``; and
-    what it returns is copied where the caller wants it, so that every one may claim ``takes_out``.
+    ``run`` is not called for a batch without requests, so every subclass may declare ``takes_empty_batches``. Its
+    result is copied into the caller's ``out``, so every subclass may declare ``takes_out``.
 
-    A kernel with a cache writer of its own overrides ``write_kv``; one that stores the rows while it attends them
-    overrides it with nothing, and has ``k``, ``v`` and ``out_cache_loc`` in its plan.
+    A subclass with its own cache writer overrides ``write_kv``. If the kernel stores the rows while it attends them,
+    the override does nothing, and the kernel reads ``k``, ``v`` and ``out_cache_loc`` from its plan.
 
-    What the class keeps of a step has names that begin with ``_kit_``; all others are free for subclasses.
+    Names of the class's own state begin with ``_kit_``; all others are free for subclasses.
     """
 
     @abstractmethod
@@ -39,18 +39,19 @@ class KernelBackend(AttentionBackend):
         """Attend over the paged KV memory; the new keys and values are already in it.
 
         ``q`` [T, Hq, D]; ``kv`` K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv]. Returns [T, Hq, Dv].
-        ``q`` may be a strided view of a packed tensor, and ``kv`` are where other KV layouts than ``nhd`` are claimed;
-        ``context.kv_pool.get_layer_buffer`` has both as the layout has them. May run under capture: device work only.
+        ``q`` may be a strided view of a packed tensor, and so may ``kv`` if other KV layouts than ``nhd`` are declared;
+        ``context.kv_pool.get_layer_buffer`` has both in their layout. May run under capture: device work only.
         """
 
     def run_return_lse(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As ``run``, for the keys of ``plan.part``; and [T, Hq] or [Hq, T], as ``capabilities.lse`` says.
+        """Attend like ``run`` over the keys of ``plan.part``. Returns the log-sum-exp, too: [T, Hq] or [Hq, T], as
+        ``capabilities.lse`` declares.
 
-        ``plan.part_lens`` and ``plan.part_slots`` list them. ``AttentionBackend.forward_return_lse`` has the rules.
+        ``plan.part_lens`` and ``plan.part_slots`` list the keys. ``AttentionBackend.forward_return_lse`` has the rules.
         """
-        raise NotImplementedError(f"{type(self).__name__} claims lse and has no run_return_lse")
+        raise NotImplementedError(f"{type(self).__name__} declares lse and has no run_return_lse")
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -70,7 +71,7 @@ class KernelBackend(AttentionBackend):
         return self._kit_mask
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Rebuild lengths and query offsets on the device; tables when they are asked for."""
+        """Rebuild lengths and query offsets on the device; tables are made when they are first read."""
         context, bs, mode = self.context, batch.batch_size, batch.forward_mode
         if not bs:
             return
@@ -125,7 +126,7 @@ class KernelBackend(AttentionBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same for a part of the keys. The layer in the plan has sinks where they count in the part."""
+        """Store the new rows and call ``run_return_lse``. The plan's layer has sinks only if they count in ``part``."""
         plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part)
         if not part.sinks:
             plan = replace(plan, layer=replace(layer, sinks=None))
@@ -134,13 +135,14 @@ class KernelBackend(AttentionBackend):
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.
 
-        Before ``run``, and where ``save_kv_cache`` is True alone. May run under capture: device work only.
+        Called before ``run``, only if ``save_kv_cache`` is True. May run under capture: device work only.
         """
         self.context.group_of(plan.layer).kv_pool.set_kv_buffer(plan.layer, plan.out_cache_loc, k, v)
 
 
 def _branches(context: BackendContext, batch: ForwardBatch, table: torch.Tensor) -> KernelStep:
-    """Each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of ``req_to_token``."""
+    """Metadata of a draft-decode, with each branch as a request that decodes. ``table`` [bs, max_context_len]: rows of
+    ``req_to_token``."""
     spec = batch.spec_info
     assert isinstance(spec, DraftDecodeInput)
     seq_lens = batch.seq_lens[: len(table)]
@@ -150,7 +152,7 @@ def _branches(context: BackendContext, batch: ForwardBatch, table: torch.Tensor)
 
 
 def _rows(context: BackendContext, batch: ForwardBatch) -> tuple[int, torch.Tensor | None]:
-    """Most query rows of a request, and [bs] how many each has; None: all as many."""
+    """Most query rows of a request, and the number of each, [bs]; None if all have that many."""
     bs, mode = batch.batch_size, batch.forward_mode
     if mode is ForwardMode.EXTEND:
         assert batch.extend_seq_lens is not None
@@ -162,7 +164,8 @@ def _rows(context: BackendContext, batch: ForwardBatch) -> tuple[int, torch.Tens
 
 
 def _draft_mask(context: BackendContext, batch: ForwardBatch, prefix: torch.Tensor, n: int) -> torch.Tensor | None:
-    """``prefix`` [bs] int64: keys before the step."""
+    """[bs, n, n] bool: the mask of the draft's rows, or None for a chain. ``prefix`` [bs] int64: keys before the
+    step."""
     spec, bs = batch.spec_info, len(prefix)
     assert isinstance(spec, VerifyInput)
     if context.topk <= 1 or spec.custom_mask is None:
@@ -188,7 +191,7 @@ def _stored(
     batch: ForwardBatch,
     save_kv_cache: bool,
 ) -> KernelPlan:
-    """The plan of a layer, once the pool holds its new rows."""
+    """Store the new rows of a layer and return its plan."""
     context = backend.context
     group = context.group_of(layer)
     new = rows if save_kv_cache else (None, None)

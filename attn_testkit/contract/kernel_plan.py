@@ -1,4 +1,4 @@
-"""What a kernel needs to know about one step. What not every kernel asks for is made when it is first asked for."""
+"""Metadata that a kernel needs for one step. Tables that only some kernels read are made when first read."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["KernelPlan", "KernelStep"]
 
 @dataclass(frozen=True, eq=False)
 class KernelStep:
-    """What layers of a KV group share in a step: see ``KernelPlan``. In draft-decode a branch counts as a request."""
+    """Metadata that layers of a KV group share in a step: see ``KernelPlan``. In draft-decode a branch is a request."""
 
     table: torch.Tensor
-    """[requests, max_context_len] int32: their rows of the request table; of requests, not of branches."""
+    """[requests, max_context_len] int32: rows of the request table; per request, not per branch."""
     kv_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     max_q_len: int
@@ -65,7 +65,8 @@ class KernelStep:
         return self.draft.key_slots(self.table, self.draft_prefixes, self.page_size, keys)
 
     def _packed(self, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first ``lens`` [bs] keys of each request, one request behind the other. Shapes follow no length."""
+        """Offsets and slots of the first ``lens`` [bs] keys of each request, packed. Shapes do not depend on
+        lengths."""
         ends, (bs, columns) = lens.long().cumsum(0), self.slot_table.shape
         indptr = torch.nn.functional.pad(ends, (1, 0))
         place = torch.arange(bs * columns, device=lens.device)
@@ -80,32 +81,34 @@ _WHOLE = KVPart()
 
 @dataclass(frozen=True, eq=False)
 class KernelPlan:
-    """What a kernel needs to know about a layer of a step. Tensors are on the device, their values unknown to Python.
+    """Metadata that a kernel needs for a layer of a step. Tensors are on the device, their values unknown to Python.
 
     Query rows are packed: request i has rows ``cu_seqlens_q[i] .. cu_seqlens_q[i+1]``. Rows after the last offset are
-    padding, and whatever is written there is ignored. In draft-decode each branch counts as a request of one row.
+    padding, and their output is ignored. In draft-decode each branch counts as a request of one row.
 
-    Kernels find keys by ``page_table``, by ``slot_table``, or by ``kv_indptr`` and ``kv_indices``; what is not asked
-    for is not made, and what was made for one layer is there for the others.
+    Kernels find keys by ``page_table``, by ``slot_table``, or by ``kv_indptr`` and ``kv_indices``. Each is made when it
+    is first read, once for all layers of a KV group.
     """
 
     step: KernelStep
     layer: AttentionLayer
     """Scale, window, soft cap, sinks, FP8 scales."""
     out_cache_loc: torch.Tensor
-    """[T] int64: KV slot of each row of this step, at a replay of a graph 0 for padding."""
+    """[T] int64: KV slot of each row of this step; in a graph replay 0 for padding."""
     max_kv_len: int
     """Upper bound of ``kv_lens`` that holds for every replay."""
     save_kv_cache: bool = True
     """False: the pool holds the new keys and values already."""
     k: torch.Tensor | None = None
-    """[T, Hk, D], this step's own, in the model's dtype. None where ``save_kv_cache`` is False."""
+    """[T, Hk, D]: keys of this step's rows, in the model's dtype. None if ``save_kv_cache`` is False."""
     v: torch.Tensor | None = None
-    """[T, Hk, Dv], likewise."""
+    """[T, Hk, Dv]: values of this step's rows, likewise."""
     out: torch.Tensor | None = None
-    """[T, Hq, Dv], contiguous: where the caller wants the output. A kernel that returns another one has it copied."""
+    """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. Another returned tensor is copied into
+    it."""
     part: KVPart = _WHOLE
-    """Which keys ``run_return_lse`` attends. All that is said of keys is of all of them, but for ``part_...``."""
+    """KV split that ``run_return_lse`` attends. Only ``part_...`` describe its keys; all other members describe all
+    keys."""
 
     @property
     def kv_lens(self) -> torch.Tensor:
@@ -131,14 +134,14 @@ class KernelPlan:
     def mask(self) -> torch.Tensor | None:
         """[bs, N, N] bool in target-verify with trees: row t may see draft node c; the prefix is always visible.
 
-        None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys; or all of them, where
+        None: causal, aligned to the end: row j of n sees the first ``kv_len - n + j + 1`` keys; or all of them if
         ``layer.causal`` is False.
         """
         return self.step.mask
 
     @property
     def page_size(self) -> int:
-        """Slots of a page."""
+        """Slots per page."""
         return self.step.page_size
 
     @property
@@ -153,34 +156,35 @@ class KernelPlan:
 
     @property
     def kv_indptr(self) -> torch.Tensor:
-        """[bs + 1] int32: where each request's slots lie in ``kv_indices``."""
+        """[bs + 1] int32: offset of each request's slots in ``kv_indices``."""
         return self.step.keys[0]
 
     @property
     def kv_indices(self) -> torch.Tensor:
-        """[bs * max_kv_len] int64: KV slots of all keys, packed; 0 behind the last one."""
+        """[bs * max_kv_len] int64: KV slots of all keys, packed; 0 after the last one."""
         return self.step.keys[1]
 
     @property
     def prefix_indptr(self) -> torch.Tensor:
-        """[bs + 1] int32: the same for the keys before this step."""
+        """[bs + 1] int32: offset of each request's slots in ``prefix_indices``."""
         return self.step.prefixes[0]
 
     @property
     def prefix_indices(self) -> torch.Tensor:
-        """[bs * max_kv_len] int64: their slots."""
+        """[bs * max_kv_len] int64: KV slots of the keys before this step, packed; 0 after the last one."""
         return self.step.prefixes[1]
 
     @property
     def part_lens(self) -> torch.Tensor:
-        """[bs] int32: keys of each request in the part."""
+        """[bs] int32: keys of each request in the KV split."""
         return self.part.lens(self.kv_lens, self.prefix_lens).to(torch.int32)
 
     @property
     def part_keys(self) -> torch.Tensor:
-        """[bs, max_kv_len] int64: which key of its request each of them is; past ``part_lens`` anything in range.
+        """[bs, max_kv_len] int64: number, in its request, of each key of the split; past ``part_lens`` any key in
+        range.
 
-        Without a mask row j of n sees those up to ``kv_len - n + j``.
+        Without a mask row j of n sees the keys up to ``kv_len - n + j``.
         """
         columns = self.slot_table.shape[1]
         index = torch.arange(columns, device=self.slot_table.device)
@@ -188,7 +192,7 @@ class KernelPlan:
 
     @property
     def part_slots(self) -> torch.Tensor:
-        """[bs, max_kv_len] int32: their KV slots. Past ``part_lens`` foreign slots."""
+        """[bs, max_kv_len] int32: KV slots of ``part_keys``. Past ``part_lens`` foreign slots."""
         return self.slot_table.gather(1, self.part_keys)
 
     @property
@@ -203,5 +207,5 @@ class KernelPlan:
 
     @property
     def v_scale(self) -> torch.Tensor:
-        """[1] float32, likewise."""
+        """[1] float32: ``layer.v_scale`` for kernels that read it on the device."""
         return torch.full((1,), self.layer.v_scale, dtype=torch.float32, device=self.step.table.device)

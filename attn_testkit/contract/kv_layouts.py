@@ -1,8 +1,8 @@
-"""How K and V lie in the memory of a KV pool: the layouts that have a name, and what a backend says of its own.
+"""Layouts of K and V in the memory of a KV pool: those that have a name, and custom ones that a backend describes.
 
-Wherever they lie, they are found by slot: a view of any number of dimensions whose indices, in row-major order, count
-slots first, then heads, then the numbers of a row. ``[slots, H, D]`` is one, and so are ``[pages, page_size, H, D]`` of
-a pool with heads first, and ``[pages, page_size, H, D / 8, 8]`` of one that keeps keys in pieces of 8.
+In every layout K and V are found by slot, in a view of any number of dimensions. Its indices, in row-major order, count
+slots first, then heads, then the numbers of a row. ``[slots, H, D]`` is such a view, and so are ``[pages, page_size, H,
+D]`` of a pool with heads first, and ``[pages, page_size, H, D / 8, 8]`` of one that keeps keys in pieces of 8.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _ORDERS: Mapping[str, tuple[str, ...]] = {
     "layers-in-block": ("page", "layer", "part", "slot", "head", "dim"),
     "padded-pages": ("layer", "part", "page", "gap", "slot", "head", "dim"),
 }
-"""Layout -> the order of its axes, the outermost first. ``part``: K or V. ``gap``: what lies inside it is followed by
-memory that is no slot, as much as a row of all heads."""
+"""Layout -> the order of its axes, the outermost first. ``part``: K or V. ``gap``: the axes inside it are followed by
+memory that does not belong to a slot, as much as a row of all heads."""
 OWN = "own"
-"""The backend lays its pool out itself: ``AttentionBackend.lay_out_kv_pool``."""
+"""A custom layout, which the backend allocates: ``AttentionBackend.lay_out_kv_pool``."""
 KV_LAYOUTS = (*_ORDERS, OWN)
 
 
 @dataclass(frozen=True)
 class KVPoolSpec:
-    """The size of a pool, for whoever lays it out."""
+    """The size of a pool, for the code that allocates it."""
 
     pages: int
-    """Page 0 included."""
+    """Number of pages, page 0 included."""
     page_size: int
-    """Slots of a page. Slot s is slot ``s % page_size`` of page ``s // page_size``."""
+    """Slots per page. Slot s is slot ``s % page_size`` of page ``s // page_size``."""
     layers: tuple[AttentionLayer, ...]
     dtype: torch.dtype
     device: torch.device
     cleared: bool = True
-    """Whether memory is to be zeroed."""
+    """True if memory has to be zeroed."""
 
     @property
     def num_slots(self) -> int:
@@ -58,25 +58,26 @@ class KVPoolSpec:
 
 @dataclass(frozen=True, eq=False)
 class KVLayer:
-    """Where the keys and values of one layer lie."""
+    """Views of the keys and values of one layer."""
 
     key: torch.Tensor
-    """A view that counts slots, heads and the numbers of a row (see above), of the pool's dtype, of any strides."""
+    """A view of K that counts slots, heads and the numbers of a row (see the module), in the pool's dtype, any
+    strides."""
     value: torch.Tensor | None = None
-    """The same for V. None for MLA, whose values are the first columns of the keys."""
+    """A like view of V. None for MLA, whose values are the first columns of the keys."""
     buffer: torch.Tensor | None = None
-    """The memory of both in the shape in which the kernel takes it, which is what ``KVPool.get_layer_buffer`` gives."""
+    """Memory of both in the shape that the kernel takes; ``KVPool.get_layer_buffer`` returns it."""
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
-        """Keys and, where there are any, values."""
+        """Keys and, except for MLA, values."""
         return (self.key,) if self.value is None else (self.key, self.value)
 
 
 def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
-    """Memory in a layout that has a name: one piece for all layers whose heads have one shape.
+    """Allocate memory in a layout that has a name: one piece for all layers with the same head shape.
 
-    Raises ``ValueError`` for a name that no layout has.
+    Raises ``ValueError`` for an unknown name.
     """
     if layout not in _ORDERS:
         raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
@@ -89,7 +90,7 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
 
 
 def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
-    """Layers of one shape."""
+    """Allocate layers of one shape."""
     first = spec.layers[0]
     sizes = {
         "layer": len(spec.layers), "part": 1 if first.is_mla else 2, "page": spec.pages, "slot": spec.page_size,
@@ -117,12 +118,12 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
 
 
 def slot_dims(view: torch.Tensor, slots: int) -> int:
-    """How many leading dimensions of a view of ``KVLayer`` count slots; 0: none do."""
+    """Number of leading dimensions of a view of ``KVLayer`` that count slots; 0 if none do."""
     return next((n for n in range(1, view.dim() + 1) if math.prod(view.shape[:n]) == slots), 0)
 
 
 def place_of(slots: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, ...]:
-    """Indices of slots [n] int64 in the dimensions of these sizes that count them. Device work only."""
+    """Indices of slots [n] int64 in dimensions of these sizes, which count slots. Device work only."""
     if len(sizes) == 1:
         return (slots,)
     inner = math.prod(sizes[1:])
@@ -130,12 +131,12 @@ def place_of(slots: torch.Tensor, sizes: Sequence[int]) -> tuple[torch.Tensor, .
 
 
 def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
-    """``layers`` as they are, if the kit can find every slot of them and no two numbers share memory.
+    """Return ``layers`` unchanged if the kit can find every slot of them and no two numbers share memory.
 
     Raises ``ValueError`` that says which view is wrong, what was expected and what to do.
     """
     if not isinstance(layers, (tuple, list)) or not all(type(each) is KVLayer for each in layers):
-        raise ValueError(f"lay_out_kv_pool must return a list of KVLayer, one a layer; it returned {layers!r}"[:200])
+        raise ValueError(f"lay_out_kv_pool must return a list of KVLayer, one per layer; it returned {layers!r}"[:200])
     if len(layers) != len(spec.layers):
         raise ValueError(f"lay_out_kv_pool returned {len(layers)} KVLayers for {len(spec.layers)} layers")
     for layer, found in zip(spec.layers, layers, strict=True):
@@ -157,10 +158,10 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
 
 
 def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None) -> str:
-    """What is wrong with a view, and what to do; empty if nothing is."""
+    """Text about a mistake in a view, and the remedy; empty if there is no mistake."""
     heads, width = layer.tp_k_head_num, layer.head_dim
     if type(view) is not torch.Tensor:
-        return f"are no plain torch.Tensor: {view!r}"[:200]
+        return f"are not a plain torch.Tensor: {view!r}"[:200]
     if view.dtype != spec.dtype or view.device.type != spec.device.type:
         return f"are {view.dtype} on {view.device}; the pool is {spec.dtype} on {spec.device}"
     leading = slot_dims(view, spec.num_slots)
@@ -175,7 +176,7 @@ def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.
     if any(stride == 0 and size > 1 for size, stride in zip(view.shape, view.stride(), strict=True)):
         return f"have a stride of 0 ({list(view.stride())}): an expanded view has one row for many slots"
     if view.untyped_storage().nbytes() % spec.dtype.itemsize:
-        return f"lie in {view.untyped_storage().nbytes()} bytes, which are no whole number of {spec.dtype}"
+        return f"lie in {view.untyped_storage().nbytes()} bytes, which are not a whole number of {spec.dtype}"
     if buffer is not None and buffer.untyped_storage().data_ptr() != view.untyped_storage().data_ptr():
         return (
             "do not lie in the layer's buffer: reshape, contiguous and indexing copy; take view, transpose and slices"
@@ -184,7 +185,7 @@ def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.
 
 
 def pieces_of(views: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each piece of memory that the views lie in, flat, [n] of their dtype, and those that lie in it."""
+    """Each piece of memory that the views lie in, flat, [n] of their dtype, with the views in it."""
     pieces: dict[int, list[torch.Tensor]] = {}
     for view in views:
         pieces.setdefault(view.untyped_storage().data_ptr(), []).append(view)
@@ -192,7 +193,7 @@ def pieces_of(views: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, list[to
 
 
 def between(memory: torch.Tensor, views: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n] bool: which numbers of ``memory`` [n] none of the views in it holds. Device work only."""
+    """[n] bool: True for numbers of ``memory`` [n] that none of the views in it holds. Device work only."""
     free = torch.ones(memory.numel(), dtype=torch.bool, device=memory.device)
     for view in views:
         free.as_strided(view.shape, view.stride(), view.storage_offset()).fill_(False)

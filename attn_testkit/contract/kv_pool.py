@@ -29,10 +29,10 @@ class KVPool:
     it. A slot ``s`` lies in page ``s // page_size``; inside a page the slots are consecutive.
 
     MHA, GQA, MQA: K and V of a slot are [Hk, D] and [Hk, Dv] per layer. MLA: one row [1, kv_lora_rank + rope] per
-    layer; the value is its first ``kv_lora_rank`` columns. How they lie in memory is ``layout``:
+    layer; the value is its first ``kv_lora_rank`` columns. ``layout`` is their order in memory:
 
     ==================== ==================================================== ========================================
-    ``layout``           ``get_layer_buffer``                                 what is to be known of it
+    ``layout``           ``get_layer_buffer``                                 remark
     ==================== ==================================================== ========================================
     ``nhd``              [2, pages, page_size, Hk, D]                         K and V are contiguous by slot
     ``hnd``              [2, pages, Hk, page_size, D]                         heads before slots: no view by slot
@@ -40,12 +40,12 @@ class KVPool:
     ``side-by-side``     [pages, page_size, Hk, 2, D]                         K and V of a head share a row of 2 * D
     ``side-by-side-hnd`` [pages, Hk, page_size, 2, D]                         both of the above, as vLLM has it
     ``layers-in-block``  [pages, 2, page_size, Hk, D], strided                a page of all layers is one block
-    ``padded-pages``     [2, pages, page_size, Hk, D], strided                memory that is no slot behind each page
-    ``own``              what ``AttentionBackend.lay_out_kv_pool`` gives      the backend's
+    ``padded-pages``     [2, pages, page_size, Hk, D], strided                each page is followed by unused memory
+    ``own``              ``buffer`` of ``AttentionBackend.lay_out_kv_pool``   the backend's
     ==================== ==================================================== ========================================
 
-    (MLA: 1 instead of 2.) ``get_kv_pages`` is there in all of them, for kernels that take strides. Where layers differ
-    in their heads, Hk and D are the layer's own, and layers of one shape lie together.
+    (MLA: 1 instead of 2.) ``get_kv_pages`` works in all of them, for kernels that take strides. If layers differ in
+    their heads, Hk and D are the layer's own, and layers of one shape lie together.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class KVPool:
     ) -> None:
         """Allocate memory, zeroed unless ``cleared`` is False.
 
-        ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` but for MLA, and
-        ``layout`` is a name of the table, else ``ValueError``. ``own`` allocates instead where ``layout`` is ``own``;
-        what it returns is checked, and ``ValueError`` says what is wrong with it.
+        ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` except for MLA, and
+        ``layout`` is a name of the table, else ``ValueError``. If ``layout`` is ``own``, the function ``own``
+        allocates; its result is checked, and ``ValueError`` says what is wrong with it.
         """
         if size % page_size:
             raise ValueError(f"a KV pool of {size} slots is not a whole number of {page_size}-slot pages")
@@ -83,24 +83,24 @@ class KVPool:
         else:
             found = lay_out(spec, layout)
         self.memory = _ById(zip((layer.layer_id for layer in layers), found, strict=True))
-        """Layer id -> where its K and V lie, in the order of ``layers``."""
-        # Made when they are first asked for; a server gives the same buffers at every call.
+        """Layer id -> views of its K and V, in the order of ``layers``."""
+        # Made at the first request; a server gives the same buffers at every call.
         self._by_slot: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._by_page: dict[int, tuple[torch.Tensor, torch.Tensor] | None] = {}
         self._stored: dict[int, list[tuple[torch.Tensor, tuple[int, ...]]]] = {}
 
     @cached_property
     def pieces(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-        """All memory that K and V lie in: each allocation, flat, and the views in it."""
+        """All memory of K and V: each allocation, flat, and the views in it."""
         return pieces_of([part for each in self.memory.values() for part in each.parts])
 
     def _where_stored(self, layer_id: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Of K and V: what rows are put into, and the sizes of its dimensions that count slots."""
+        """Views of K and V that rows are stored through, each with the sizes of its dimensions that count slots."""
         views = self._views(layer_id, self.num_slots) or self.memory[layer_id].parts
         return [(view, tuple(view.shape[: slot_dims(view, self.num_slots)])) for view in views]
 
     def _views(self, layer_id: int, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """K and V [*slots, H, D]; None where that takes a copy."""
+        """Views of K and V [*slots, H, D]; None if they would need a copy."""
         parts = self.memory[layer_id].parts
         layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         try:
@@ -117,7 +117,7 @@ class KVPool:
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """[slots, Hk, D] (MLA: [slots, 1, kv_lora_rank + rope]) in the pool's dtype. A view, not a copy.
 
-        Raises ``KeyError`` that names the ids there are, as do the other methods.
+        Raises ``KeyError`` that names the existing ids, as do the other methods.
         """
         return self.get_kv_buffer(layer_id)[0]
 
@@ -128,7 +128,7 @@ class KVPool:
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key [slots, Hk, D] and value [slots, Hk, Dv] buffer of a layer. Views, not copies.
 
-        Strided in all layouts but ``nhd``. Raises ``ValueError`` where no strides give such a view: in pages of several
+        Strided in all layouts but ``nhd``. Raises ``ValueError`` if no strides give such a view: in pages of several
         slots with heads first, with all layers in a block, or padded.
         """
         if layer_id not in self._by_slot:
@@ -138,15 +138,16 @@ class KVPool:
     def get_kv_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv] of a layer, of any strides. Views, not copies.
 
-        ``transpose(1, 2)`` of it is what kernels of ``hnd`` take. Raises ``ValueError`` where the backend laid the pool
-        out so that no strides give such a view.
+        Kernels of ``hnd`` take ``transpose(1, 2)`` of it. Raises ``ValueError`` if no strides give such a view of a
+        custom layout.
         """
         if layer_id not in self._by_page:
             self._by_page[layer_id] = self._views(layer_id, self.num_slots // self.page_size, self.page_size)
         return self._there(self._by_page[layer_id], "[pages, page_size, heads, width]")
 
     def get_layer_buffer(self, layer_id: int) -> torch.Tensor:
-        """K and V of a layer in the shape of their layout: see the table. Raises ``ValueError`` where there is none."""
+        """K and V of a layer in the shape of their layout (table above). Raises ``ValueError`` if there is no
+        buffer."""
         buffer = self.memory[layer_id].buffer
         if buffer is None:
             raise ValueError(f"lay_out_kv_pool gave no buffer for layer {layer_id}: KVLayer(key, value, buffer=...)")

@@ -12,7 +12,7 @@ __all__ = ["AttentionLayer", "HeadShape"]
 
 
 class HeadShape(NamedTuple):
-    """Heads of a layer on this rank, and how wide they are: what plans, strides and workspaces are made for."""
+    """Numbers of heads of a layer on this rank, and their width: plans, strides and workspaces depend on them."""
 
     num_qo_heads: int
     num_kv_heads: int
@@ -24,12 +24,12 @@ class HeadShape(NamedTuple):
 class AttentionLayer:
     """The attributes of one attention layer, under the names that servers use.
 
-    The layers of a test model differ (scale, window, soft cap), so that nothing of a layer may be remembered for the
-    next one. With the claim ``heads_by_layer`` they differ in head counts and head dims as well.
+    The layers of a test model differ (scale, window, soft cap), so a backend must not reuse one layer's values for the
+    next. With the capability ``heads_by_layer`` they differ in head counts and head dims as well.
     """
 
     layer_id: int
-    """Ids follow each other, and need not begin at 0: a later pipeline rank has the later layers of a model."""
+    """Ids are consecutive and need not begin at 0: a later pipeline rank has the later layers of a model."""
     tp_q_head_num: int
     """Query heads on this rank."""
     tp_k_head_num: int
@@ -40,7 +40,7 @@ class AttentionLayer:
     """Width of a value and output row. For MLA: ``kv_lora_rank``, the first part of the latent key."""
     scaling: float
     """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does. A kernel
-    that has no other says so: ``Capabilities.any_scaling``."""
+    that supports only that declares it: ``Capabilities.any_scaling``."""
     sliding_window_size: int = -1
     """W: a row at position p sees keys p-W .. p, that is W+1 keys. -1: no window."""
     logit_cap: float = 0.0
@@ -48,19 +48,19 @@ class AttentionLayer:
     k_scale: float = 1.0
     """The KV pool holds K / k_scale when its dtype is FP8; 1.0 otherwise."""
     v_scale: float = 1.0
-    """As ``k_scale``, for V."""
+    """The pool holds V / v_scale when its dtype is FP8; 1.0 otherwise."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
     causal: bool = True
-    """A row sees the step's rows up to its own. False: it sees all keys of its request, those of the step's later rows
-    too, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. All layers of a model
-    agree in it."""
+    """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
+    included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
+    in all layers of a model."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
 
     @property
     def head_shape(self) -> HeadShape:
-        """What layers that share a plan have in common of their heads."""
+        """Head counts and width, which layers that share a plan have in common."""
         return HeadShape(self.tp_q_head_num, self.tp_k_head_num, self.head_dim)
 
     @property
@@ -70,17 +70,17 @@ class AttentionLayer:
 
     @property
     def qk_head_dim(self) -> int:
-        """The servers' other name for ``head_dim``."""
+        """Another name of servers for ``head_dim``."""
         return self.head_dim
 
     @property
     def has_usual_scaling(self) -> bool:
-        """``scaling`` is 1/sqrt(head_dim), but for rounding."""
+        """True if ``scaling`` is 1/sqrt(head_dim), apart from rounding."""
         return math.isclose(self.scaling, self.head_dim**-0.5, rel_tol=1e-6)
 
     @property
     def is_mla(self) -> bool:
-        """The pool holds one latent row per token, and values are its first ``kv_lora_rank`` columns."""
+        """True if the pool holds one latent row per token, whose first ``kv_lora_rank`` columns are the value."""
         return self.kv_lora_rank > 0
 
     @property

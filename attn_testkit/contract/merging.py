@@ -1,8 +1,8 @@
-"""The log-sum-exp beside an output, and the parts of a request's keys whose results are merged with it.
+"""The log-sum-exp of an output, and KV splits, whose results are merged by it.
 
-A server attends a request's keys in parts where they are not in one place or not attended in one way: a cached prefix
-apart from the new tokens (chunked prefix, cascade), or the keys of each of R ranks (decode context parallelism). Each
-part gives an output and its log-sum-exp, and the weight of a part is the exponential of the latter.
+A server splits a request's keys if they do not lie in one place or are not attended by one kernel: a cached prefix and
+the new tokens (chunked prefix, cascade), or the keys of each of R ranks (decode context parallelism). Each split gives
+an output and its log-sum-exp. The weight of a split is the exponential of its log-sum-exp.
 """
 
 from __future__ import annotations
@@ -22,33 +22,33 @@ LSE_BASES = ("e", "2")
 LSE_LAYOUTS = ("[T, H]", "[H, T]")
 LSE_DTYPES = ("fp32", "model")
 PART_KINDS = ("whole", "prefix", "pages", "tokens")
-"""Fields of ``LogSumExp`` that say in which modes a request's keys are attended so."""
+"""Fields of ``LogSumExp`` that hold the modes in which a request's keys are split in this way."""
 
 
 @dataclass(frozen=True)
 class LogSumExp:
-    """What ``forward_return_lse`` gives: ``Capabilities(lse=LogSumExp(base="2", whole={"decode"}))``.
+    """The log-sum-exp that ``forward_return_lse`` returns: ``Capabilities(lse=LogSumExp(base="2", whole={"decode"}))``.
 
-    Raises ``ValueError`` for a wrong spelling, without a mode, and for parts of a draft-decode's keys.
+    Raises ``ValueError`` for a wrong spelling, if no mode is named, and for KV splits in draft-decode.
     """
 
     base: str
-    """Of the logarithm: ``e``, or ``2`` as FlashInfer and TRT-LLM have it."""
+    """Base of the logarithm: ``e``, or ``2`` as in FlashInfer and TRT-LLM."""
     layout: str = "[T, H]"
-    """Rows of q by query heads, ``[T, H]``, or ``[H, T]`` as FlashAttention has it."""
+    """Layout: ``[T, H]`` is rows of q by query heads, ``[H, T]`` is that of FlashAttention."""
     dtype: str = "fp32"
-    """``fp32``, or ``model``: that of the output. The limit follows: bfloat16 near 8 is off by up to 0.03, and merged
-    results with it."""
+    """Dtype: ``fp32``, or ``model`` for the output's. The tolerance follows from it: bfloat16 near 8 is off by up to
+    0.03, and so are results merged by it."""
     whole: Set[ForwardMode] = frozenset()
-    """In which modes is it given for all keys of a request?"""
+    """Modes in which it is returned for all keys of a request."""
     prefix: Set[ForwardMode] = frozenset()
-    """In which modes are the keys before the step attended apart from the step's own?"""
+    """Modes in which the keys before the step and the step's own can be attended separately."""
     pages: Set[ForwardMode] = frozenset()
-    """In which modes is one of R ranks attended that has every R-th page of a request's keys?"""
+    """Modes in which the keys of one of R ranks can be attended that has every R-th page of a request."""
     tokens: Set[ForwardMode] = frozenset()
-    """The same for every R-th token, whatever the page size."""
+    """Modes in which the keys of one of R ranks can be attended that has every R-th token, for any page size."""
     merges: bool = False
-    """Has the backend a ``merge_state``?"""
+    """True if the backend has a ``merge_state``."""
 
     def __post_init__(self) -> None:
         for name, known in (("base", LSE_BASES), ("layout", LSE_LAYOUTS), ("dtype", LSE_DTYPES)):
@@ -58,33 +58,34 @@ class LogSumExp:
         if not any(getattr(self, name) for name in PART_KINDS):
             raise ValueError("LogSumExp names no mode; write whole={'decode'}, for instance")
         if ForwardMode.DRAFT_DECODE in self.prefix | self.pages | self.tokens:
-            raise ValueError("LogSumExp: a draft-decode's keys are not attended in parts; claim whole={'draft-decode'}")
+            raise ValueError("LogSumExp: draft-decode has no KV splits; declare whole={'draft-decode'}")
         if not isinstance(self.merges, bool):
             raise ValueError(f"LogSumExp.merges must be True or False, got {self.merges!r}")
 
     def kinds(self, mode: ForwardMode) -> tuple[str, ...]:
-        """Those of ``PART_KINDS`` that are claimed in a mode."""
+        """Names of ``PART_KINDS`` that are declared for a mode."""
         return tuple(name for name in PART_KINDS if mode in getattr(self, name))
 
 
 @dataclass(frozen=True)
 class KVPart:
-    """Which keys of each request a call attends. Keys are numbered in a request: 0, 1, ..., the step's own the last.
+    """A KV split: the keys of each request that a call attends. Keys of a request are numbered from 0; the step's own
+    come last.
 
-    In target-verify the draft's nodes are keys ``prefix .. prefix + N - 1``. What a row may see of a part is what it
-    may see of all keys: causality, tree and window go by positions, and a window may leave a part without keys.
-    ``holds``, ``lens`` and ``key`` are device work of shapes that follow no length.
+    In target-verify the draft's nodes are keys ``prefix .. prefix + N - 1``. A row may see the same keys as without
+    splits: causality, tree and window go by positions, and a window may leave a split without keys.
+    ``holds``, ``lens`` and ``key`` are device work whose shapes do not depend on lengths.
     """
 
     kind: Literal["whole", "prefix", "new", "rank"] = "whole"
     """All keys; those before the step; the step's own; those of a rank."""
     rank: int = 0
-    """0 .. ranks - 1."""
+    """Number of the rank, 0 .. ranks - 1."""
     ranks: int = 1
     interleave: int = 1
-    """Keys that follow each other on a rank: 1, or the page size."""
+    """Consecutive keys on a rank: 1, or the page size."""
     sinks: bool = True
-    """Whether attention sinks count in this part: in one of the parts of a batch, and in no other."""
+    """True in the one split of a batch in which attention sinks count."""
 
     def __str__(self) -> str:
         if self.kind != "rank":
@@ -92,9 +93,9 @@ class KVPart:
         return f"rank {self.rank} of {self.ranks}"
 
     def holds(self, key: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Bool: whether the part has key ``key`` of a request of ``prefix_lens`` keys before the step.
+        """Bool: True if the split has key ``key`` of a request of ``prefix_lens`` keys before the step.
 
-        The two are broadcast, whatever the kind.
+        The two are broadcast, for every kind.
         """
         known = (key >= 0) & (prefix_lens >= 0)
         if self.kind == "prefix":
@@ -106,7 +107,7 @@ class KVPart:
         return known
 
     def lens(self, kv_lens: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """How many keys the part has of ``kv_lens`` keys; ``prefix_lens`` is not negative."""
+        """Number of keys that the split has of ``kv_lens`` keys; ``prefix_lens`` is not negative."""
         if self.kind == "prefix":
             return prefix_lens
         if self.kind == "new":
@@ -119,7 +120,7 @@ class KVPart:
         return kv_lens
 
     def key(self, index: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Which key of the request is the part's ``index``-th, from 0 on. The two are broadcast, whatever the kind."""
+        """Number, in its request, of the split's ``index``-th key, from 0. The two are broadcast, for every kind."""
         index = index + prefix_lens * 0
         if self.kind == "new":
             return prefix_lens + index

@@ -1,4 +1,4 @@
-"""How a server drives a backend: the runner modes and the two ways of executing them."""
+"""The runner modes in which a server runs a backend, and the two executions: eager and CUDA graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ForwardMode(StrEnum):
     """The forward modes of a server: decode, what speculative decoding adds (EAGLE-style), and prefill.
 
     ============================ ==================== ===================== ========================================
-    mode                         new tokens a request ``seq_lens[i]``       which keys a query row sees
+    mode                         tokens per request   ``seq_lens[i]``       keys that a query row sees
     ============================ ==================== ===================== ========================================
     ``DECODE``                   1                    prefix + 1            all ``seq_lens`` keys
     ``TARGET_VERIFY``            N (a draft tree)     prefix only           the prefix, its ancestors and itself
@@ -21,19 +21,19 @@ class ForwardMode(StrEnum):
     ``DRAFT_DECODE``             1 in each branch     prefix only           the prefix, its branch's tokens and itself
     ============================ ==================== ===================== ========================================
 
-    Where layers are not causal (``AttentionLayer.causal``), rows of an extend or a target-verify see all keys of their
+    If layers are not causal (``AttentionLayer.causal``), rows of an extend or a target-verify see all keys of their
     request, the step's own included.
 
-    ``EXTEND`` is what SGLang calls EXTEND and MIXED: new tokens over a cached prefix of any length, which other
-    requests may share; a long prompt comes in chunks, each of which is the next one's prefix; and a request that
-    decodes beside prompts is one with a single new token. A batch carries nothing that tells a decode row from a
-    prompt's last token, so MIXED is no mode of its own here.
+    ``EXTEND`` is SGLang's EXTEND and MIXED: new tokens over a cached prefix of any length, which other requests may
+    share. A long prompt comes in chunks; each chunk becomes part of the next one's prefix. A request that decodes in
+    the same batch as prompts has a single new token. Nothing in a batch distinguishes a decode row from a prompt's
+    last token, so MIXED is not a separate mode.
 
-    ``DRAFT_DECODE`` is a draft model's loop of several forwards, planned at once: what SGLang runs as DECODE with a
-    ``spec_info`` and a multi-step backend. ``DraftDecodeInput`` has its rows and slots.
+    ``DRAFT_DECODE`` is a draft model's loop of several forwards, planned at once. SGLang runs it as DECODE with a
+    ``spec_info`` and a multi-step backend. ``DraftDecodeInput`` describes its rows and slots.
 
-    A backend must ask for verify and draft-extend *before* it asks ``is_extend()``: both are extends, and neither
-    carries the ``extend_*`` fields of an ``EXTEND`` in a graph's replay view.
+    A backend must test for verify and draft-extend *before* it calls ``is_extend()``: both are extends, and neither
+    has the ``extend_*`` fields of an ``EXTEND`` in a graph's replay view.
     """
 
     DECODE = "decode"
@@ -44,23 +44,24 @@ class ForwardMode(StrEnum):
     DRAFT_DECODE = "draft-decode"
 
     def is_decode(self) -> bool:
-        """One new token for each request."""
+        """True for decode: one new token per request."""
         return self is ForwardMode.DECODE
 
     def is_draft_decode(self) -> bool:
-        """One new token for each branch of each request, in several forwards; ``seq_lens`` is the prefix alone."""
+        """True for draft-decode: one new token per branch of each request and forward; ``seq_lens`` is the prefix
+        only."""
         return self is ForwardMode.DRAFT_DECODE
 
     def is_target_verify(self) -> bool:
-        """N draft-tree nodes for each request; ``seq_lens`` is the prefix alone."""
+        """True for target-verify: N draft-tree nodes per request; ``seq_lens`` is the prefix only."""
         return self is ForwardMode.TARGET_VERIFY
 
     def is_draft_extend(self, include_v2: bool = False) -> bool:
-        """Ragged accepted tokens, packed (v1); with ``include_v2`` also the uniform kind."""
+        """True for draft-extend v1 (ragged accepted tokens, packed); with ``include_v2`` also for v2."""
         return self is ForwardMode.DRAFT_EXTEND or (include_v2 and self is ForwardMode.DRAFT_EXTEND_V2)
 
     def is_draft_extend_v2(self) -> bool:
-        """N tokens for each request, accepted or not."""
+        """True for draft-extend v2: N tokens per request, accepted or not."""
         return self is ForwardMode.DRAFT_EXTEND_V2
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:
@@ -70,16 +71,18 @@ class ForwardMode(StrEnum):
         )
 
     def is_speculative(self) -> bool:
-        """The rows come from a draft tree: verify and both draft-extends."""
+        """True for target-verify and both draft-extends, whose rows come from a draft tree."""
         return self in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
     def is_ragged(self) -> bool:
-        """Requests have different numbers of rows, packed without gaps; logits are of each one's last row alone."""
+        """True if requests have different numbers of rows, packed without gaps; only each one's last row gives
+        logits."""
         return self in (ForwardMode.DRAFT_EXTEND, ForwardMode.EXTEND)
 
 
 class Execution(StrEnum):
-    """Eager: the Python runs at every step. Graph: it ran once, at capture, and only kernels are replayed."""
+    """Execution of a step. Eager: the Python code runs at every step. Graph: it ran once, at capture; kernels are
+    replayed."""
 
     EAGER = "eager"
     GRAPH = "graph"

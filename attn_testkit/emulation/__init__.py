@@ -1,20 +1,21 @@
 """CUDA graphs on a CPU: ordinary CUDA programs run unmodified, and break where they would break on a GPU.
 
-Modules import downwards, from `context` (the way in) to plain state that knows nobody. All state that outlives a call:
+Modules import downwards, from `context` (the entry) to state that imports no other module. All state that outlives a
+call:
 
-    session._local                  each thread's session: set by `emulated_cuda` alone, on its way in and out
-    installation.INSTALLED          what is replaced in torch while a thread is inside, and whether this process has
-                                    frozen its garbage and tested its torch: `emulated_cuda` alone; and how often
-                                    code ran eagerly that a compiler would have compiled
-    tags.DEVICE, tags.PINNED        which storages are device or pinned memory: entered where one is made, forgotten
-                                    when it is gone; kept between contexts, because tensors outlive them
+    session._local                  each thread's session: set only by `emulated_cuda`, on entry and exit
+    installation.INSTALLED          names replaced in torch while a thread is inside; if this process has frozen its
+                                    garbage and tested its torch; how often code ran eagerly that a compiler would
+                                    have compiled. Changed only by `emulated_cuda`
+    tags.DEVICE, tags.PINNED        storages that are device or pinned memory: entered when they are made, removed
+                                    when they are gone; kept between contexts, because tensors outlive them
     pools._pools                    memory pools by handle, held weakly: made by the first capture that names one
     pools._numbers                  the next pool handle
     triton_bounds._local            each thread's launch of a Triton kernel: set while it runs
     streams._handles                the next handle of a stream or an event
     torch_cuda._DEFAULT_GENERATOR   the seed of `torch.cuda.manual_seed`; numbers come from torch's CPU generator
 
-Anything else at the top of a module is a constant, or a `functools.cache` of what a schema or a library version says.
+Anything else at the top of a module is a constant, or a `functools.cache` of facts of a schema or a library version.
 """
 
 from attn_testkit.emulation.context import emulated_cuda

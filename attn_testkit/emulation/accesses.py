@@ -1,4 +1,4 @@
-"""Which memory an operation is sure to read or write: what its schema says, and where its tensors lie."""
+"""Memory that an operation surely reads or writes, by its schema and the addresses of its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from attn_testkit.emulation.private import dtype_of
 
 
 class Span(Enum):
-    """How much of a range of addresses is touched."""
+    """Extent to which a range of addresses is touched."""
 
     ALL = "every byte"
     ENDS = "the first and the last element, and some between"
@@ -33,7 +33,7 @@ class Access(NamedTuple):
 
 
 def surely_meet(a: Access, b: Access) -> bool:
-    """Whether there is a byte that both touch, whatever the numbers in memory are."""
+    """True if both touch some byte for all contents of memory."""
     if a.end <= b.first or b.end <= a.first:
         return False
     if a.span is Span.ALL and b.span is Span.ALL:
@@ -84,7 +84,7 @@ _ASKS_FOR_SHAPE = frozenset(
      "sym_storage_offset", "size", "stride", "numel", "dim", "is_pinned", "_unsafe_view", "requires_grad_",
      "retain_grad", "_shape_as_tensor", "is_contiguous"}
 )  # fmt: skip
-"""They read none of their arguments, or not always."""
+"""Operations that read none of their arguments, or not always."""
 
 _OF_CHOSEN_PLACES = frozenset(
     {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index_select",
@@ -95,7 +95,7 @@ _OF_CHOSEN_PLACES = frozenset(
      "grid_sampler_2d", "grid_sampler_3d"}
 )  # fmt: skip
 _CHOSEN_FROM = frozenset({"self", "weight", "input", "sorted_sequence", "boundaries", "out"})
-"""Arguments of these of which numbers or masks say what is touched."""
+"""Arguments of such operations in which numbers or masks choose the touched elements."""
 
 
 class _Use(NamedTuple):
@@ -107,7 +107,7 @@ class _Use(NamedTuple):
 
 @functools.cache
 def _uses_of(op: OpOverload) -> tuple[_Use, ...]:
-    """The arguments that an operation is sure to touch; none for one that may only look at memory in another way."""
+    """Arguments that an operation surely touches; none for one that may only view memory differently."""
     schema = op._schema
     name = schema.name.split("::")[1]
     aliases = [argument.alias_info for argument in schema.arguments if argument.alias_info is not None]
@@ -128,7 +128,7 @@ def _uses_of(op: OpOverload) -> tuple[_Use, ...]:
 
 
 def accesses_of(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, Access]]:
-    """What a call is sure to touch of its arguments."""
+    """Arguments of a call that it surely touches, with the accesses."""
     uses = _uses_of(op)
     for use in uses:
         if use.partly and not _touches_something(uses, args, kwargs):
@@ -146,6 +146,6 @@ def _given(use: _Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[
 
 
 def _touches_something(uses: Sequence[_Use], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Not where a mask may be empty, or an index is."""
+    """True if the call touches something: False if a mask or an index may be empty."""
     others = [tensor for use in uses if not use.partly for tensor in _given(use, args, kwargs)]
     return all(tensor.numel() and dtype_of(tensor) not in (torch.bool, torch.uint8) for tensor in others)

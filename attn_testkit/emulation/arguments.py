@@ -1,4 +1,4 @@
-"""The tensors inside what an operation is called with, and inside what it returns."""
+"""Tensors inside the arguments and results of an operation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NO_TENSORS = frozenset(
     {int, float, bool, complex, str, slice, type(None), type(...), torch.Size, torch.dtype, torch.device,
      torch.memory_format}
 )  # fmt: skip
-"""Types that hold no tensor, for a quick look at most of what an operation is called with."""
+"""Types that hold no tensor, for a quick test of most arguments."""
 
 
 def tensors_in(values: Iterable[object], found: list[Tensor]) -> None:

@@ -1,9 +1,9 @@
 """Pinned memory that an asynchronous copy from the device writes, before the host has waited for the copy.
 
-On a GPU such a copy is made when the device comes to it; until then the host reads what was there before. Here it is
-made at once, and its bytes are held back: they are put in their place when the host waits for the copy's stream, or for
-an event behind it. A host operation that reads or writes the memory before is refused. Who reads it in a way that is
-not seen (through numpy, say) reads the old bytes.
+On a GPU such a copy is made when the device comes to it; until then the host reads the old contents. Here it is made at
+once, and its bytes are held back until the host waits for the copy's stream, or for an event after it. An earlier host
+operation that reads or writes the memory is refused. A read that the emulation cannot see (through numpy, for instance)
+gets the old bytes.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ class ArrivingCopies:
         self._bytes = 0
 
     def before(self, target: Tensor) -> bytes | None:
-        """What lies in the target of an asynchronous copy that is about to be made; None if the host waits for it.
+        """Contents of the target of an asynchronous copy that is about to be made; None if the host waits for it.
 
-        It does where the target is not pinned, or has gaps: then torch copies into other memory first.
+        It waits if the target is not pinned, or has gaps: then torch copies into other memory first.
         """
         size = target.nbytes
         if not (size and is_pinned(target) and target.is_contiguous()):
@@ -53,7 +53,8 @@ class ArrivingCopies:
         return ctypes.string_at(target.data_ptr(), size)
 
     def hold(self, target: Tensor, before: bytes, stream: int, epoch: int, what: str) -> None:
-        """The copy was made: keep its bytes, and put back those from ``before``. Call it with function modes off."""
+        """Keep the bytes of a copy that was made, and restore those from ``before``. Call it with function modes
+        off."""
         if self._bytes + len(before) > _MOST_BYTES:
             self.arrive()
         first = target.data_ptr()
@@ -65,7 +66,7 @@ class ArrivingCopies:
         self._bytes += len(before)
 
     def arrive(self, known: Clock | None = None) -> None:
-        """The host waited: put the bytes of the copies that ``known`` comes after in their place; None: of all."""
+        """Write the held bytes of the copies that ``known`` comes after, because the host waited; None: of all."""
         late = []
         for copy in self.pending:
             if known is not None and known.get(copy.stream, 0) < copy.epoch:
@@ -76,14 +77,14 @@ class ArrivingCopies:
         self._bytes = sum(len(copy.arrives) for copy in late)
 
     def arrive_in(self, used: Access) -> None:
-        """The device uses memory, which it does behind its own copies: nothing is held back of what ends there."""
+        """Release the held bytes of memory that the device uses: it does so after its own copies."""
         touched = [copy for copy in self.pending if copy.target.first < used.end and used.first < copy.target.end]
         if touched:
             # In the order in which they were made: one may lie over another.
             self.arrive()
 
     def refuse(self, access: Access, what: str) -> None:
-        """The host touches memory. Raises EmulationError if a copy to it may not have been made."""
+        """Check a host access. Raises EmulationError if a copy to the memory may not have been made."""
         for copy in self.pending:
             if not is_gone(copy.storage) and surely_meet(copy.target, access):
                 self.arrive()

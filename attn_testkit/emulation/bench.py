@@ -1,4 +1,4 @@
-"""What the emulation costs, as ratios measured in one process: `python -m attn_testkit.emulation.bench`."""
+"""Costs of the emulation, as ratios measured in one process: `python -m attn_testkit.emulation.bench`."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def small_step(s: Any) -> Tensor:
 
 
 def microseconds(run: Callable[[], object], repeats: int = 7, seconds: float = 0.15) -> float:
-    """Microseconds of processor time per call of `run`, the best of `repeats` rounds: others may use the machine.
+    """Microseconds of processor time per call of `run`, the best of `repeats` rounds, since the machine may be shared.
 
     All rounds together take about `seconds`.
     """

@@ -17,7 +17,8 @@ def paged_lookup(
     q_ptr, k_ptr, v_ptr, out_ptr, table_ptr, lens_ptr, scale, stride_q, stride_page, stride_slot, stride_table,
     WIDTH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """One program a (row, group): `out` is the mean of the row's first `lens` values, weighted by softmax(q k scale).
+    """Run a program per (row, group): `out` is the mean of the row's first `lens` values, weighted by softmax(q k
+    scale).
 
     `q` and `out` are (rows, groups, WIDTH); `k` and `v` (pages, PAGE, groups, WIDTH); `table` names each row's pages.
     """

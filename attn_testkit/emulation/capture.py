@@ -1,5 +1,5 @@
-"""What one capture has recorded: operations, the memory they use, the streams they ran on. Plain state: the recorder
-fills it, a graph replays it, neither is known here."""
+"""Record of one capture: operations, the memory they use, the streams they ran on. It is plain state that a recorder
+fills and a graph replays."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from attn_testkit.emulation.program import DropNode, Node
 from attn_testkit.emulation.stream_state import CaptureStreams
 
 SHARED = 1 << 20
-"""So many bytes a block has at least that is given memory which was dropped before."""
+"""Smallest size of a block that may reuse dropped memory."""
 
 _FREED = 1 << 28
-"""After so many bytes the heap is trimmed: it is in pieces, into which no block of the same size fits again."""
+"""Freed bytes after which the heap is trimmed, because its pieces no longer fit blocks of the same size."""
 
 
 class Capture:
@@ -47,11 +47,11 @@ class Capture:
         self._given_back = 0
 
     def knows_generator(self, generator: torch.Generator) -> bool:
-        """Whether `generator` was registered with the graph, or is a default one."""
+        """True if `generator` was registered with the graph, or is a default one."""
         return any(same_generator(known, generator) for known in (*self._generators, *torch.cuda.default_generators))
 
     def block(self, tensor: Tensor, *, in_pool: bool = False) -> Block:
-        """The block of `tensor`'s storage, made when the capture first meets it; `in_pool`: as memory of its own."""
+        """The block of `tensor`'s storage, made at its first use in the capture; `in_pool`: as the capture's memory."""
         storage = tensor.untyped_storage()
         block = self.blocks.get(storage._cdata)
         return self._meet(storage, in_pool) if block is None else block
@@ -63,12 +63,12 @@ class Capture:
         return block
 
     def about_to_write(self, tensor: Tensor) -> None:
-        """Save what `tensor`'s memory holds, so that `undo` can put it back."""
+        """Save the contents of `tensor`'s memory, so that `undo` can restore them."""
         if self.policy.rollback:
             self.block(tensor).save()
 
     def retire_dropped_blocks(self) -> None:
-        """Mark pool blocks that the program does not refer to any more; from there on their content is undefined."""
+        """Mark pool blocks that the program no longer refers to; from there on their content is undefined."""
         if 1 not in map(use_count, self._live):  # the graph itself is the last
             return
         for key, block in list(self._live.items()):
@@ -81,9 +81,9 @@ class Capture:
                     self.nodes.append(DropNode("end of a temporary", block.place, [block], poison))
 
     def _share_memory(self, block: Block) -> bool:
-        """Whether a block that was just dropped now lies where another had been dropped before this one was made.
+        """Move a dropped block to memory that had been dropped before the block was made. Returns True if it was moved.
 
-        So a graph holds what was live at once, as with the allocator of CUDA, and not the sum of its temporaries.
+        So a graph holds the memory that was live at the same time, as with CUDA's allocator, not all its temporaries.
         """
         if block.nbytes < SHARED or not block.movable:
             return False
@@ -101,7 +101,7 @@ class Capture:
         return moved
 
     def disown(self, block: Block) -> None:
-        """The memory of `block` is no longer where the program left it: whether the program drops it says nothing."""
+        """Ignore drops of `block` by the program from now on: its memory has moved."""
         self._live.pop(block.key, None)
 
     def undo(self) -> None:
@@ -113,5 +113,5 @@ class Capture:
                 block.restore()
 
     def blocks_to_check(self) -> list[Block]:
-        """Memory that a replay must find where it was: all of it but pool memory that the program dropped."""
+        """Memory whose address a replay must check: all of it but pool memory that the program dropped."""
         return [block for block in self.blocks.values() if not block.in_pool] + [*self._live.values()]

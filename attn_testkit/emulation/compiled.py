@@ -1,4 +1,4 @@
-"""Regions that torch.compile would compile: here they run eagerly, as the operations that they are made of."""
+"""Regions that torch.compile would compile: here their operations run eagerly."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _EVAL_FRAME = os.path.join(os.path.dirname(torch.__file__), "_dynamo", "eval_fra
 
 
 def in_compiled_region() -> bool:
-    """Whether what runs now would have been compiled by Inductor: some caller is its wrapper of a function.
+    """True if the current code would have been compiled by Inductor: some caller is its wrapper of a function.
 
-    torch's own for debugging ("eager") compile nothing, and functions of torch use them to be traced.
+    torch's settings for debugging ("eager") compile nothing, and functions of torch use them for tracing.
     """
     frame = sys._getframe(1)
     while frame is not None:
@@ -51,7 +51,7 @@ def run_eagerly(stack: ExitStack, noted: Callable[[], object]) -> None:
 
 
 def _is_inductor(callback: Any) -> bool:
-    """Wrappers of a compiler name it one inside the other."""
+    """True if the innermost compiler of nested wrappers is Inductor."""
     while (inner := getattr(callback, "_torchdynamo_orig_backend", None)) is not None:
         callback = inner
     return hasattr(callback, "get_compiler_config")

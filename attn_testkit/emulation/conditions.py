@@ -1,4 +1,4 @@
-"""When a rule applies: conditions on one operation as the dispatcher sees it."""
+"""Conditions on one operation, as the dispatcher sees it, under which a rule applies."""
 
 from __future__ import annotations
 
@@ -27,18 +27,19 @@ class Call:
         return self.values.get(argument)
 
     def on_device(self, argument: str) -> bool:
-        """Whether `argument` is a tensor on the device."""
+        """True if `argument` is a tensor on the device."""
         value = self.values.get(argument)
         return isinstance(value, Tensor) and is_device(value)
 
     def on_host(self, argument: str) -> bool:
-        """Whether `argument` is a tensor on the host."""
+        """True if `argument` is a tensor on the host."""
         value = self.values.get(argument)
         return isinstance(value, Tensor) and not is_device(value)
 
 
 def not_the_same_memory(call: Call) -> bool:
-    """torch answers `equal(x, x)` without a look at the values: same storage, offset, sizes and strides."""
+    """True unless `equal(x, y)` has the same storage, offset, sizes and strides: then torch does not read the
+    values."""
     a, b = call["self"], call["other"]
     same = a.untyped_storage()._cdata == b.untyped_storage()._cdata and a.storage_offset() == b.storage_offset()
     return not (same and a.size() == b.size() and a.stride() == b.stride())
@@ -85,7 +86,7 @@ def selects_host_scalar(call: Call) -> bool:
 
 
 def histogram_range_open(call: Call) -> bool:
-    """histc takes min == max (the default is 0, 0) as "from the data"."""
+    """True if histc takes the range from the data: min == max (the default is 0, 0)."""
     return bool((call["min"] or 0) == (call["max"] or 0))
 
 
@@ -95,7 +96,7 @@ def repeats_decide_the_size(call: Call) -> bool:
 
 
 def isin_sorts(call: Call) -> bool:
-    """From this many tests on torch sorts, by unique() (the threshold in its TensorCompare.cpp)."""
+    """True for so many test elements that torch sorts, by unique() (the threshold in its TensorCompare.cpp)."""
     elements, tests = call["elements"], call["test_elements"]
     both = isinstance(elements, Tensor) and isinstance(tests, Tensor)
     return both and not call["assume_unique"] and bool(tests.numel() >= 10.0 * elements.numel() ** 0.145)
@@ -134,7 +135,8 @@ def _same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def _read_in_place(target: Tensor, source: Tensor) -> bool:
-    """Otherwise torch makes a contiguous copy on the host first, in unpinned memory."""
+    """True if memory is copied in place; otherwise torch makes a contiguous copy on the host first, in unpinned
+    memory."""
     return (source.is_contiguous() and source.size() == target.size()) or _same_layout(target, source)
 
 

@@ -1,4 +1,4 @@
-"""The way in: `with emulated_cuda(): ...`"""
+"""The entry to the emulation: `with emulated_cuda(): ...`"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
     Inside it `device="cuda"`, `torch.cuda.CUDAGraph`, streams, events, pinned memory and Triton launches under the
     interpreter work, and what breaks or goes stale under a CUDA graph on a GPU breaks or goes stale here. It may be
     nested (an inner policy holds until the inner block ends); each thread enters for itself. Everything is restored at
-    the end. The block raises EmulationError, or a subclass, where the program would fail on a GPU; entering raises
+    the end. The block raises EmulationError, or a subclass, if the program would fail on a GPU; entering raises
     RuntimeError on a torch whose private APIs are not what this package expects.
     """
     outer = session.current()

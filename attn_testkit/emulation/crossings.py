@@ -225,7 +225,7 @@ def _index(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str,
 
 
 def _empty(session: Session, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """torch.empty and its family: run, then leave the fill byte where CUDA leaves whatever was there."""
+    """Run torch.empty or a function of its family, then write the fill byte where CUDA leaves old contents."""
     result = session.function_mode.run(func, args, kwargs)
     if is_device(result) and session.capture is None:
         fill_storage(result.untyped_storage(), session.policy.fill)

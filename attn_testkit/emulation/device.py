@@ -1,4 +1,4 @@
-"""The device that is emulated: what it says of itself, whoever asks."""
+"""Properties of the emulated device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TOTAL_MEMORY = 1 << 34
 
 
 class DeviceProperties:
-    """What `get_device_properties` answers: the shape of a Hopper GPU."""
+    """Answer of `get_device_properties`: the shape of a Hopper GPU."""
 
     name = NAME
     major, minor = CAPABILITY

@@ -1,5 +1,5 @@
-"""What the emulation says when a program would fail on a GPU. Every error names the operation, the author's line, what
-CUDA would have done, and the usual cure."""
+"""Errors for programs that would fail on a GPU. Every error names the operation, the author's line, CUDA's behavior,
+and the usual remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _METHOD = type(Tensor.add)
 
 
 def spell(func: Any) -> str:
-    """A function of torch as an author writes it."""
+    """Name of a function of torch, as an author writes it."""
     if isinstance(func, (torch._ops.OpOverload, torch._ops.OpOverloadPacket)):
         return str(func)
     name = getattr(func, "__name__", "")

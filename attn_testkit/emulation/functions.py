@@ -1,4 +1,4 @@
-"""The torch API as a program calls it: which calls make device memory, which cross between host and device."""
+"""The torch API of a program: calls that make device memory, and calls that cross between host and device."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ _NATIVE = frozenset({type(Tensor.add), type(Tensor.__getitem__), type(torch.zero
 _HANDLED_IF_STRICT = frozenset({Tensor.__getitem__, Tensor.__setitem__, Tensor.tolist})
 
 _ASK, _RUN, _THINK = range(1, 4)
-"""Ways of an eager call: straight through; where its arguments lie, if they all lie in one place; the long way."""
+"""Paths of an eager call: straight through; by the place of its arguments, if they lie in one place; the long path."""
 _WAYS: dict[Any, int] = {
     **dict.fromkeys(_PLAIN, _RUN),
     **dict.fromkeys(_LOOKED_INTO, _THINK),
@@ -78,7 +78,7 @@ _BOTH = _HOST | _DEVICE
 
 
 def _places(values: Iterable[Any]) -> int:
-    """Bits: some tensor is on the device; some tensor with dimensions, or without any, is on the host."""
+    """Bits: some tensor is on the device; on the host with dimensions; on the host without."""
     found = 0
     for value in values:
         kind = type(value)
@@ -118,7 +118,7 @@ def _shortcut(watcher: Watcher, func: Any, args: tuple[Any, ...]) -> Any:
 
 
 class DeviceFunctions(TorchFunctionMode):
-    """Pretends that there is a device called cuda:0."""
+    """Mode that adds a device called cuda:0."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class DeviceFunctions(TorchFunctionMode):
         self._watcher = Watcher(session)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
-        # Every call of torch passes here: what most of them need stands in this function, and calls none.
+        # Every call of torch passes here, so the code that most calls need is inlined.
         kind = type(func)
         if kind is _PROPERTY:
             return func(*args)
@@ -188,13 +188,13 @@ class DeviceFunctions(TorchFunctionMode):
         return self._otherwise(func, args, kwargs or _NO_KEYWORDS)
 
     def _otherwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An eager call that is no plain one of device memory alone, or of host memory alone."""
+        """Handle an eager call that is not an ordinary one with only device memory or only host memory."""
         if self.session.sync_mode:
             return self._strictly(func, args, kwargs)
         return self._with_handler(func, args, kwargs)
 
     def _strictly(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A call while host syncs matter."""
+        """Handle a call while host syncs matter."""
         session = self.session
         outer, session.called = session.called, func
         try:
@@ -204,8 +204,8 @@ class DeviceFunctions(TorchFunctionMode):
             session.called = outer
 
     def _directly(self, func: Any, args: tuple[Any, ...]) -> Any:
-        """The result of a call whose way through the dispatcher is known; NotImplemented for any other, inside of vmap,
-        and where the program has a dispatch mode of its own."""
+        """Result of a call with a known path through the dispatcher; NotImplemented for any other, inside of vmap, and
+        if the program has its own dispatch mode."""
         if vmap_level() is not None:
             return NotImplemented
         if self.session.capture is None:
@@ -227,7 +227,7 @@ class DeviceFunctions(TorchFunctionMode):
         return self.run(func, args, kwargs)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call `func` where its arguments lie: on the device, on the host, or refused if they lie in both."""
+        """Call `func` on the device or the host, where its arguments lie, or refuse a mixture."""
         session = self.session
         found = _places(args)
         on_device = found >= _DEVICE
@@ -257,13 +257,13 @@ class DeviceFunctions(TorchFunctionMode):
         return _tag_result(result) if on_device and not (args and result is args[0]) else result
 
     def watch(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run `func` with every operation below it looked at; a capture looks at them anyway."""
+        """Run `func` and inspect every operation below it; a capture inspects them anyway."""
         if self.session.capture is not None:
             return func(*args, **kwargs)
         return self._watcher.watch(func, args, kwargs)
 
     def _twin_on_device(self, tensor: Tensor) -> Tensor:
-        """For torch.zeros_like(host_tensor, device="cuda"): only the shape is wanted."""
+        """Empty device tensor of the same shape, for torch.zeros_like(host_tensor, device="cuda")."""
         with private.disable_modes():
             twin = torch.empty_like(tensor)
         return adopt(self.session, twin)
@@ -286,7 +286,7 @@ class DeviceFunctions(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _place(self, kwargs: dict[str, Any], on_device: bool) -> tuple[bool, dict[str, Any], bool]:
-        """Where a call with device=, pin_memory= or generator= puts its result."""
+        """Resolve device=, pin_memory= and generator= of a call into the place of its result."""
         kwargs = dict(kwargs)
         if kwargs.get("device") is not None:
             on_device = wants_cuda(kwargs["device"])
@@ -311,6 +311,6 @@ _NAMES_DEVICES = frozenset({FunctionType, torch._ops.OpOverload, torch._ops.OpOv
 
 
 def _by_default_on_device(func: Any) -> bool:
-    """Whether `torch.set_default_device("cuda")` is on and `func` obeys it."""
+    """True if `torch.set_default_device("cuda")` is on and `func` obeys it."""
     default = private.default_device()
     return default is not None and default.type == "cuda" and func in torch.utils._device._device_constructors()

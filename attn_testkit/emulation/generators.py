@@ -1,4 +1,4 @@
-"""Generators on the device: CPU generators that say they are not."""
+"""Generators of the device: CPU generators that report the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _CUDA = torch.device("cuda", 0)
 
 
 class EmulatedGenerator(_RealGenerator):
-    """What `torch.Generator(device="cuda")` is inside the emulation."""
+    """Result of `torch.Generator(device="cuda")` inside the emulation."""
 
     def __new__(cls) -> EmulatedGenerator:
         """A generator on the CPU, with torch's default seed."""
@@ -34,7 +34,7 @@ class _MakesGenerators(type):
 
 
 class GeneratorFactory(metaclass=_MakesGenerators):
-    """What the name `torch.Generator` is inside the emulation; `isinstance` with it sees every generator."""
+    """Object that `torch.Generator` names inside the emulation; `isinstance` with it accepts every generator."""
 
     def __new__(cls, device: Any = "cpu") -> Any:
         """An EmulatedGenerator for a CUDA `device`, else torch's own.

@@ -85,7 +85,7 @@ class EmulatedGraph:
     def capture_end(self) -> None:
         """End the capture: memory outside the pool is as it was before, and the graph can be replayed.
 
-        Raises CaptureError, and discards the capture, where CUDA would have lost it or a side stream was not joined;
+        Raises CaptureError, and discards the capture, if CUDA would have lost it or a side stream was not joined;
         RuntimeError without a `capture_begin` of this graph.
         """
         capture = self.recorded
@@ -183,16 +183,17 @@ class EmulatedGraph:
         self._generators.append(generator)
 
     def enable_debug_mode(self) -> None:
-        """Accepted; there is nothing to dump."""
+        """Do nothing: there is nothing to dump."""
 
     def debug_dump(self, debug_path: str) -> None:
-        """Write the recorded operations to `debug_path`, one a line with the author's line, instead of a DOT graph."""
+        """Write the recorded operations to `debug_path`, one per line with the author's line, instead of a DOT
+        graph."""
         nodes = self.recorded.nodes if self.recorded is not None else []
         with open(debug_path, "w", encoding="utf-8") as file:
             file.writelines(f"// {node.name} at {node.site}\n" for node in nodes)
 
     def raw_cuda_graph(self) -> int:
-        """A number that names this graph in this process; no pointer. Raises RuntimeError before a capture."""
+        """Number of this graph in this process; not a pointer. Raises RuntimeError before a capture."""
         self._require_captured("raw_cuda_graph")
         return id(self)
 
@@ -211,14 +212,15 @@ class EmulatedGraph:
 
 
 def _say_where(error: Exception, node: Node) -> None:
-    """Give an error of a replay the line that recorded the operation: its traceback knows the line that replays."""
+    """Add to an error of a replay the line that recorded the operation; its traceback has only the line that
+    replays."""
     error.add_note(f"in the replay of {node.name}, recorded at {node.site}")
     with contextlib.suppress(AttributeError, TypeError):
         error.site = node.site  # type: ignore[attr-defined]
 
 
 def _replace_what_is_gone(blocks: list[Block], capture: Capture) -> bool:
-    """Whether some of the memory that `capture` uses is gone, and another buffer stands for it (policy "poison").
+    """Replace memory of `capture` that is gone by other buffers (policy "poison"). Returns True if any was replaced.
 
     Raises DanglingMemoryError under the policy "error".
     """
@@ -262,7 +264,7 @@ class AcceleratorGraph(EmulatedGraph):
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "default", check_input_liveness: bool = False
     ) -> None:
-        """As `CUDAGraph.capture_begin`, with the pool and the mode that the graph was made with."""
+        """Call `CUDAGraph.capture_begin` with the pool and the mode that the graph was made with."""
         mode = self.capture_error_mode if capture_error_mode == "default" else capture_error_mode
         super().capture_begin(pool or self.graph_pool, "global" if mode == "default" else mode)
 

@@ -1,4 +1,4 @@
-"""What a replay touches, for the account of streams: memory of the graph that the program can reach, and its inputs."""
+"""Accesses of a replay, for the account of streams: memory of the graph that the program can reach, and its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from attn_testkit.emulation.tags import DEVICE
 
 
 class Touched(NamedTuple):
-    """An access of a replay: where its storage starts, what touches what of it."""
+    """An access of a replay: start of its storage, and the range that is touched."""
 
     start: int
     access: Access
@@ -25,7 +25,7 @@ class Touched(NamedTuple):
 
 
 def touched_by(nodes: Iterable[Node]) -> list[Touched]:
-    """Every access of the recorded operations, each once. Launches of kernels tell of their own when they run."""
+    """Different accesses of the recorded operations. Kernel launches report theirs when they run."""
     found: dict[tuple[int, Access], Touched] = {}
     with disable_functions():
         for node in nodes:
@@ -46,7 +46,7 @@ def _accesses(node: OpNode) -> Iterable[tuple[Tensor, Access]]:
 
 
 def tell(order: StreamOrder, blocks: Iterable[Block], touched: Iterable[Touched], stream: int) -> None:
-    """A replay is work of `stream`. Raises EmulationError if another stream's collides with it."""
+    """Report a replay as work of `stream`. Raises EmulationError if another stream's work collides with it."""
     for block in blocks:
         storage = block.owner if block.weak is None else storage_from_weak(block.weak)
         if storage is not None and block.nbytes and block.key in DEVICE.entries:

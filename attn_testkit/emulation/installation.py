@@ -1,4 +1,4 @@
-"""What the emulation replaces in torch and Triton, process-wide, while at least one thread is inside it."""
+"""Replacements in torch and Triton, process-wide, while at least one thread is inside the emulation."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _device = DEVICE.entries
 
 
 class Installation:
-    """The replaced attributes, and how many threads are inside. `checked`: this torch passed the self-tests.
-    `compiled_regions`: so often code ran eagerly that torch.compile would have compiled."""
+    """The replaced attributes, and the number of threads inside. `checked`: this torch passed the self-tests.
+    `compiled_regions`: number of times that code ran eagerly that torch.compile would have compiled."""
 
     def __init__(self) -> None:
         self.checked = False
@@ -40,7 +40,7 @@ class Installation:
         self._eager = False
 
     def enter(self) -> None:
-        """One thread more is inside; the first replaces everything.
+        """Count one more thread inside; the first replaces everything.
 
         Raises RuntimeError, and replaces nothing, on a torch whose private APIs are not what this package expects.
         """
@@ -60,11 +60,11 @@ class Installation:
                 self.run_compiled_code_eagerly()
 
     def entries(self) -> int:
-        """How often a thread came in so far; -1 while several are inside."""
+        """Number of times that a thread entered so far; -1 while several are inside."""
         return self._entries if self._users == 1 else -1
 
     def leave(self) -> None:
-        """One thread less is inside; the last restores everything."""
+        """Count one thread less inside; the last restores everything."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -97,7 +97,8 @@ class Installation:
         self.checked = True
 
     def _freeze_once(self) -> None:
-        """Once a process: a capture collects garbage, and what exists already need not be searched each time."""
+        """Freeze the garbage collector once per process: a capture collects garbage, and old objects need no search
+        each time."""
         if self._froze:  # asking gc how much is frozen takes 28 ms
             return
         gc.collect()
@@ -110,7 +111,7 @@ INSTALLED = Installation()
 
 
 def compiled_regions_run() -> int:
-    """How often code that torch.compile would have compiled ran eagerly in this process."""
+    """Number of times that code ran eagerly in this process that torch.compile would have compiled."""
     return INSTALLED.compiled_regions
 
 
@@ -190,7 +191,7 @@ def _watched(original: Any) -> Any:
 
 
 def _share_by_dlpack(original: Any) -> Any:
-    """Through DLPack the memory would lose its tag."""
+    """Export by DLPack, through which the memory would lose its tag."""
 
     def from_dlpack(source: Any, *args: Any, **kwargs: Any) -> Any:
         if isinstance(source, Tensor) and looks_device(source):

@@ -1,7 +1,7 @@
-"""Memory that is too large to copy or to fill: only the pages of it that somebody has touched count.
+"""Memory that is too large to copy or to fill: only its touched pages count.
 
 A host gives memory page by page, when it is first written, and zeroed. A device tensor of many gigabytes of which a
-program uses a few rows costs a laptop nothing, as long as nobody fills it.
+program uses a few rows costs a laptop nothing, as long as nothing fills it.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ import numpy.typing as npt
 __all__ = ["LARGE", "Saved", "is_large"]
 
 LARGE = 1 << 30
-"""Bytes from which on memory is left as the system gives it."""
+"""Size in bytes from which memory keeps the contents that the system gives."""
 
 
 def is_large(nbytes: int) -> bool:
-    """Whether so many bytes are not filled, and saved page by page."""
+    """True for memory of a size that is not filled, and is saved page by page."""
     return nbytes >= LARGE
 
 
 def _touched(address: int, nbytes: int) -> tuple[int, npt.NDArray[np.bool_]]:
     """First page that begins at or before ``address``, and of each page from there on whether it is in memory.
 
-    Raises ``OSError`` where the system does not say.
+    Raises ``OSError`` if the system does not say.
     """
     page = mmap.PAGESIZE
     first = address // page * page
@@ -40,23 +40,23 @@ def _touched(address: int, nbytes: int) -> tuple[int, npt.NDArray[np.bool_]]:
 
 
 def _runs(flags: npt.NDArray[np.bool_]) -> list[tuple[int, int]]:
-    """First of each run of True, and the one behind its last."""
+    """Index of the first of each run of True, and the one after its last."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], flags, [False]]).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
 
 
 class Saved:
-    """What some memory holds, to be put back."""
+    """A copy of some memory's contents, to restore them."""
 
     def __init__(self, address: int, nbytes: int) -> None:
-        """Copy all of it or, where it is large, the pages that were touched."""
+        """Copy all of it or, if it is large, the touched pages."""
         self._address, self._nbytes = address, nbytes
         self._pieces: list[tuple[int, bytes]] = []
         for first, end in self._spans():
             self._pieces.append((first, ctypes.string_at(first, end - first)))
 
     def _spans(self) -> list[tuple[int, int]]:
-        """Addresses of what counts: of each span the first, and the one behind the last."""
+        """Address ranges that count: the first of each, and the one after its last."""
         if not is_large(self._nbytes):
             return [(self._address, self._address + self._nbytes)]
         page, (start, flags) = mmap.PAGESIZE, _touched(self._address, self._nbytes)
@@ -64,7 +64,7 @@ class Saved:
         return [(max(self._address, start + a * page), min(last, start + b * page)) for a, b in _runs(flags)]
 
     def put_back(self) -> None:
-        """Have the memory hold what it held. It is still there."""
+        """Restore the memory, which still exists."""
         if is_large(self._nbytes):
             # Pages that were touched since were zeros.
             for first, end in self._spans():

@@ -1,4 +1,4 @@
-"""Memory as a graph sees it: address ranges, some its own (the private pool), some outside and held only weakly."""
+"""Memory of a graph: address ranges, in its private pool or outside; the latter are held only weakly."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from attn_testkit.emulation.tags import allocated_at
 
 
 def fill_storage(storage: torch.UntypedStorage, byte: int | None) -> None:
-    """Set every byte of memory that the caller holds alive to `byte`. None, or memory that is large: leave it alone."""
+    """Set every byte of memory that the caller keeps alive to `byte`. Do nothing for None, or for large memory."""
     if byte is not None and storage.nbytes() and not is_large(storage.nbytes()):
         ctypes.memset(storage.data_ptr(), byte, storage.nbytes())
 
@@ -81,23 +81,23 @@ class Block:
 
     @property
     def site(self) -> Site:
-        """The line that allocated it."""
+        """Line that allocated the block."""
         return site_of(self.place)
 
     @property
     def raw(self) -> torch.UntypedStorage:
-        """A storage on the bare address, which it does not own; not for memory of no bytes."""
+        """A storage on the address, which it does not own; not for memory of no bytes."""
         if self._raw is None:
             self._raw = raw_storage(self.address, self.nbytes)
         return self._raw
 
     @property
     def in_pool(self) -> bool:
-        """Whether the graph owns this memory, so that its bare address is always good."""
+        """True if the graph owns this memory, so its address stays valid."""
         return self.owner is not None
 
     def alias(self, tensor: Tensor) -> Tensor:
-        """A tensor with the geometry of `tensor` on the bare address: it keeps nothing alive."""
+        """A tensor with the geometry of `tensor` on the address; it keeps nothing alive."""
         geometry = (dtype_of(tensor), int(tensor.storage_offset()), tensor.size(), tensor.stride())
         alias = self._aliases.get(geometry)
         if alias is not None:
@@ -117,24 +117,24 @@ class Block:
         return alias
 
     def moved(self, storage: torch.UntypedStorage) -> bool:
-        """Whether `storage` is not where it was when the graph met it."""
+        """True if `storage` has moved since the graph first used it."""
         return storage.data_ptr() != self.address or storage.nbytes() != self.nbytes
 
     def follow(self, storage: torch.UntypedStorage) -> None:
-        """Fresh pool memory was resized before anything used it: take the new address."""
+        """Take the new address of new pool memory that was resized before its first use."""
         self._aliases.clear()
         self._raw = None
         self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
 
     def move_into(self, other: Block) -> None:
-        """Use the memory of `other`, which is as large and not in use when this is; give back its own."""
+        """Use the memory of `other`, which is as large and unused during this block's life; give back its own."""
         with disable_functions(), inference():
             for alias in self._aliases.values():
                 alias.set_(other.raw, alias.storage_offset(), alias.size(), alias.stride())
         self.owner, self._raw, self.address = other.owner, other.raw, other.address
 
     def trouble(self) -> str | None:
-        """None while the address is good; otherwise what happened to it."""
+        """Text about what happened to the address; None while it is valid."""
         storage = self.owner if self.weak is None else storage_from_weak(self.weak)
         if storage is None:
             return "freed"
@@ -143,7 +143,7 @@ class Block:
         return "shrunk" if storage.nbytes() < self.nbytes else None
 
     def save(self) -> None:
-        """Keep the content as it is before the capture changes it."""
+        """Keep the present content, before the capture changes it."""
         if self.owner is None and self.saved is None and self.nbytes:
             self.saved = Saved(self.address, self.nbytes)
 
@@ -159,7 +159,7 @@ class Block:
             fill_storage(self.owner, byte)
 
     def replace_by_filled_buffer(self, byte: int) -> None:
-        """The memory is gone: everything recorded on it uses a private buffer of `byte` from now on."""
+        """Replace memory that is gone: everything recorded on it uses a private buffer of `byte` from now on."""
         buffer = torch.full((max(self.nbytes, 1),), byte, dtype=torch.uint8).untyped_storage()
         with torch.inference_mode():
             for alias in self._aliases.values():

@@ -1,4 +1,4 @@
-"""One operation as the dispatcher shows it: what it is called with, where that lies, and what of its result is new."""
+"""One operation as the dispatcher shows it: its arguments, their places, and the new memory of its result."""
 
 from __future__ import annotations
 
@@ -40,23 +40,23 @@ class Operation:
         self.tensors, self.keys, self.on_device = tensors, keys, on_device
 
     def touches_device(self) -> bool:
-        """Whether some tensor lies there."""
+        """True if some tensor lies on the device."""
         return bool(self.keys) and (self.on_device or any(key in _device for key in self.keys))
 
     def is_floating(self) -> bool:
-        """Whether all tensors hold floating-point numbers."""
+        """True if all tensors hold floating-point numbers."""
         return all(tensor.dtype.is_floating_point for tensor in self.tensors)
 
     def run(self) -> Any:
-        """Its result."""
+        """Run the operation and return its result."""
         return self.facts.run(*self.args, **self.kwargs)
 
     def written(self) -> list[Tensor]:
-        """What it writes."""
+        """Tensors that the operation writes."""
         return written_by(self.facts, self.args, self.kwargs) if self.facts.written else []
 
     def fresh(self, result: Any) -> list[tuple[int, Tensor]]:
-        """(position, tensor) of those in its result that are none of its arguments' memory."""
+        """(position, tensor) of the results that do not lie in the arguments' memory."""
         if type(result) is Tensor:
             return [] if storage_key(result) in self.keys else [(0, result)]
         outputs: list[Tensor] = []
@@ -65,7 +65,7 @@ class Operation:
 
 
 def is_memory_of(tensor: Tensor, result: Any) -> bool:
-    """Whether all of `result` lies in the memory of `tensor`."""
+    """True if all of `result` lies in the memory of `tensor`."""
     key = storage_key(tensor)
     if isinstance(result, Tensor):
         return key != 0 and storage_key(result) == key

@@ -1,8 +1,8 @@
 """Pinned memory that is written again while an asynchronous copy from it may be pending.
 
-On a GPU such a copy reads the memory when the device comes to it. Here it is made at once; what it read is kept, and
-compared when the host waits for anything, or when the memory is copied from once more. Written between two waits, and
-with other bytes, it may have been too early. Who waits by other means than torch's is not accused: another thread, say.
+On a GPU such a copy reads the memory when the device comes to it. Here it is made at once; the bytes are kept, and
+compared when the host waits for anything, or when the memory is copied from once more. A write of other bytes between
+two waits may have been too early. Waits by other means than torch's, such as another thread, raise no error.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class _Copy(NamedTuple):
 
 
 class PendingCopies:
-    """Copies from pinned memory that nobody waited for yet."""
+    """Copies from pinned memory that the host has not waited for yet."""
 
     __slots__ = ("_bytes", "_copies")
 
@@ -38,9 +38,10 @@ class PendingCopies:
         self._bytes = 0
 
     def add(self, target: Tensor, source: Tensor, what: str) -> None:
-        """An asynchronous copy begins. Raises EmulationError as ``settle`` does. Call it with function modes off.
+        """Note the begin of an asynchronous copy. Raises EmulationError like ``settle``. Call it with function modes
+        off.
 
-        Of another dtype, or with gaps, torch makes a host copy first.
+        For another dtype, or with gaps, torch makes a host copy first.
         """
         size = source.nbytes
         plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
@@ -55,14 +56,14 @@ class PendingCopies:
         self._bytes += size
 
     def settle(self) -> None:
-        """The host waited. Raises EmulationError if memory of a copy was written before."""
+        """Compare all copies, because the host waited. Raises EmulationError if memory of a copy was written before."""
         try:
             self._refuse_changed()
         finally:
             self.forget()
 
     def forget(self) -> None:
-        """Nobody knows what was waited for."""
+        """Forget all copies, because it is unknown what was waited for."""
         self._copies.clear()
         self._bytes = 0
 
@@ -76,6 +77,6 @@ class PendingCopies:
                     site_of(copy.place),
                     "the copy is asynchronous, and its pinned source was written again before the host had waited for"
                     " it: a device that is busy reads the new bytes in place of those that were meant",
-                    "fill another buffer by turns, or record an event behind the copy and wait for it before the"
+                    "alternate between two buffers, or record an event behind the copy and wait for it before the"
                     " buffer is filled again",
                 )

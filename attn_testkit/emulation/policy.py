@@ -1,4 +1,4 @@
-"""What the emulation does where CUDA leaves a choice, and what it cannot show at all."""
+"""Behavior of the emulation where CUDA leaves a choice, and effects that it cannot show."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Literal
 
 @dataclass(frozen=True)
 class Policy:
-    """How strict the emulation is. The defaults find most. Raises ValueError for a value that is none of a field's.
+    """Strictness of the emulation. The defaults find most. Raises ValueError for a value that a field does not have.
 
-    `dangling`            what a replay does when memory it uses is gone: raise, or ("poison") let the graph use a
+    `dangling`            action of a replay when memory it uses is gone: raise, or ("poison") let the graph use a
                           private buffer of fill bytes instead
     `poison_temporaries`  fill memory of a graph's pool as soon as the captured program dropped it, on every replay
     `fill`                the byte found in `torch.empty` memory and in freed pool memory. 0xFF reads as NaN and -1. A
                           second run with another byte separates "reads uninitialised memory" from "wrong". None
                           leaves memory as it is
-    `rollback`            undo, at the end of a capture, what the captured operations did to memory outside the graph:
+    `rollback`            undo, at the end of a capture, the captured operations' changes of memory outside the graph:
                           on a GPU they do not run during capture
     """
 

@@ -12,7 +12,7 @@ PoolHandle = tuple[int, int]
 
 
 class Pool:
-    """Which captures share memory. It holds them weakly: a graph that is reset or dies leaves its pools."""
+    """Captures that share memory. It holds them weakly: a graph that is reset or dies leaves its pools."""
 
     def __init__(self, handle: PoolHandle) -> None:
         self.handle = handle

@@ -1,6 +1,6 @@
-"""Every private torch API this package leans on, in one place, each with a self-test that says what broke.
+"""Private torch APIs that this package uses, in one place, each with a self-test that says what broke.
 
-A new torch release that changes one of them shows here first, as one clear sentence, not as a wrong verdict.
+If a new torch release changes one of them, a self-test reports it in one sentence, before a wrong verdict.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ __all__ = [
 
 disable_functions = torch._C.DisableTorchFunction
 dtype_of: Callable[[Tensor], torch.dtype] = torch._C.TensorBase.dtype.__get__  # type: ignore[attr-defined]
-"""`tensor.dtype`, without the property that stands for it while a thread is inside."""
+"""`tensor.dtype`, without the property that replaces it while a thread is inside."""
 inference = functools.partial(torch._C._InferenceMode, True)
-"""`torch.inference_mode()` without a function of Python on the way."""
+"""`torch.inference_mode()` without a Python function in between."""
 disable_modes = _disable_current_modes
 _functorch: Any = torch._C._functorch
 vmap_level: Callable[[], object] = _functorch.peek_interpreter_stack
-"""None outside of vmap and its like."""
+"""Stack of vmap and similar transforms; None outside of them."""
 use_count: Callable[[int], int] = torch._C._storage_Use_Count
-"""How many own the storage of an identity; 0 when it is gone and its identity is kept."""
+"""Number of owners of the storage of an identity; 0 when it is gone and its identity is kept."""
 keep_identity: Callable[[torch.UntypedStorage], int] = torch.UntypedStorage._weak_ref  # type: ignore[assignment]
 """The identity of a storage, which is given to no other until `release_identity`; the storage itself may go."""
 release_identity: Callable[[int], None] = torch.UntypedStorage._free_weak_ref
@@ -75,7 +75,7 @@ _CPU_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 
 
 def in_backward() -> bool:
-    """Whether a backward pass of autograd runs in this thread."""
+    """True if a backward pass of autograd runs in this thread."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -86,17 +86,17 @@ def raw_storage(address: int, nbytes: int) -> torch.UntypedStorage:
 
 
 def weak_reference(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """Knows whether the storage is still there, without keeping it."""
+    """A weak reference that knows if the storage still exists."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
 def is_gone(weak: StorageWeakRef) -> bool:
-    """Whether nobody owns the storage any more."""
+    """True if the storage has no owner any more."""
     return bool(weak.expired())  # type: ignore[no-untyped-call]
 
 
 def same_generator(a: torch.Generator, b: torch.Generator) -> bool:
-    """Whether two Python objects stand for one generator: the dispatcher makes new ones."""
+    """True if two Python objects represent one generator: the dispatcher makes new ones."""
     return bool(a._cdata == b._cdata)  # type: ignore[attr-defined]
 
 
@@ -106,17 +106,17 @@ def storage_from_weak(weak: StorageWeakRef) -> torch.UntypedStorage | None:
 
 
 def can_decompose(op: OpOverload) -> bool:
-    """Whether torch defines `op` by other operations on every device (implicitly composite)."""
+    """True if torch defines `op` by other operations on every device (implicitly composite)."""
     return bool(op._can_decompose())
 
 
 def has_composite_kernel(op: OpOverload) -> bool:
-    """Whether the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
+    """True if the same C++ code, made of other operations, serves CPU and CUDA (explicitly composite)."""
     return any(_has_kernel(op, key) for key in _EXPLICIT) and not _has_kernel(op, "CPU")
 
 
 def direct_call(op: OpOverload) -> Callable[..., object]:
-    """What calling `op` comes to, without a function of Python on the way."""
+    """The function behind `op`, without a Python function in between."""
     return op._op if type(op) is OpOverload else op
 
 
@@ -155,7 +155,7 @@ def _has_kernel(op: OpOverload, key: str) -> bool:
 
 modes_entered: Callable[[], int] = torch._C._len_torch_dispatch_stack
 push_mode: Callable[[TorchDispatchMode], None] = torch._C._push_on_torch_dispatch_stack
-"""Have a dispatch mode see operations, as `with mode:` does, without the accounts that torch.compile keeps."""
+"""Activate a dispatch mode, as `with mode:` does, without the accounts that torch.compile keeps."""
 pop_mode: Callable[[], TorchDispatchMode] = functools.partial(torch._C._pop_torch_dispatch_stack, None)
 """End the last `push_mode`, and return what it pushed."""
 
@@ -169,7 +169,7 @@ def without_modes(function: Callable[..., Any], *args: Any, **kwargs: Any) -> An
 
 
 def default_device() -> torch.device | None:
-    """What `torch.set_default_device` was given, if anything."""
+    """Device given to `torch.set_default_device`, or None."""
     return torch.utils._device.CURRENT_DEVICE
 
 
@@ -221,7 +221,7 @@ class _Names(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
+        """Answer without torch, which would import dynamo for a second to find out that nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -265,7 +265,7 @@ def _generators_can_be_subclassed() -> bool:
 
 
 def unwrapped(tensor: Tensor) -> Tensor | None:
-    """What a tensor is around that vmap, or its like, hands to its function; None for any other tensor.
+    """The tensor inside a wrapper that vmap, or a similar transform, passes to its function; None for other tensors.
 
     The wrapper has no storage.
     """

@@ -1,4 +1,4 @@
-"""From recorded operations to what a replay runs: a list of ready calls, arguments bound, nothing looked up."""
+"""The program of a replay, made from recorded operations: a list of ready calls with bound arguments."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ class Node:
 
     @property
     def name(self) -> str:
-        """In the words of torch."""
+        """Torch's name of the operation."""
         return str(self.what)
 
     @property
     def site(self) -> Site:
-        """The line that recorded it."""
+        """Line that recorded the operation."""
         return site_of(self.place)
 
     def step(self, fill: int | None) -> Step | None:
-        """The ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
+        """Make the ready call for a replay, None if there is nothing to do; `fill` is the policy's byte."""
         raise NotImplementedError
 
 
@@ -54,7 +54,7 @@ class OpNode(Node):
     fresh: list[tuple[int, Tensor]] = field(default_factory=list)
 
     def step(self, fill: int | None) -> Step | None:
-        """The operation, with its fresh outputs written to where the graph keeps them (by out= where there is one)."""
+        """Make the operation, with its new outputs written to the graph's memory (by out= if there is one)."""
         op = self.what
         assert isinstance(op, OpOverload)
         run = direct_call(op)
@@ -67,7 +67,8 @@ class OpNode(Node):
 
 @dataclass(slots=True)
 class AllocationNode(Node):
-    """torch.empty: no kernel on CUDA. What a replay finds there is undefined, so it finds the fill byte."""
+    """A torch.empty, which runs no kernel on CUDA. The contents of its memory are undefined, so a replay gives it the
+    fill byte."""
 
     def step(self, fill: int | None) -> Step | None:
         """Fill the new memory; None without a fill byte."""
@@ -76,12 +77,12 @@ class AllocationNode(Node):
 
 @dataclass(slots=True)
 class DropNode(Node):
-    """From here on the captured program refers to this pool memory no more."""
+    """The point after which the captured program no longer refers to this pool memory."""
 
     poison: bool = True
 
     def step(self, fill: int | None) -> Step | None:
-        """Fill the dropped memory; None without a fill byte or under a policy that leaves temporaries alone."""
+        """Fill the dropped memory; None without a fill byte or if the policy keeps temporaries."""
         return _filler(self.blocks[0], fill) if self.poison else None
 
 
@@ -92,7 +93,7 @@ class CallNode(Node):
     call: Step | None = None
 
     def step(self, fill: int | None) -> Step | None:
-        """`call` as it is."""
+        """Return `call` unchanged."""
         return self.call
 
 

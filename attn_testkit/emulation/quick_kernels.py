@@ -1,7 +1,7 @@
-"""Operations whose CPU kernels are slow for large tensors, by other kernels of torch that give the same bits.
+"""Faster kernels of torch, with the same bits, for operations whose CPU kernels are slow for large tensors.
 
 torch converts FP8 number by number, picks rows element by element, and fills by a mask without vector instructions.
-Where the other kernel gains nothing or is not known to give the same (small tensors, odd layouts, gradients), the
+If the other kernel gains nothing or is not known to give the same (small tensors, odd layouts, gradients), the
 operation itself runs.
 """
 
@@ -24,7 +24,7 @@ Step = Callable[[], object]
 
 _aten = torch.ops.aten
 _CONVERTS, _PICKS, _FILLS = 2048, 8192, 2048
-"""Elements from which on each is faster."""
+"""Number of elements from which each is faster."""
 _FP8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 _FLOATS = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _ROWS = _FLOATS | {torch.uint8, torch.int16, torch.int32, torch.int64}
@@ -39,7 +39,7 @@ def _numbers(narrow: torch.dtype, wide: torch.dtype) -> Tensor:
 
 
 def _is_plain(tensor: Any, least: int) -> bool:
-    """A contiguous tensor of `least` elements or more, of which nobody wants a gradient."""
+    """True for a contiguous tensor of `least` elements or more without a gradient."""
     return (
         type(tensor) is Tensor
         and tensor.numel() >= least
@@ -64,7 +64,7 @@ def _converted(source: Tensor, dtype: Any) -> Tensor | None:
 
 
 def _picks(tensor: Tensor, index: Any) -> bool:
-    """Whether `tensor[index]` is whole rows, picked by their numbers."""
+    """True if `tensor[index]` selects whole rows by their numbers."""
     if type(index) is not Tensor or dtype_of(index) not in _INDICES or not index.dim() or not index.is_contiguous():
         return False
     if type(tensor) is not Tensor or dtype_of(tensor) not in _ROWS or not tensor.dim() or not tensor.size(0):
@@ -73,7 +73,7 @@ def _picks(tensor: Tensor, index: Any) -> bool:
 
 
 def _pick(tensor: Tensor, index: Tensor, target: Tensor) -> Tensor:
-    """Raises IndexError for numbers below 0 too, which `tensor[index]` counts from the end."""
+    """Select rows. Raises IndexError for numbers below 0 too, which `tensor[index]` counts from the end."""
     torch.index_select(tensor, 0, index.view(-1), out=target.view(-1, *tensor.size()[1:]))
     return target
 
@@ -88,7 +88,7 @@ def _picked(tensor: Tensor, index: Any) -> Tensor | None:
 
 
 def _fills(tensor: Tensor, mask: Any, value: Any) -> bool:
-    """Whether a mask fills some of a tensor's own shape with a number that every dtype holds."""
+    """True if a mask fills some of a tensor's own shape with a number that every dtype holds."""
     if type(value) not in (int, float) or (math.isfinite(value) and value != 0):
         return False
     if type(mask) is not Tensor or dtype_of(mask) is not torch.bool or not _is_plain(tensor, _FILLS):
@@ -142,7 +142,7 @@ _RUNS: dict[OpOverload, Callable[..., Any]] = {
 
 
 def run_of(op: OpOverload) -> Callable[..., Any]:
-    """What calls `op`, or leaves the same bits in another way."""
+    """A function that calls `op`, or computes the same bits faster."""
     return _RUNS.get(op) or direct_call(op)
 
 

@@ -1,6 +1,6 @@
-"""Functions of torch that read no value on the host: eager code may call them as they are where host syncs are refused.
+"""Functions of torch that read no value on the host: eager code may call them directly while host syncs are refused.
 
-What is not in these tables is run with every operation below it looked at, which takes several times as long.
+For a function that is not in these tables, every operation below it is inspected, which takes several times as long.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["TENSORS_AT", "reads_nothing"]
 
 
 def _functions(names: str) -> Iterable[Any]:
-    """Methods of a tensor, and functions of torch, of these names."""
+    """Methods of a tensor, and functions of torch, with these names."""
     found = (getattr(owner, name, None) for name in names.split() for owner in (Tensor, torch))
     return (each for each in found if callable(each))
 
@@ -48,18 +48,18 @@ TENSORS_AT: dict[Any, frozenset[int]] = {
     **dict.fromkeys((*_functions("clamp clamp_"), torch.where), frozenset({0, 1, 2})),
     **dict.fromkeys(_functions("index_select gather"), frozenset({0, 2})),
 }
-"""Function -> at which of its positions a tensor is one; at any other a value would be read from it."""
+"""Function -> positions at which it may have a tensor; at any other a value would be read from it."""
 
 _AT_LEAST = {torch.where: 3, torch.repeat_interleave: 2, Tensor.repeat_interleave: 2}
-"""How many arguments these have; with fewer the size of what they give depends on values."""
+"""Function -> its smallest number of arguments; with fewer the size of the result depends on values."""
 _OF_LISTS = frozenset({torch.cat, torch.stack})
 _INDICES = frozenset({torch.int32, torch.int64})
 
 
 def reads_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> bool:
-    """Whether a call reads no value on the host, provided that all its tensors lie on the device.
+    """True if a call reads no value on the host, provided that all its tensors lie on the device.
 
-    False inside of vmap, and where the program has a dispatch mode of its own.
+    False inside of vmap, and if the program has its own dispatch mode.
     """
     if modes_entered() or vmap_level() is not None:
         return False
@@ -89,7 +89,7 @@ def reads_nothing(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | Non
 
 
 def _is_number(value: Any) -> bool:
-    """Or a size, or another plain value."""
+    """True for a number, a size, or another plain value."""
     kind = type(value)
     return kind in NO_TENSORS or (kind in (list, tuple) and all(type(each) in (int, float) for each in value))
 
@@ -99,7 +99,7 @@ def _are_tensors(values: Iterable[Any]) -> bool:
 
 
 def _puts_by_number(args: tuple[Any, ...]) -> bool:
-    """Whether rows are put to where numbers say; a mask is counted by the host."""
+    """True if rows are stored by index numbers; the host would have to count a mask."""
     if len(args) != 3 or type(args[1]) not in (list, tuple) or not _are_tensors((args[0], args[2])):
         return False
     return _are_tensors(args[1]) and all(dtype_of(index) in _INDICES for index in args[1])

@@ -1,4 +1,4 @@
-"""Seeing every operation of a capture, below autograd and below Python composites, and noting those that a replay must
+"""Recorder of the operations of a capture, below autograd and below Python composites, which a replay must
 repeat."""
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ _CLONE = torch.ops.aten.clone.default
 _CONTIGUOUS = {"memory_format": torch.contiguous_format}
 
 Fresh = tuple[int, Tensor, Block]
-"""Of a result: which of its tensors, and the new memory that it lies in."""
+"""Position of a tensor in a result, the tensor, and the new memory that it lies in."""
 
 
 class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Understands device="cuda" and host reads below the Python functions of torch. Used alone for eager code that
-    needs it."""
+    """Mode that handles device="cuda" and host reads below the Python functions of torch. Eager code that needs it uses
+    it without a recorder."""
 
     def __init__(self, session: Session) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -64,7 +64,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled in here: torch need not say so around every call."""
+        """Answer without torch, which would check it around every call: nothing is compiled here."""
         return False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
@@ -101,7 +101,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             pop_mode()
 
     def _note_use(self, operation: Operation) -> None:
-        """Tell the account of streams what an eager operation reads and writes of its arguments."""
+        """Report to the account of streams the arguments that an eager operation reads and writes."""
         order, stream = self.session.keeps_order, self.session.stream.cuda_stream
         if order is None or private.vmap_level() is not None:
             return
@@ -140,7 +140,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.session.refuse(rule, str(operation.func))
 
     def _refuse_mixed(self, operation: Operation) -> None:
-        """Raise where torch would refuse device and host memory in one operation."""
+        """Raise if torch would refuse device and host memory in one operation."""
         facts, tensors = operation.facts, operation.tensors
         if operation.on_device or facts.name in CROSSES:
             return
@@ -151,14 +151,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             written = operation.written()
             allowed = [t for t in tensors if t.dim() == 0 and not among(t, written)]
         elif facts.implicit or facts.foreign:
-            return  # what is inside is judged
+            return  # the operations inside are checked
         for tensor in tensors:
             host_scalar_value = facts.name in INDEXES and tensor.dim() == 0
             if not (is_device(tensor) or host_scalar_value or among(tensor, allowed)):
                 raise mixed_devices(self.session, str(operation.func))
 
     def _opens(self, operation: Operation) -> bool:
-        """Whether it is a composite, to be run so that the operations inside it are seen."""
+        """True if it is a composite that has to run so that the operations inside it are seen."""
         facts = operation.facts
         if facts.inside is None or (facts.name in MATRIX_PRODUCTS and operation.on_device and operation.is_floating()):
             return False
@@ -173,14 +173,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.watch(copy_across, (self.session, source, dtype, True, non_blocking), _NO_KEYWORDS)
 
     def _look_inside(self, operation: Operation) -> Any:
-        """The kernel of a custom operation may be Python made of torch operations."""
+        """Run the kernel of a custom operation so that torch operations inside it are seen."""
         with self.session.function_mode, self:
             result = private.run_kernel(operation.func, operation.args, operation.kwargs)
         operation.keys = [storage_key(tensor) for tensor in operation.tensors]  # it may have given them other memory
         return result
 
     def _look_inside_operator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A higher-order operator as the operations that its eager kernel is made of.
+        """Run a higher-order operator as the operations of its eager kernel.
 
         On a GPU a compiler may make one kernel of it, which waits for no more than these do.
         """
@@ -205,7 +205,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run_whole(operation)
 
     def _run_whole(self, operation: Operation) -> Any:
-        """Run an operation without a look inside."""
+        """Run an operation without looking inside it."""
         session = self.session
         if session.order is not None and not operation.on_device:
             result = self._run_mixed(operation)
@@ -224,7 +224,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _run_mixed(self, operation: Operation) -> Any:
-        """Run an operation on device and host memory, whose host memory a copy may be on its way to."""
+        """Run an operation on device and host memory; a copy to the host memory may be pending."""
         session, written = self.session, operation.written()
         for tensor in operation.tensors:
             if not (is_device(tensor) or among(tensor, written)):
@@ -250,7 +250,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._run_whole(operation)
 
     def reshape(self, func: Callable[..., Tensor], args: tuple[Any, ...]) -> Any:
-        """`take` for `Tensor.reshape`, which looks at the same memory where it can, and copies where it cannot."""
+        """`take` for `Tensor.reshape`, which returns a view if it can, and else a copy."""
         tensor = args[0]
         result = func(*args)
         if storage_key(result) == storage_key(tensor):
@@ -260,7 +260,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_waited_for(operation: Operation) -> bool:
-    """Whether the host may wait for an operation on host and device memory: for all but copies of pinned memory that
+    """True if the host may wait for an operation on host and device memory: for all but copies of pinned memory that
     are asked not to block."""
     call = call_of(operation.facts, operation.args, operation.kwargs)
     return not (call["non_blocking"] and any(map(is_pinned, operation.tensors)))
@@ -310,7 +310,7 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
         return self._noted(operation, [], operation.run())
 
     def _noted(self, operation: Operation, written: list[Tensor], result: Any) -> Any:
-        """The result of an operation that a replay runs again, unless it only looked at memory in another way."""
+        """Note an operation for replays, unless it only viewed memory differently. Returns `result`."""
         capture = self.capture
         if written:
             self._follow_resized(operation.func, written)

@@ -1,4 +1,4 @@
-"""What a rule is, and the sentences that rules share."""
+"""The class of a rule, and sentences that rules share."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What CUDA refuses while a graph is being captured: one row per rule.
+"""Operations that CUDA refuses while a graph is being captured: one row per rule.
 
-`measured` names what a row rests on: the calibration snippets that show it (stored with device and torch version in
+`measured` names the evidence of a row: the calibration snippets that show it (stored with device and torch version in
 `attn_testkit/calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that
 the host waits for the device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates`
 says that the capture is lost even if the program catches the error.
@@ -386,7 +386,7 @@ BY_OPERATION: dict[str, tuple[Rule, ...]] = {
 ON_DEVICE: dict[str, tuple[Rule, ...]] = {
     name: rules for name in _OPERATIONS if (rules := tuple(rule for rule in BY_OPERATION[name] if not rule.crosses))
 }
-"""Those that may hold where all tensors lie on the device."""
+"""Rules that may apply if all tensors lie on the device."""
 
 
 def refusal(call: Call, by_operation: Mapping[str, tuple[Rule, ...]] = BY_OPERATION) -> Rule | None:

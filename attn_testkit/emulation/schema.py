@@ -1,5 +1,5 @@
-"""What an operation's schema says about it, looked up once: what it writes, whether it is made of others, what it
-accepts."""
+"""Facts of an operation's schema, looked up once: arguments that it writes, operations that it is made of, and inputs
+that it accepts."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ _KEEP_WHOLE = frozenset(
      "_safe_softmax", "nan_to_num"}
 )  # fmt: skip
 MATRIX_PRODUCTS = frozenset({"einsum", "matmul", "linear"})
-"""The same of composites that CUDA refuses for integers alone."""
+"""Composites that are kept whole, except for integers, which CUDA refuses."""
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the schema says about an operation, looked up once.
+    """Facts of the schema of an operation, looked up once.
 
-    `run` calls it, or what leaves the same bits. `arguments` are (name, default, or None) in order; `written` the
-    (position, name) of those it writes. `implicit`: torch defines it by other operations on every device. `explicit`:
-    one C++ kernel made of other operations serves CPU and CUDA, and is worth a look inside. `inside` runs either so
-    that these are seen. `foreign`: a custom operation. `view`: unless its result is new memory, it ran no kernel; it
-    has one tensor for an argument. `takes_host_scalars`: a host tensor without dimensions may stand beside device
-    tensors.
+    `run` calls it, or a function that leaves the same bits. `arguments` are (name, default, or None) in order;
+    `written` has the (position, name) of those it writes. `implicit`: torch defines it by other operations on every
+    device. `explicit`: one C++ kernel made of other operations serves CPU and CUDA, and is opened. `inside` runs either
+    so that these operations are seen. `foreign`: a custom operation. `view`: unless its result is new memory, it ran no
+    kernel; it has one tensor argument. `takes_host_scalars`: a host tensor without dimensions may be given together
+    with device tensors.
     """
 
     name: str
@@ -118,7 +118,7 @@ def written_by(facts: Facts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> l
 
 
 def among(tensor: Tensor, others: list[Tensor]) -> bool:
-    """Whether `tensor` is one of these objects (`in` would compare values)."""
+    """True if `tensor` is one of these objects (`in` would compare values)."""
     return any(tensor is other for other in others)
 
 

@@ -1,4 +1,4 @@
-"""What one thread's emulation knows right now, and what it refuses."""
+"""State of one thread's emulation, and the operations that it refuses."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class FunctionMode(Protocol):
     """The torch API as this thread's program calls it; `functions.DeviceFunctions` is the only one."""
 
     def __enter__(self) -> object:
-        """See every call of the torch API from here on."""
+        """Start to see every call of the torch API."""
 
     def __exit__(self, *_: Any) -> object:
-        """See no more calls."""
+        """Stop to see calls."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call `func` on the memory that its arguments name, without asking `crossings` first."""
@@ -41,11 +41,11 @@ class FunctionMode(Protocol):
 class Session:
     """The emulation of one thread, from its outermost `emulated_cuda()` to the end of it.
 
-    `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` where torch.cuda.graph
-    captures when it is given none. `called` is the function of torch that the author called, where somebody might ask.
-    `creating`: operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now
-    checks values on the host where the CUDA one does not, so reading them is no finding. `order`: the account of its
-    streams, since the program has one of its own or pinned memory; `handles` are those of streams made in here.
+    `capture` is the capture in progress, if any; `stream` the current one; `capture_stream` the default stream of
+    torch.cuda.graph. `called` is the function of torch that the author called, if an error may need it. `creating`:
+    operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on
+    the host and the CUDA one does not, so reading them is not an error. `order`: the account of streams, kept once the
+    program has its own stream or pinned memory; `handles` are those of streams made in here.
     """
 
     __slots__ = (
@@ -88,7 +88,7 @@ class Session:
         self._abandon: Callable[[], None] | None = None
 
     def meet(self, stream: StreamState) -> None:
-        """The program has `stream`: from the first that counts on the account of them is kept."""
+        """Note that the program has `stream`: the first that counts starts the account of streams."""
         if stream.counts:
             self.keep_order()
         if not stream.foreign:
@@ -97,7 +97,7 @@ class Session:
             self.order.is_strange(stream.cuda_stream)
 
     def keep_order(self) -> None:
-        """Keep an account of what comes after what: of streams, and of copies from pinned memory."""
+        """Start the account of order: of streams, and of copies from pinned memory."""
         if self.order is None:
             self.order = StreamOrder(self._threads)
 
@@ -107,28 +107,29 @@ class Session:
         return tag_pinned(tensor)
 
     def begins_copy(self, target: Tensor, source: Tensor, non_blocking: bool) -> None:
-        """The current stream copies between host and device. Raises EmulationError as ``PendingCopies.add``."""
+        """Note a copy between host and device on the current stream. Raises EmulationError like
+        ``PendingCopies.add``."""
         order = self.keeps_order
         if order is not None and non_blocking and is_device(target) and not is_device(source):
             self.device_uses(source)
             order.copies.add(target, source, self.operation or "Tensor.copy_")
 
     def device_uses(self, tensor: Tensor) -> None:
-        """Work of the device reads or writes host memory, which must be pinned."""
+        """Note that the device reads or writes host memory, which must be pinned."""
         order = self.keeps_order
         access = access_of(tensor, False) if order is not None and order.arrivals.pending else None
         if order is not None and access is not None:
             order.arrivals.arrive_in(access)
 
     def host_reads(self, tensor: Tensor) -> None:
-        """The host reads memory of its own. Raises EmulationError if a copy to it may not have been made."""
+        """Note that the host reads its memory. Raises EmulationError if a copy to it may not have been made."""
         order = self.keeps_order
         access = access_of(tensor, False) if order is not None and order.arrivals.pending else None
         if order is not None and access is not None:
             order.host_touches(access, self.operation)
 
     def copies_to_host(self, target: Tensor, copy: Callable[[], object]) -> None:
-        """Make a copy to the host that is asked not to block; what it brings is held back until the host waits.
+        """Make a non-blocking copy to the host; its bytes are held back until the host waits.
 
         Call it with function modes off.
         """
@@ -145,7 +146,7 @@ class Session:
 
     @property
     def keeps_order(self) -> StreamOrder | None:
-        """The account of streams for what runs now: none in a capture, where nothing does."""
+        """The account of streams for the present work: none in a capture, where nothing runs."""
         return self.order if self.capture is None else None
 
     def touch(self, tensor: Tensor, *, writes: bool = False, what: str = "") -> None:
@@ -159,17 +160,17 @@ class Session:
             order.touch(tensor.untyped_storage(), access, self.stream.cuda_stream, what or self.operation)
 
     def host_waits(self) -> None:
-        """The host waits for the current stream, outside of a capture."""
+        """Note that the host waits for the current stream, outside of a capture."""
         order = self.keeps_order
         if order is not None:
             order.host_waits_for(self.stream.cuda_stream)
 
     def begin_capture(self, capture: Capture, abandon: Callable[[], None]) -> None:
-        """Record into `capture` from here on. `abandon` ends it if the program leaves the emulation before it does."""
+        """Start to record into `capture`. `abandon` ends it if the program leaves the emulation before it does."""
         self.capture, self._abandon = capture, abandon
 
     def end_capture(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self.capture = self._abandon = None
 
     def abandon_capture(self) -> None:
@@ -178,29 +179,29 @@ class Session:
             self._abandon()
 
     def captures(self, streams: CaptureStreams | None) -> bool:
-        """Whether `streams` are those of the capture in progress."""
+        """True if `streams` are those of the capture in progress."""
         return streams is not None and self.capture is not None and self.capture.streams is streams
 
     @property
     def recording(self) -> bool:
-        """Whether work that is issued now is recorded: the current stream belongs to the capture in progress."""
+        """True if work issued now is recorded: the current stream belongs to the capture in progress."""
         return self.captures(self.stream.capture)
 
     @property
     def strict(self) -> bool:
-        """Whether host syncs matter now: inside a capture, under sync debug mode, or as an order between streams."""
+        """True if host syncs matter now: inside a capture, under sync debug mode, or as an order between streams."""
         return self.capture is not None or self.sync_mode != SYNC_DEFAULT or self.order is not None
 
     @property
     def operation(self) -> str:
-        """The call as the author wrote it; empty where none was noted."""
+        """The call as the author wrote it; empty if none was noted."""
         return "" if self.called is None else spell(self.called)
 
     def refuse(self, rule: Rule, operation: str = "") -> None:
         """Do what CUDA would if `rule`'s operation happened now.
 
         Raises CaptureError inside a capture, EmulationError outside for a rule that holds in eager code too, and
-        HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns where
+        HostSyncError for one that waits under `set_sync_debug_mode("error")` (a warning under "warn"). Returns if
         CUDA would let it happen.
         """
         if self.capture is None and not rule.eager:
@@ -250,5 +251,5 @@ def install(session: Session | None) -> None:
 
 
 def is_active() -> bool:
-    """Whether this thread is inside `emulated_cuda()`."""
+    """True if this thread is inside `emulated_cuda()`."""
     return _local.session is not None

@@ -1,6 +1,5 @@
-"""Functions of torch whose way through the dispatcher is known: those that only look at memory in another way, and
-those that are one operation. A capture takes both as what they are, without the dispatcher's help; tests hold every row
-against what the dispatcher shows."""
+"""Functions of torch with a known path through the dispatcher: those that only view memory differently, and those that
+are one operation. A capture records both without the dispatcher; tests compare every row with the dispatcher."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from torch import Tensor
 from attn_testkit.emulation.private import OpOverload
 
 Taken = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
-"""An operation and what it is called with."""
+"""An operation and its arguments."""
 
 _aten = torch.ops.aten
 _INTEGERS = frozenset({int, type(None)})
@@ -25,7 +24,7 @@ VIEWS = frozenset(
      Tensor.select, Tensor.narrow, Tensor.t, Tensor.unbind, Tensor.diagonal, Tensor.unfold, Tensor.movedim,
      Tensor.swapaxes, Tensor.swapdims, Tensor.detach}
 )  # fmt: skip
-"""Given plain numbers, these return memory of their first argument, run no kernel and read no value."""
+"""Functions that, with plain numbers, return memory of their first argument, run no kernel and read no value."""
 
 _BINARY = {
     Tensor.add: (_aten.add.Tensor, _aten.add.Tensor),
@@ -41,7 +40,7 @@ _BINARY = {
     Tensor.__and__: (_aten.bitwise_and.Tensor, _aten.bitwise_and.Scalar),
     Tensor.__or__: (_aten.bitwise_or.Tensor, _aten.bitwise_or.Scalar),
 }
-"""Of two tensors, and of a tensor and a number."""
+"""Operations of two tensors, and of a tensor and a number."""
 
 _UNARY = {
     Tensor.__invert__: _aten.bitwise_not.default,
@@ -75,14 +74,14 @@ _CASTS = {
 
 
 def only_looks(func: Any, args: tuple[Any, ...]) -> bool:
-    """Whether a call without keywords runs no kernel and returns memory of its first argument."""
+    """True if a call without keywords runs no kernel and returns memory of its first argument."""
     if type(args[0]) is not Tensor:  # a subclass may do anything
         return False
     return has_numbers_alone(args) if func in VIEWS else func is Tensor.__getitem__ and _is_basic(args[1])
 
 
 def has_numbers_alone(args: tuple[Any, ...]) -> bool:
-    """Whether a tensor's method is given numbers, sizes, or a type: nothing that must be read from memory."""
+    """True if a tensor's method gets only numbers, sizes, or a type: nothing that must be read from memory."""
     return all(type(value) in _INTEGERS or _is_shape(value) for value in args[1:])
 
 
@@ -94,7 +93,7 @@ def _is_shape(value: Any) -> bool:
 
 
 def _is_basic(index: Any) -> bool:
-    """Whether an index is made of numbers, slices of numbers, None and `...` alone."""
+    """True if an index is made only of numbers, slices of numbers, None and `...`."""
     kind = type(index)
     if kind is slice:
         return type(index.start) in _INTEGERS and type(index.stop) in _INTEGERS and type(index.step) in _INTEGERS
@@ -104,7 +103,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def operation_of(func: Any, args: tuple[Any, ...]) -> Taken | None:
-    """The one operation that a call without keywords is, where all its tensors have one place; None: ask the
+    """The one operation that a call without keywords is, if all its tensors have one place; None: ask the
     dispatcher.
 
     It writes none of its arguments.
@@ -147,7 +146,7 @@ def _of_two(func: Any, args: tuple[Any, ...]) -> Taken | None:
 
 
 def _is_index(value: Any) -> bool:
-    """Whether a tensor names places by their numbers, and has dimensions: one without is a number to be read."""
+    """True if a tensor is an index by numbers and has dimensions: one without is a number that has to be read."""
     return type(value) is Tensor and value.dtype in _INDICES and value.dim() > 0
 
 
@@ -161,7 +160,7 @@ def _einsum(equation: Any, *operands: Any) -> Taken | None:
 
 
 def _are_floating(values: tuple[Any, ...]) -> bool:
-    """Whether all are plain tensors of floating-point numbers: CUDA multiplies no matrices of integers."""
+    """True if all are plain tensors of floating-point numbers: CUDA multiplies no matrices of integers."""
     return all(type(value) is Tensor and value.dtype.is_floating_point for value in values)
 
 

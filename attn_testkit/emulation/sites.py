@@ -1,7 +1,7 @@
-"""Where in the author's own code something happened: the first frame that is not torch, triton or this package.
+"""Places in the author's own code: the first frame that is not torch, triton or this package.
 
-Every allocation and every recorded operation notes its place, and hardly any is asked for: a `Spot` is what a running
-frame gives away at once, and becomes a `Site` when somebody reads it.
+Every allocation and every recorded operation notes its place, and few are ever read: a `Spot` is quickly taken from a
+running frame, and becomes a `Site` when it is read.
 """
 
 from __future__ import annotations

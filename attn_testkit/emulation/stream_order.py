@@ -28,7 +28,7 @@ _SEVERAL_THREADS = -1
 
 
 class _Past(NamedTuple):
-    """An access: on which stream, in which of its epochs, by what, where in the program."""
+    """An access: stream, epoch, operation and place in the program."""
 
     access: Access
     stream: int
@@ -38,7 +38,7 @@ class _Past(NamedTuple):
 
 
 class _History:
-    """Who touched one storage."""
+    """Accesses to one storage."""
 
     __slots__ = ("past", "weak")
 
@@ -77,26 +77,26 @@ class StreamOrder:
         return {**clock, stream: epoch}
 
     def wait(self, stream: int, work: Clock) -> None:
-        """What `stream` does next comes after `work`."""
+        """Order the next work of `stream` after `work`."""
         _join(self._clock(stream), work)
 
     def host_waits(self, work: Clock) -> None:
-        """Whatever is launched from here on comes after `work`. Raises EmulationError as ``PendingCopies.settle``."""
+        """Order all later launches after `work`. Raises EmulationError like ``PendingCopies.settle``."""
         _join(self._host, work)
         self.arrivals.arrive(self._host)
         self._settle()
 
     def host_waits_for(self, stream: int) -> None:
-        """Whatever is launched from here on comes after the work of `stream` so far."""
+        """Order all later launches after the present work of `stream`."""
         self.host_waits(self.mark(stream))
 
     def device_waited_for(self) -> None:
-        """The host waited for all streams. Raises EmulationError as ``PendingCopies.settle``."""
+        """Note that the host waited for all streams. Raises EmulationError like ``PendingCopies.settle``."""
         self.all_done()
         self._settle()
 
     def all_done(self) -> None:
-        """No order of what was before matters any more."""
+        """Forget the order of earlier work, which no longer matters."""
         self.arrivals.arrive()
         for history in self._histories.values():
             history.past.clear()
@@ -104,14 +104,14 @@ class StreamOrder:
             forgotten.clear()
 
     def holds_back(self, target: Tensor, before: bytes, stream: int, what: str) -> None:
-        """Called behind a copy to the host that is asked not to block, with what ``ArrivingCopies.before`` gave.
+        """Hold back a non-blocking copy to the host; called after it with the result of ``ArrivingCopies.before``.
 
         Call it with function modes off.
         """
         self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
 
     def host_touches(self, access: Access, what: str) -> None:
-        """The host reads or writes memory. Raises EmulationError as ``ArrivingCopies.refuse``."""
+        """Note that the host reads or writes memory. Raises EmulationError like ``ArrivingCopies.refuse``."""
         if self.arrivals.pending and not self._may_be_ordered_unseen():
             self.arrivals.refuse(access, what)
 
@@ -127,7 +127,7 @@ class StreamOrder:
             self._touch(self._history(storage), access, stream, what)
 
     def touch_address(self, start: int, access: Access, stream: int, what: str) -> None:
-        """The same for a storage that is known by where it starts; nothing for another."""
+        """Note an access to the storage that starts at `start`; do nothing if it is unknown."""
         history = self._histories.get(start)
         if history is not None and not is_gone(history.weak) and stream not in self._strange:
             self._touch(history, access, stream, what)
@@ -177,7 +177,7 @@ class StreamOrder:
         past[access, stream] = _Past(access, stream, self._epochs.get(stream, 1), what, author_spot())
 
     def _stands_for(self, access: Access, stream: int, old: _Past) -> bool:
-        """Whether who collides with `old` collides with a later write as well."""
+        """True if every access that collides with `old` also collides with a later write."""
         return (
             self._comes_after(stream, old)
             and access.first <= old.access.first
@@ -191,7 +191,8 @@ class StreamOrder:
         self.copies.settle()
 
     def _may_be_ordered_unseen(self) -> bool:
-        """By another thread, or by torch, which has a backward pass wait for the streams of its forward."""
+        """True if another thread or torch may order work unseen: a backward pass waits for the streams of its
+        forward."""
         now, before = self._threads(), self._since
         self._since = now
         unseen = now == _SEVERAL_THREADS or now != before or in_backward()

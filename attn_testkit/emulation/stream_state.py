@@ -1,4 +1,4 @@
-"""What is known of one stream, and which streams belong to one capture: plain state, no API of torch.
+"""State of one stream, and the streams of one capture: plain state, no API of torch.
 
 Work runs in order on a CPU, so there is only an account to keep: for every stream of a capture, how much of the
 capture's recorded work it comes after.
@@ -33,7 +33,7 @@ class StreamState:
         self.seen[self.cuda_stream] = self.seen.get(self.cuda_stream, 0) + 1
 
     def come_after(self, work: Clock) -> None:
-        """Order what this stream does next after `work`."""
+        """Order the next work of this stream after `work`."""
         for stream, count in work.items():
             self.seen[stream] = max(self.seen.get(stream, 0), count)
 
@@ -53,7 +53,7 @@ class CaptureStreams:
             self._joined.append((stream, site))
 
     def unjoined(self) -> Site | None:
-        """Where the first side stream joined whose work the origin never waited for; None if there is none."""
+        """Place where the first side stream joined whose work the origin never waited for; None if there is none."""
         for stream, site in self._joined:
             if stream.seen.get(stream.cuda_stream, 0) > self.origin.seen.get(stream.cuda_stream, 0):
                 return site

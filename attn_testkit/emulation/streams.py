@@ -78,7 +78,7 @@ class Stream(StreamState):
             current.order.host_waits_for(self.cuda_stream)
 
     def is_capturing(self) -> bool:
-        """Whether work that is issued on this stream now becomes part of a graph."""
+        """True if work issued on this stream now becomes part of a graph."""
         current = session.current()
         return current is not None and current.captures(self.capture)
 
@@ -210,15 +210,15 @@ def fork_error(streams: CaptureStreams) -> CaptureError | None:
 
 
 def orderly_stream() -> Stream:
-    """A stream of somebody who keeps order between it and the default one: no account is kept because of it alone.
+    """A stream whose owner orders it with the default one: it does not start an account of streams.
 
-    The account costs some microseconds an operation. It is kept of this stream too, where the program has another.
+    The account costs some microseconds per operation. It includes this stream if the program has another one.
     """
     return Stream(counts=False)
 
 
 def default_stream() -> Stream:
-    """A stream that stands for the device's default one, with handle 0."""
+    """A stream that represents the device's default one, with handle 0."""
     stream = Stream(counts=False)
     stream.cuda_stream = stream.stream_id = DEFAULT_STREAM_HANDLE
     return stream

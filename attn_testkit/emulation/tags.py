@@ -1,8 +1,8 @@
-"""Which tensors are "cuda" and which host tensors are pinned.
+"""Lists of "cuda" tensors and of pinned host tensors.
 
-A device tensor is a plain CPU tensor whose storage is listed here. The list is by storage, not by tensor, so views,
-temporaries made in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can go, its
-identity is not given to another storage while the entry stands.
+A device tensor is an ordinary CPU tensor whose storage is listed here. The list is by storage, not by tensor, so views,
+temporaries made in C++ and `param.data = ...` need no care. An entry holds the storage weakly: the memory can go, but
+no other storage gets its identity while the entry exists.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from attn_testkit.emulation.private import (
 from attn_testkit.emulation.sites import UNKNOWN, Site, Spot, author_spot, site_of
 
 _YOUNG = 128
-"""So many storages are entered between two purges."""
+"""Number of storages entered between two purges."""
 _STRIDED = torch.strided
 
 
 class Registry:
-    """Storages of one kind: where each was allocated, by its identity.
+    """Storages of one kind: place of allocation by identity.
 
     `peak_bytes` is the most that was live whenever the program asked, since it last reset the peak.
     """
@@ -115,7 +115,7 @@ _pinned = PINNED.entries
 
 @functools.cache
 def wants_cuda(device: Any) -> bool:
-    """Whether a `device=` argument names the device. Raises RuntimeError for cuda:1 and above: there is one."""
+    """True if a `device=` argument names the device. Raises RuntimeError for cuda:1 and above: there is one."""
     device = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
     if device.type == "cuda" and device.index:
         raise RuntimeError(f"CUDA error: invalid device ordinal ({device}: the emulation has one device, cuda:0)")
@@ -134,12 +134,12 @@ def storage_key(tensor: Tensor) -> int:
 
 
 def is_device(tensor: Tensor) -> bool:
-    """Whether `tensor` is "cuda" memory. Call it with function modes off; otherwise `looks_device`."""
+    """True if `tensor` is "cuda" memory. Call it with function modes off; otherwise `looks_device`."""
     return storage_key(tensor) in _device
 
 
 def is_pinned(tensor: Tensor) -> bool:
-    """Whether `tensor` is pinned host memory."""
+    """True if `tensor` is pinned host memory."""
     return storage_key(tensor) in _pinned
 
 
@@ -172,5 +172,5 @@ def tag_pinned(tensor: Tensor) -> Tensor:
 
 
 def allocated_at(key: int) -> Spot | Site:
-    """Where a storage was allocated."""
+    """Place where a storage was allocated."""
     return _device.get(key) or _pinned.get(key) or UNKNOWN

@@ -60,7 +60,7 @@ def get_sync_debug_mode() -> int:
 
 
 def is_current_stream_capturing() -> bool:
-    """Whether work issued now becomes part of a graph."""
+    """True if work issued now becomes part of a graph."""
     return session.require().recording
 
 
@@ -265,7 +265,7 @@ _OF_ACCELERATOR = (
     "reset_accumulated_memory_stats", "reset_peak_memory_stats", "is_available", "device_count", "current_stream",
     "set_stream", "synchronize",
 )  # fmt: skip
-"""What `torch.accelerator` has from the module of its device."""
+"""Names of `torch.accelerator` that come from the module of its device."""
 ACCELERATOR: dict[str, Callable[..., Any]] = {
     **{name: FUNCTIONS[name] for name in _OF_ACCELERATOR},
     "current_accelerator": _constant(torch.device("cuda")),
@@ -312,7 +312,8 @@ _Named = list[tuple[ModuleType, str, Any]]
 
 @functools.cache
 def _names_in_torch() -> tuple[_Named, _Named]:
-    """What this torch has of the names above: to be replaced for everybody, and for threads inside the emulation."""
+    """Names above that this torch has: those replaced for every thread, and those only for threads inside the
+    emulation."""
     everybody: _Named = [(torch.cuda, "default_generators", (_DEFAULT_GENERATOR,))]
     inside: _Named = []
     for module in _MODULES:

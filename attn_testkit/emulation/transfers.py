@@ -31,7 +31,7 @@ def copy_across(
 
     Pinned if it goes to the host without blocking.
 
-    Raises what `Session.refuse` raises where CUDA would not let the host wait for it.
+    Raises what `Session.refuse` raises if CUDA would not let the host wait for it.
     """
     if session.capture is None and not non_blocking and source.numel():
         session.refuse(rules.TO_DEVICE if to_device else rules.TO_HOST)

@@ -79,7 +79,7 @@ def _no_hook(arguments: dict[str, Any], reset_only: bool = False) -> None:
 
 
 def _is_static(failure: BaseException) -> bool:
-    """Whether a `tl.static_assert` raised it: a GPU would not have compiled the kernel."""
+    """True if a `tl.static_assert` raised `failure`: a GPU would not have compiled the kernel."""
     while failure.__cause__ is not None:
         failure = failure.__cause__
     trace = failure.__traceback__

@@ -1,8 +1,8 @@
-"""Addresses of a Triton kernel under the interpreter, held against the memory that its launch was given.
+"""Addresses of a Triton kernel under the interpreter, compared with the memory that its launch was given.
 
-A device writes wherever a kernel says, as long as the address belongs to the process: a tile that is stored without a
-mask ends in somebody else's tensor, and nothing is raised. Loads may be a little off: kernels read a few numbers behind
-a table and mask them later. One that is far off is an offset that overflowed, and would end this process.
+A device writes to every address of the process: a tile that is stored without a mask ends in another tensor, and
+nothing is raised. Loads may be a little off: kernels read a few numbers behind a table and mask them later. A load that
+is far off has an offset that overflowed, and would end this process.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class _Launch:
     spans: list[tuple[int, int]]
     """First address of their memory, and the one behind its last."""
     touched: Callable[[int, int, int, bool], None] | None = None
-    """Is told where the memory of a tensor starts, what addresses of it are used, and whether they are written."""
+    """Called with the start of a tensor's memory, the addresses that are used, and True if they are written."""
     makes_pointers: bool = False
-    """An address came from a number: of a table of pointers, and that of anything."""
+    """True if an address came from a number, as in a table of pointers: it may point anywhere."""
 
 
 class _Local(threading.local):
@@ -56,10 +56,10 @@ _local = _Local()
 def looking_at_accesses(
     kernel: str, given: Mapping[str, Tensor], touched: Callable[[int, int, int, bool], None] | None = None
 ) -> Iterator[None]:
-    """Inside, ``look_at_load`` and ``look_at_store`` raise for memory that is not that of a tensor in ``given``.
+    """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
-    ``touched``: called with where a tensor's memory starts, the first address and the one behind the last of a load or
-    a store, at least one element between which is used, and whether it is a store.
+    ``touched`` is called with the start of a tensor's memory, the first address and the one after the last of a load or
+    a store, of which at least one element in between is used, and True for a store.
     """
     storages = [tensor.untyped_storage() for tensor in given.values()]
     spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
@@ -75,7 +75,7 @@ _NEAR = 1 << 20
 
 
 def look_at_load(parts: Sequence[Array], size: int) -> None:
-    """As ``look_at_store``, with room on both sides."""
+    """Check a load like ``look_at_store``, with a margin on both sides."""
     _look(parts, size, _NEAR, "load", "read")
 
 

@@ -15,7 +15,7 @@ import numpy as np
 
 Replacement = tuple[Any, str, Any]
 _NAN = 0x7FFF
-"""The word of a bfloat16 that is no number, as casts make it."""
+"""Bits of a bfloat16 NaN, as casts make it."""
 _REDUCTIONS = {
     "ADD": ("fadd", "add", "add"),
     "MIN": ("minnumf", "minsi", "minui"),

@@ -1,6 +1,6 @@
 """Triton's driver without a GPU: what packages ask of it where they are imported, and tuners where they tune.
 
-`triton.runtime.driver.active` is the emulated device's inside the emulation. Outside it is the stock one; where that
+`triton.runtime.driver.active` is the emulated device's inside the emulation. Outside it is the stock one; if that
 raises because the machine has no GPU, and kernels run in the interpreter, the emulated one answers there too, from the
 first context of a process on. Packages ask once, when they are imported, and keep the answer.
 """
@@ -77,7 +77,7 @@ class _Utils:
 
     @staticmethod
     def get_current_device() -> int:
-        """There is one."""
+        """Number of the only device."""
         return 0
 
 
@@ -89,11 +89,11 @@ class EmulatedDriver:
 
     @staticmethod
     def is_active() -> bool:
-        """Whether it can be used."""
+        """True: the driver can always be used."""
         return True
 
     def get_current_target(self) -> Any:
-        """What kernels would be compiled for."""
+        """Target that kernels would be compiled for."""
         target = importlib.import_module("triton.backends.compiler").GPUTarget
         return target("cuda", 10 * CAPABILITY[0] + CAPABILITY[1], DeviceProperties.warp_size)
 
@@ -102,7 +102,7 @@ class EmulatedDriver:
         return CAPABILITY
 
     def get_current_device(self) -> int:
-        """There is one."""
+        """Number of the only device."""
         return 0
 
     def set_current_device(self, device: Any) -> None:
@@ -114,7 +114,7 @@ class EmulatedDriver:
         return 0 if current is None else current.stream.cuda_stream
 
     def get_active_torch_device(self) -> torch.device:
-        """Where tensors lie."""
+        """Device of the tensors."""
         return torch.device("cuda", 0)
 
     def get_device_interface(self) -> Any:
@@ -122,7 +122,7 @@ class EmulatedDriver:
         return torch.cuda
 
     def get_benchmarker(self) -> Callable[..., Any]:
-        """What tuners time configurations with."""
+        """Function with which tuners time configurations."""
         return first_is_best
 
     def get_empty_cache_for_benchmark(self) -> torch.Tensor:

@@ -376,7 +376,7 @@ SELF_TESTS: dict[str, Callable[[Any], bool]] = {
 
 @functools.cache
 def complaint(module: Any) -> str:
-    """What this interpreter gets wrong with the replacements in place; empty if nothing."""
+    """Mistakes of this interpreter with the replacements in place; empty if there are none."""
     failures = []
     for name, test in SELF_TESTS.items():
         try:

@@ -43,7 +43,7 @@ def builder_is(module: Any, builder: Any) -> Iterator[None]:
 
 
 class _CurrentBuilder:
-    """Whichever builder the language hands its calls to now."""
+    """The builder to which the language passes its calls now."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -75,12 +75,12 @@ def patched(module: Any) -> Iterator[None]:
 
 @functools.cache
 def _fits(module: Any) -> list[bool]:
-    """Which of them take what the interpreter's own take. Ask while the language is patched."""
+    """True for each replacement that takes the interpreter's own arguments. Call it while the language is patched."""
     return [not complaint(stock_of(owner, name), new) for owner, name, new in language_replacements(module)]
 
 
 def language_replacements(module: Any) -> list[Replacement]:
-    """For the language as the interpreter patched it."""
+    """Replacements for the language as the interpreter patched it."""
     tensor, core = module.tl.core.tensor, module.tl.core
     return [
         (tensor, "__bool__", _seen_as(module, "bool", _as_bool)),
@@ -96,7 +96,8 @@ def language_replacements(module: Any) -> list[Replacement]:
 
 
 def _dependent_launches(module: Any) -> list[Replacement]:
-    """What kernels that may begin before the one ahead has ended say to the device: here each begins when it has."""
+    """Calls with which kernels overlap (programmatic dependent launch). They do nothing here: each kernel begins when
+    the one before has ended."""
     cuda = module.tl.extra.cuda
 
     def nothing(*_: Any, **__: Any) -> None:
@@ -106,7 +107,7 @@ def _dependent_launches(module: Any) -> list[Replacement]:
 
 
 def _as_bool(handle: Any) -> bool:
-    """What the interpreter takes a tensor for: only one of one element can be false."""
+    """Truth value of a tensor in the interpreter: only one of one element can be false."""
     return bool(handle.data) if handle.data.size == 1 else True
 
 
@@ -156,7 +157,7 @@ def _print_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def replacements(module: Any, twins: Twins) -> list[Replacement]:
-    """(object, attribute, replacement) for what a kernel calls beside the interpreter's builder."""
+    """(object, attribute, replacement) for functions that a kernel calls outside the interpreter's builder."""
     function, reductions = module.InterpretedFunction, module.ReduceScanOpInterface
     return [
         (function, "__call__", _nested_call_of(module, triton_speed.nested_call_of(module), twins)),

@@ -37,7 +37,8 @@ Replacement = tuple[Any, str, Any]
 
 
 def replacements() -> list[Replacement]:
-    """(object, attribute, replacement) for the launcher, what it computes with, and the tuner above it."""
+    """(object, attribute, replacement) for the launcher, the functions that it computes with, and the tuner above
+    it."""
     module = interpreter()
     if module is None:
         return []
@@ -46,14 +47,14 @@ def replacements() -> list[Replacement]:
 
 @functools.cache
 def replacements_in(module: Any) -> list[Replacement]:
-    """Those of an interpreter that take what its own functions take: the others stay as they are."""
+    """Replacements that fit this interpreter's functions; functions without one stay unchanged."""
     launcher = module.GridExecutor
     programs = triton_programs.Programs(module) if triton_programs.knows(module) else None
     return triton_signatures.fitting(all_replacements(module, launcher, programs))
 
 
 def all_replacements(module: Any, launcher: Any, programs: triton_programs.Programs | None) -> list[Replacement]:
-    """What is put into an interpreter, whether or not it fits this release."""
+    """All replacements for an interpreter, whether or not they fit this release."""
     return [
         (launcher, "__call__", _launch_of(module, programs, launcher, launcher.__call__)),
         *triton_speed.replacements(module),
@@ -72,7 +73,7 @@ def _launch_of(
         try:
             run_all(executor, args, kwargs)
         except module.InterpreterError as error:
-            # The interpreter keeps the text alone, once more for each function that was called.
+            # The interpreter keeps only the text, once more for each function that was called.
             cause = error.__cause__
             while isinstance(cause, module.InterpreterError):
                 cause = cause.__cause__
@@ -118,7 +119,8 @@ def _launch_of(
 
 
 def _account_of(executor: Any, given: dict[str, Tensor]) -> Callable[[int, int, int, bool], None] | None:
-    """Tells the account of streams, once each, what addresses a launch uses; None if there is none to be told."""
+    """Function that reports each address range of a launch once to the account of streams; None if there is no
+    account."""
     order, stream = session.require().keeps_order, session.require().stream.cuda_stream
     if order is None:
         return None
@@ -164,11 +166,11 @@ def _record(
 
 
 _LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
-"""CUDA's x, y and z of a grid (sglang #34941)."""
+"""Largest x, y and z of a grid in CUDA (sglang #34941)."""
 
 
 class _Grid:
-    """The launch grid, kept as the numbers it had when the launch was captured."""
+    """The launch grid, with the numbers of the capture."""
 
     def __init__(self, grid: Any, kernel: str) -> None:
         self._grid, self._kernel = grid, kernel
@@ -200,7 +202,7 @@ def _pointers(values: Any) -> list[Tensor]:
 
 
 def _given(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Tensor]:
-    """The tensors that a launch is given, by the names of their arguments."""
+    """Tensors of a launch, by the names of their arguments."""
     names = [*executor.arg_names[: len(args)], *kwargs]
     found: dict[str, Tensor] = {}
     for name, value in zip(names, (*args, *kwargs.values()), strict=False):

@@ -1,11 +1,11 @@
 """Loads and stores of Triton's interpreter as NumPy does them, twenty times as fast.
 
 The stock interpreter copies element by element, masked or not, and adds up 64-bit pointers for all of them. Here all
-memory is one array that starts near address 0, and a pointer is an index into it. A block of pointers stays what it
-mostly is, the sum of a column and a row, until it is used, and where a mask leaves out whole rows they are never added
-up. The results are the stock ones, bit by bit. What is not aligned to its type, or no address, is left to the stock.
+memory is one array that starts near address 0, and a pointer is an index into it. A block of pointers is mostly the sum
+of a column and a row; it stays in that form until it is used, and rows that are masked off are never added up. The
+results equal the stock ones, bit by bit. Pointers that are unaligned, or not an address, are left to the stock.
 
-An offset, a mask or a value for what is masked off may be smaller than the block, where NumPy would spread it.
+An offset, a mask or a value for masked elements may be smaller than the block if NumPy would broadcast it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Replacement = tuple[Any, str, Any]
 
 _ADDRESS_BITS = 48
 _FIRST = 4096
-"""The element that index 0 stands for: NumPy takes an array at address 0 for none."""
+"""Element at index 0: NumPy treats an array at address 0 as none."""
 
 
 def replacements(module: Any) -> list[Replacement]:
@@ -58,7 +58,7 @@ def replacements(module: Any) -> list[Replacement]:
 
 
 def _sample(module: Any, functions: dict[str, Any]) -> Array:
-    """What is in a buffer after a few loads and stores."""
+    """Contents of a buffer after a few loads and stores."""
     language, builder, handle = module.tl, module.interpreter_builder, module.TensorHandle
 
     def hints(name: str, before: int) -> list[None]:
@@ -85,7 +85,8 @@ def _sample(module: Any, functions: dict[str, Any]) -> Array:
 
 def _pointers_of(handle: Any) -> Any:
     class Pointers(handle):  # type: ignore[misc]
-        """A block of pointers, as the sum of `parts`: int64, of its rank, of length 1 where all elements are alike."""
+        """A block of pointers, as the sum of `parts`: int64, of its rank, of length 1 along axes with equal
+        elements."""
 
         def __init__(self, parts: Sequence[Array], shape: tuple[int, ...], dtype: Any, element: Any) -> None:
             self.parts, self.shape, self.dtype, self.element = parts, shape, dtype, element
@@ -93,11 +94,11 @@ def _pointers_of(handle: Any) -> Any:
 
         @functools.cached_property
         def data(self) -> Array:
-            """All of them, as the stock interpreter keeps them."""
+            """All pointers, in the form of the stock interpreter."""
             return _spread(_sum(self.parts), self.shape).view(np.uint64)
 
         def get_element_ty(self) -> Any:
-            """The type of what they point to."""
+            """Type of the elements that they point to."""
             return self.element
 
     return Pointers
@@ -108,7 +109,7 @@ def _sum(parts: Sequence[Array]) -> Array:
 
 
 def _spread(values: Array, shape: tuple[int, ...]) -> Array:
-    """`np.broadcast_to`, five times as fast where it can be."""
+    """`np.broadcast_to`, five times as fast if possible."""
     if values.shape == shape:
         return values
     if values.ndim != len(shape) or not values.flags.c_contiguous or not _fits(values.shape, shape):
@@ -147,7 +148,7 @@ def _memory(dtype: np.dtype[Any]) -> Array:
 
 
 def _places(parts: Sequence[Array], itemsize: int) -> Array | None:
-    """Indices into `_memory`; None if one of them may be no aligned address."""
+    """Indices into `_memory`; None if one of them may not be an aligned address."""
     shift, low = itemsize.bit_length() - 1, 0
     for part in parts:
         if part.size == 0:
@@ -181,7 +182,7 @@ def _narrow(values: Array, shape: tuple[int, ...]) -> Array | None:
 
 
 def _live(mask: Array, parts: Sequence[Array], shape: tuple[int, ...]) -> tuple[Any, Sequence[Array]]:
-    """What of a block is not masked off: an index into the block, and the parts of the pointers there."""
+    """Part of a block that is not masked off: an index into the block, and the parts of the pointers there."""
     if mask.all():
         return (..., parts)
     if mask.size == len(mask) == shape[0]:
@@ -282,7 +283,7 @@ def _addptr_of(pointers: Any, stock: Any) -> Any:
 
 
 def _with_part(parts: Sequence[Array], step: Array) -> Sequence[Array]:
-    """`parts` and one more, added to another where that makes it no larger."""
+    """`parts` with one more, which is added to another one if that does not enlarge it."""
     for i, part in enumerate(parts):
         if part.shape == step.shape or step.size == 1 or part.size == 1:
             return (*parts[:i], part + step, *parts[i + 1 :])

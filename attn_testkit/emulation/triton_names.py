@@ -1,8 +1,8 @@
-"""What a kernel's Python finds under its names, where the interpreter would have it find something else.
+"""Names that a kernel's Python looks up and that the interpreter leaves unpatched.
 
-The interpreter replaces attributes of `triton.language`. A function of it that a module holds under a name of its own
-(`exp = tl.exp`) stays the compiler's, and counters of `range` are Python's integers, not tensors. A twin of a function
-has names of its own for both, and what it computes with numbers stays what the interpreter computes.
+The interpreter replaces attributes of `triton.language`. If a module holds such a function under another name
+(`exp = tl.exp`), that stays the compiler's, and counters of `range` are Python's integers, not tensors. A `Twin` is a
+copy of a function in which both are replaced; the interpreter's arithmetic is unchanged.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _OF_DEVICE = {
 
 
 def recorder_of(module: Any) -> Recorder | None:
-    """Who notes down what runs in the interpreter now, if anybody does."""
+    """The recorder of the code that the interpreter runs now, or None."""
     builder = module.interpreter_semantic.builder
     return builder if type(builder) is Recorder else None
 
@@ -80,7 +80,7 @@ def range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def language_range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., Any]:
-    """`tl.range` as the interpreter has it, with such counters."""
+    """The interpreter's `tl.range`, with such counters."""
     counted_range = range_of(module, range)
 
     def traced_range(arg1: Any, arg2: Any = None, step: Any = None, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ def language_range_of(module: Any, stock: Callable[..., Any]) -> Callable[..., A
 
 
 def _parts(module: Any, args: tuple[Any, ...]) -> list[Any]:
-    """The limits of a loop; those of tensors that are noted down as numbers that are not known."""
+    """The limits of a loop; those that are tensors are recorded as unknown numbers."""
     recorder = recorder_of(module)
     if recorder is None:
         return list(args)
@@ -111,7 +111,7 @@ def _parts(module: Any, args: tuple[Any, ...]) -> list[Any]:
 
 
 def _counted(start: Any, stop: Any, step: int) -> Iterator[Any]:
-    """`range` of numbers that are not known: whether there is a next one is a decision."""
+    """`range` of unknown numbers: the end of the loop is a decision."""
     if step == 0:
         raise ValueError("range() arg 3 must not be zero")
     while start < stop if step > 0 else start > stop:
@@ -133,7 +133,7 @@ class Language:
                     self._places.setdefault(id(value), (owner, name, value))
 
     def instead_of(self, value: Any) -> Any:
-        """What a kernel calls where its module holds ``value``; None if it may call that."""
+        """Function that a kernel calls instead of its module's ``value``; None if it may call ``value``."""
         if isinstance(value, types.FunctionType) and value.__module__.endswith(".libdevice"):
             return self._of_device(value.__name__)
         place = self._places.get(id(value))
@@ -162,9 +162,9 @@ class Language:
 
 
 class Twin:
-    """A function of a kernel with names of its own, good as long as what it names stays the same.
+    """A copy of a kernel's function with replaced names, valid while the values of its names stay the same.
 
-    `refusal` says why it cannot be noted down, empty if it can.
+    `refusal` says why it cannot be recorded; empty if it can.
     """
 
     def __init__(self, module: Any, language: Language, function: types.FunctionType) -> None:
@@ -208,7 +208,7 @@ class Twin:
         return ""
 
     def is_current(self) -> bool:
-        """Whether the function would still find the same behind every name."""
+        """True if every name of the function still has the same value."""
         places = zip(self._namespaces, self._values, strict=True)
         return all(namespace.get(name, _MISSING) is value for (namespace, name), value in places)
 
@@ -232,7 +232,7 @@ def _named_in(code: types.CodeType) -> tuple[set[str], set[str], set[str]]:
 
 
 def _may_hold(module: str) -> bool:
-    """Whether functions of a module are to be looked at: the interpreter replaces those of the language itself."""
+    """True if functions of a module have to be inspected: the interpreter replaces those of the language itself."""
     return not _is_of_triton(module) or module.startswith(_EXTRA)
 
 
@@ -249,7 +249,7 @@ def _refuse_what_changes(module: Any, value: Any) -> None:
 
 
 class Twins:
-    """The twins of the functions of one interpreter."""
+    """Copies (``Twin``) of the functions of one interpreter."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -257,7 +257,7 @@ class Twins:
         self._known: weakref.WeakKeyDictionary[Any, Twin] = weakref.WeakKeyDictionary()
 
     def of(self, function: Any) -> Twin:
-        """A twin that is current."""
+        """An up-to-date ``Twin`` of a function."""
         twin = self._known.get(function)
         if twin is None or not twin.is_current():
             twin = self._known[function] = Twin(self._module, self._language, function)

@@ -15,14 +15,15 @@ _SIGNS = ("neg", "pos", "abs", "invert")
 
 
 class PythonNumber:
-    """A number of Python that may be asked for what a tensor of it has."""
+    """A Python number with the attributes of a tensor."""
 
     __slots__ = ()
 
 
 @functools.cache
 def python_number(module: Any) -> Callable[[Any], Any]:
-    """What makes such numbers of an int or a float, for the interpreter `module`; anything else stays as it is."""
+    """Function that makes such numbers from an int or a float, for the interpreter `module`; other values stay as they
+    are."""
     kinds: dict[type, type] = {}
 
     def number(value: Any) -> Any:
@@ -63,7 +64,7 @@ def _kind_of(kind: type, number: Callable[[Any], Any], tensor_of: Callable[[Any]
 
 
 def plain(value: Any) -> Any:
-    """A number of Python without what it has of a tensor; anything else as it is."""
+    """A Python number without the attributes of a tensor; anything else unchanged."""
     if not isinstance(value, PythonNumber):
         return value
     made: Any = value

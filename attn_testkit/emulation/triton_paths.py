@@ -1,10 +1,11 @@
-"""What the programs of one kernel did, as a tree of calls: a branch wherever a number of a tensor decided how to go on.
+"""Recorded calls of the programs of one kernel, as a tree that branches where a number of a tensor was a decision.
 
-A path through the tree is what one program did. Another program that decides alike does the same calls on its own
-numbers, so it need not run the kernel's Python. Calls that depend on nothing but constants were made when the path was
-learned, those that depend on the launch's arguments are made once a launch, and those that nobody asks for never.
+A path through the tree is the calls of one program. Another program with the same decisions makes the same calls on its
+own numbers, so it need not run the kernel's Python. Calls that depend only on constants were made when the path was
+recorded, those that depend on the launch's arguments are made once per launch, and those whose result is not used
+never.
 
-A node is trusted, and walked, once two programs have been there and did the same.
+A node is trusted, and replayed, once two programs have passed it with the same calls.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from typing import Any
 
 Run = Callable[..., Any]
 Effect = tuple[object, Any]
-"""What was done, and what it answered."""
+"""An effect, and its result."""
 _MOST_CALLS = 20_000
 _MOST_BYTES_KEPT = 1 << 15
 
 
 class Kind(enum.Enum):
-    """What may be done with a call."""
+    """Kind of a call, which decides how it is replayed."""
 
     INPUT = enum.auto()
     """No call: an argument of the launch, or a constant."""
     LAUNCH = enum.auto()
-    """The same for every program of a launch, as the size of the grid."""
+    """Equal for every program of a launch, like the size of the grid."""
     PURE = enum.auto()
     """The result follows from the arguments, and nothing else happens."""
     PROGRAM = enum.auto()
-    """Pure, and depends on which program asks."""
+    """Pure, but depends on the program."""
     EFFECT = enum.auto()
     """Memory is read or written, or something is printed: done once, in the order of the program."""
     DECISION = enum.auto()
@@ -159,7 +160,7 @@ class Paths:
         return _Step(call.name, args, run, takes, out, level, call.kind is Kind.EFFECT)
 
     def _plan(self) -> None:
-        """Say for every node which of its calls are wanted, and which results nobody wants afterwards."""
+        """Find, for every node, the calls that are needed, and the results that are not needed afterwards."""
         for node in reversed(self._nodes):  # children are younger than their parents
             needed = set().union(*(child.needed for child in node.children.values()))
             if node.decision is not None:
@@ -182,10 +183,9 @@ class Paths:
         self.plans += 1
 
     def walk(self, launch: Launch) -> list[Effect] | None:
-        """Run one program along the paths that are known.
+        """Run one program along the known paths.
 
-        Answers None, or where they end before the program does, its effects so far. An exception of one of the calls
-        ends them too.
+        Returns None, or, if the paths end before the program, its effects so far. An exception of a call ends them too.
         """
         if not self._is_planned:
             self._plan()
@@ -214,7 +214,7 @@ class Paths:
 
 
 class Launch:
-    """What the programs of one launch share."""
+    """State that the programs of one launch share."""
 
     def __init__(self, arguments: Sequence[Any]) -> None:
         self._arguments = list(arguments)
@@ -223,7 +223,7 @@ class Launch:
         self.visited: set[Any] = set()
 
     def values_of(self, constants: Sequence[Any], plan: int) -> list[Any]:
-        """A place for every result of a program, with those that are there already."""
+        """A list with a place for every result of a program, filled with the known ones."""
         if plan != self._plan:
             self._values = [*self._arguments, *constants[len(self._arguments) :]]
             self._plan = plan
@@ -231,7 +231,7 @@ class Launch:
         return self._values.copy()
 
     def visit(self, node: Any, steps: Iterable[_Step], values: list[Any]) -> None:
-        """Make the calls of a node that are made once a launch."""
+        """Make the calls of a node that are made once per launch."""
         for step in steps:
             answer = step.run(*[values[arg] for arg in step.takes])
             self._values[step.out] = values[step.out] = answer

@@ -1,7 +1,7 @@
 """Launches under the interpreter without running the kernel's Python for every program of the grid.
 
 The first programs of a kernel are noted down (`triton_record.py`); programs that do what others did are walked along
-the paths that these left (`triton_paths.py`), by the same calls of the interpreter on their own numbers. Where no path
+the paths that these left (`triton_paths.py`), by the same calls of the interpreter on their own numbers. If no path
 is known, a call fails, or a program cannot be noted down, the kernel's Python runs, and goes on from the memory that is
 there: what was read, and what was written, is answered again and not done twice.
 """
@@ -42,11 +42,11 @@ _PARTS = (
 )
 _MOST_HISTORIES = 128
 _TRIES = 64
-"""After so many programs that were noted down, more must have been walked, or it is not worth it."""
+"""Number of recorded programs after which more must have been replayed, or recording stops."""
 
 
 def knows(module: Any) -> bool:
-    """Whether this interpreter has what is used of it here and in `triton_language.py`."""
+    """True if this interpreter has the parts that this module and `triton_language.py` use."""
     try:
         for part in _PARTS:
             operator.attrgetter(part)(module)
@@ -57,7 +57,7 @@ def knows(module: Any) -> bool:
 
 
 class Programs:
-    """The kernels of one interpreter: how they are launched, and what is known of them."""
+    """The kernels of one interpreter: their launches, and recorded paths."""
 
     def __init__(self, module: Any) -> None:
         self._module = module
@@ -65,11 +65,11 @@ class Programs:
         self._kernels: weakref.WeakKeyDictionary[Any, _Kernel] = weakref.WeakKeyDictionary()
 
     def replacements(self) -> list[triton_language.Replacement]:
-        """(object, attribute, replacement), for what is noted down without the interpreter's builder."""
+        """(object, attribute, replacement) for calls that are recorded outside the interpreter's builder."""
         return triton_language.replacements(self._module, self._twins)
 
     def launch(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """What `GridExecutor.__call__` does, for arguments on the host and without hooks."""
+        """Launch like `GridExecutor.__call__`, for arguments on the host and without hooks."""
         module, builder = self._module, self._module.interpreter_builder
         kernel = self._kernels.get(executor.fn)
         if kernel is None:
@@ -155,7 +155,7 @@ class _Kernel:
         return bound.arguments
 
     def history(self, module: Any, given: _Given) -> _History | None:
-        """That of programs with such arguments; None if they are not to be noted down."""
+        """History of programs with such arguments; None if they are not to be recorded."""
         if given.kinds is None or sys.gettrace() is not None:  # a debugger wants to see each of them
             return None
         history = self._histories.get(given.kinds)
@@ -167,7 +167,7 @@ class _Kernel:
 
 
 class _History:
-    """What is known of programs whose arguments are of the same kinds."""
+    """Recorded paths of programs whose arguments are of the same kinds."""
 
     def __init__(self, inputs: int) -> None:
         self.paths = Paths(inputs)
@@ -176,7 +176,7 @@ class _History:
         self.is_worth_it = True
 
     def learn(self, recorder: Recorder) -> None:
-        """Add what a program did."""
+        """Add the calls of a program."""
         self.noted += 1
         self.twins |= recorder.twins
         try:
@@ -189,7 +189,7 @@ class _History:
 
 @dataclasses.dataclass
 class _Grid:
-    """Runs the programs of one launch one after another. `history` None: by the kernel's Python alone."""
+    """The programs of one launch, run one after another. Without ``history`` only the kernel's Python runs."""
 
     module: Any
     twin_of: Callable[[Any], Twin]
@@ -228,13 +228,13 @@ class _Grid:
             with triton_language.builder_is(self.module, recorder):
                 function(**arguments)
         except Exception:
-            self._run_python(recorder.effects)  # raises where the kernel itself is wrong
+            self._run_python(recorder.effects)  # raises if the kernel itself is wrong
             history.is_worth_it = False
         else:
             history.learn(recorder)
 
     def _as_tensors(self) -> dict[str, Any]:
-        """The arguments, floats among them as what may be taken for a tensor."""
+        """The arguments, with floats as numbers that may be used as tensors."""
         number, constants = python_number(self.module), self.given.constants
         arguments = self.given.by_name.items()
         return {name: value if name in constants else number(value) for name, value in arguments}

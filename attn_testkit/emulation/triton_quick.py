@@ -1,7 +1,7 @@
 """Shorter ways to what a call of the interpreter computes: the one NumPy function that it comes down to.
 
 The interpreter decides anew in every call what its operands are; of a call in a path that is known once. And an operand
-that was spread over a block need not be: NumPy does it on the way. A shorter way is taken where it gave the very same
+that was spread over a block need not be: NumPy does it on the way. A shorter way is taken if it gave the very same
 array, laid out the same in memory, when the path was noted down, so that sums over it add up in the same order.
 """
 
@@ -22,11 +22,11 @@ Run = Callable[..., Any]
 
 _CAST = re.compile("create_([us]i_to_fp|fp_to_[us]i|fp_ext|fp_trunc|int_cast)")
 _WORDS = re.compile("bf16|fp8.*|pointer.*")
-"""Types whose arrays hold something else than their values."""
+"""Types whose arrays do not hold their values."""
 _OF_BITS = (np.bitwise_and, np.bitwise_or, np.bitwise_xor)
 _SPREADS = ("create_splat", "create_broadcast")
 _TAKES_SMALLER = {"create_addptr": (1,), "create_masked_load": (1, 2), "create_masked_store": (2,)}
-"""Which operands of the functions of `triton_memory.py` may be smaller than the block."""
+"""Operands of functions in `triton_memory.py` that may be smaller than the block."""
 
 
 def shorter(
@@ -95,7 +95,7 @@ def _asked(run: Run, operands: int) -> Run | None:
 
 
 def _choices(lengths: Sequence[int]) -> Iterator[list[int]]:
-    """Which operands to try: as many others as possible, then one, then none."""
+    """Numbers of operands to try: as many others as possible, then one, then none."""
     yield [length - 1 for length in lengths]
     for i, length in enumerate(lengths):
         if length > 1:
@@ -109,5 +109,5 @@ def _alike(one: Array, other: Array) -> bool:
 
 
 def spreads(name: object) -> bool:
-    """Whether a call only spreads a tensor over a block."""
+    """True if a call only spreads a tensor over a block."""
     return name in _SPREADS

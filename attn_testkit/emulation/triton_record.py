@@ -1,9 +1,9 @@
-"""Writing down what one program of a Triton kernel does while its Python runs.
+"""Recorder of the calls that one program of a Triton kernel makes while its Python runs.
 
-The kernel's Python gets tensors without numbers: a `Traced` stands for what the interpreter computed. It can only be
-handed back to the interpreter, whose calls are noted, or be asked for a number, which is noted as a decision. The
-counter of a loop over a range that a tensor bounds is a number of that kind, too. Whatever else wants to see a number
-fails, and the kernel is run as it is.
+The kernel's Python gets tensors without numbers: a `Traced` represents a result of the interpreter. It can only be
+passed back to the interpreter, whose calls are recorded, or be asked for a number, which is recorded as a decision. The
+counter of a loop over a range that a tensor bounds is such a number, too. Any other use of a number fails, and the
+kernel runs unrecorded.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from attn_testkit.emulation.triton_numbers import PythonNumber, as_tensor, plain
 from attn_testkit.emulation.triton_paths import Call, Effect, Kind
 from attn_testkit.emulation.triton_quick import shorter, spreads
 
-_NO_ARGUMENT_MAY_BE = "an argument of a kernel, or of a call in it, that is no number, type or tensor: "
+_NO_ARGUMENT_MAY_BE = "an argument of a kernel, or of a call in it, that is not a number, type or tensor: "
 _PURE = re.compile(
     "get_.*|create_("
     "f?(add|sub|mul|div|rem|neg|abs|ma)|[us](div|rem)|idiv|precise_divf|approx_divf|shl|[al]shr|umulhi|iabs|fma|clampf|"
@@ -32,11 +32,11 @@ _HANDLES = ("TensorHandle", "TensorDescHandle", "BlockPointerHandle")
 
 
 class Untraceable(Exception):
-    """The program cannot be noted down as calls on tensors."""
+    """The program cannot be recorded as calls on tensors."""
 
 
 class Traced:
-    """Stands for a tensor of a program, or for something else that the interpreter answered."""
+    """A placeholder for a tensor of a program, or for another result of the interpreter."""
 
     __slots__ = ("dtype", "slot")
 
@@ -44,7 +44,7 @@ class Traced:
         self.slot, self.dtype = slot, dtype
 
     def set_attr(self, *_: Any) -> None:
-        """Hints to a compiler are not kept."""
+        """Ignore hints to a compiler."""
 
 
 class Recorder:
@@ -82,7 +82,7 @@ class Recorder:
         return call
 
     def note(self, name: object, kind: Kind, run: Callable[..., Any], *args: Any) -> int:
-        """Make a call, unless its result is known, and answer which result of the path it has."""
+        """Make a call, unless its result is known, and return the number of its result in the path."""
         slots = tuple(self.slot(arg) for arg in args)
         if kind is not Kind.EFFECT and (name, slots) in self._known:
             return int(self._known[name, slots])
@@ -95,7 +95,7 @@ class Recorder:
         return self._add(Call(name, slots, kind, run, value, self._shorter(name, kind, run, slots, value)))
 
     def _shorter(self, name: object, kind: Kind, run: Callable[..., Any], slots: tuple[int, ...], value: Any) -> Any:
-        """A shorter way to the value of a call: what to run, on which results of the path."""
+        """A shorter way to the value of a call: a function, and the results of the path that it takes."""
         if spreads(name):
             self._spread[len(self._values)] = slots[1 if name == "create_splat" else 0]
         operands = [[slot, self._spread[slot]] if slot in self._spread else [slot] for slot in slots]
@@ -118,14 +118,14 @@ class Recorder:
         return slot
 
     def function_of(self, twin: Any) -> Any:
-        """The function of a twin, which this recording depends on from here on. Raises Untraceable for some."""
+        """The function of a ``Twin``, on which this recording depends from now on. Raises Untraceable for some."""
         if twin.refusal:
             raise Untraceable(twin.refusal)
         self.twins.add(twin)
         return twin.function
 
     def value(self, slot: int) -> Any:
-        """What the call of a result answered in this program: for what it has in common with every other one."""
+        """Value of a result in this program, for code that needs only what all programs share."""
         return self._values[slot]
 
     def decide(self, name: str, run: Callable[..., Any], *args: Any) -> Any:
@@ -138,7 +138,7 @@ class Recorder:
         return self._known[name, slots]
 
     def slot(self, arg: Any) -> int:
-        """Which result of the path `arg` is; constants are added."""
+        """Number of the result of the path that `arg` is; constants are added."""
         if type(arg) in _UNKNOWN:
             return int(arg.slot)
         if isinstance(arg, (list, tuple)) and any(type(item) in _UNKNOWN for item in arg):
@@ -149,7 +149,7 @@ class Recorder:
         return self._add(Call(name, (), Kind.INPUT, None, arg)) if known is None else int(known)
 
     def wrapped(self, slot: int) -> Any:
-        """What the kernel's Python gets for a result."""
+        """The object that the kernel's Python gets for a result."""
         value = self._values[slot]
         if isinstance(value, tuple):
             return tuple(
@@ -182,7 +182,7 @@ def by_position(function: Any, args: tuple[Any, ...], named: Mapping[str, Any]) 
     """The arguments of a call, those given by name in their places. Raises Untraceable if one has no place."""
     bound = inspect.signature(function).bind(*args, **named)
     if bound.kwargs:
-        raise Untraceable(f"arguments that are given by name alone: {', '.join(bound.kwargs)}")
+        raise Untraceable(f"arguments that are given only by name: {', '.join(bound.kwargs)}")
     return bound.args
 
 
@@ -195,7 +195,7 @@ def _kind(name: str) -> Kind:
 
 
 def identity(module: Any, value: Any) -> object:
-    """What a constant is, for comparison with others. Raises Untraceable where that is more than its value."""
+    """Identity of a constant, for comparison with others. Raises Untraceable if it has more than its value."""
     value = plain(value)
     core, kind = module.tl.core, type(value)
     if value is None or kind in (int, bool, str):
@@ -214,9 +214,9 @@ def identity(module: Any, value: Any) -> object:
 
 
 class Number:
-    """A Python number of a program that is not known yet: where it is compared, the answer is a decision.
+    """A Python number of a program that is not known yet: a comparison with it is a decision.
 
-    To `isinstance` it is the number that it stands for, to C code none, so nothing takes it for a number unasked.
+    `isinstance` sees the number that it represents, C code does not, so nothing uses it as a number by accident.
     """
 
     __slots__ = ("_kind", "_recorder", "slot")
@@ -313,7 +313,7 @@ class Repeater:
 
 
 def repeated(name: object, effect: Effect) -> Any:
-    """The answer of an effect that happened. Raises RuntimeError if it was another one."""
+    """Result of an effect that happened. Raises RuntimeError if it was another one."""
     known, value = effect
     if known != name:
         raise RuntimeError(f"the kernel did {name} where it did {known} a moment ago")

@@ -1,4 +1,4 @@
-"""Replacements in Triton's interpreter that can be called in every way in which the stock functions can.
+"""Selection of the replacements in Triton's interpreter that accept every call that the stock functions accept.
 
 A release of Triton may rename a parameter, add one, or call by name what it called by position. A replacement that does
 not take all of that would fail correct kernels, so it is left out, and the stock function stays.
@@ -19,17 +19,18 @@ _NONE = inspect.Parameter.empty
 
 
 def fitting(replacements: Iterable[Replacement]) -> list[Replacement]:
-    """Those of ``replacements``, (object, attribute, replacement), that take what the attribute takes now."""
+    """Elements of ``replacements``, (object, attribute, replacement), that take all arguments of the present
+    attribute."""
     return [(owner, name, new) for owner, name, new in replacements if not complaint(stock_of(owner, name), new)]
 
 
 def stock_of(owner: Any, name: str) -> Any:
-    """What stands under ``name`` now; None for a function that this Triton does not have."""
+    """The present value of ``name``; None for a function that this Triton does not have."""
     return inspect.getattr_static(owner, name, None)
 
 
 def complaint(stock: Any, replacement: Any) -> str:
-    """Why ``replacement`` cannot be used wherever ``stock`` is; empty if it can, or if there is no ``stock``."""
+    """Reason why ``replacement`` cannot be used instead of ``stock``; empty if it can, or if there is no ``stock``."""
     if stock is None:
         return ""
     if not callable(stock) or isinstance(stock, property):
@@ -55,7 +56,7 @@ def _takes_more(parameter: inspect.Parameter) -> bool:
 
 
 def _not_taken(wanted: inspect.Parameter, at: int, given: list[inspect.Parameter]) -> str:
-    """Why a parameter of the stock function, its number ``at``, cannot be given."""
+    """Reason why a parameter of the stock function, its number ``at``, cannot be given."""
     kinds = {parameter.kind for parameter in given}
     if _takes_more(wanted):
         what = "any further positional arguments" if wanted.kind is _ANY_POSITION else "any further named arguments"

@@ -1,4 +1,4 @@
-"""Making Triton's interpreter faster without changing what it computes.
+"""Replacements that make Triton's interpreter faster with equal results.
 
 The stock interpreter patches `triton.language` again for every nested call of a launch (tl.sum, tl.cdiv, ...), builds
 the description of a block for every operation on one, and repeats every 32-bit integer operation in 64 bits to check
@@ -42,7 +42,7 @@ def patch_language(module: Any) -> Any:
 
 @functools.cache
 def patches_can_be_shared(module: Any) -> bool:
-    """Whether the language can be patched and put back as a whole."""
+    """True if the language can be patched and restored as a whole."""
     try:
         patch_language(module).restore()
     except (AttributeError, TypeError):

@@ -12,7 +12,7 @@ __all__ = ["BlocksOfVllmBackend"]
 
 
 class BlocksOfVllmBackend(KernelBackend):
-    """Block table, sequence lengths, query offsets and slot mapping; K and V of a head share a row. Chains alone."""
+    """Block table, sequence lengths, query offsets and slot mapping; K and V of a head share a row. Only chains."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
@@ -22,21 +22,21 @@ class BlocksOfVllmBackend(KernelBackend):
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
-        """One tensor a layer. The kit is told where K and V of a slot are by views of it."""
+        """Allocate one tensor per layer. Views of it show the kit where K and V of a slot are."""
         shapes = [(spec.pages, each.tp_k_head_num, spec.page_size, 2 * each.head_dim) for each in spec.layers]
         caches = [torch.zeros(shape, dtype=spec.dtype, device=spec.device) for shape in shapes]
         halves = [cache.transpose(1, 2).chunk(2, -1) for cache in caches]
         return [KVLayer(key, value, cache) for (key, value), cache in zip(halves, caches, strict=True)]
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
-        """``reshape_and_cache``: rows of padding go to block 0, which is nobody's."""
+        """Store rows like ``reshape_and_cache``: rows of padding go to block 0, which no request owns."""
         cache = self.context.kv_pool.get_layer_buffer(plan.layer.layer_id)
         slot_mapping = plan.out_cache_loc.clamp(min=0)
         rows = torch.cat([k, v], -1).to(cache.dtype)
         cache[slot_mapping // plan.page_size, :, slot_mapping % plan.page_size] = rows
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Every row against every block of its request, masked; in float32. Shapes as in ``KernelBackend.run``."""
+        """Attend every row to every block of its request, masked, in float32. Shapes as in ``KernelBackend.run``."""
         cache = self.context.kv_pool.get_layer_buffer(plan.layer.layer_id)
         query_start_loc, seq_lens = plan.cu_seqlens_q, plan.kv_lens
         row = torch.arange(len(q), device=q.device)

@@ -17,7 +17,8 @@ _attend = torch.compile(flex_attention, dynamic=True)
 
 
 class FlexBackend(KernelBackend):
-    """Every mode, chains alone. Shapes follow batch size and rows, never a length, so lengths recompile nothing."""
+    """Every mode, only chains. Shapes depend on batch size and rows, not on lengths, so new lengths recompile
+    nothing."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa"}, dtypes={"bf16", "fp16"},
@@ -42,14 +43,14 @@ class FlexBackend(KernelBackend):
         return out.transpose(1, 2)[request, within]
 
     def gathered(self, cache: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """Each request's keys or values [bs, Hk, slots, D]. What lies behind them may be NaN, which weighs nothing and
-        is NaN all the same: it is made zero."""
+        """Keys or values of each request [bs, Hk, slots, D]. Slots after them may hold NaN, and 0 * NaN is NaN, so they
+        are zeroed."""
         rows = cache[plan.page_table.long()].flatten(1, 2)
         there = torch.arange(rows.shape[1], device=cache.device) < plan.kv_lens[:, None]
         return rows.masked_fill(~there[:, :, None, None], 0.0).transpose(1, 2)
 
     def block_mask(self, plan: KernelPlan, slots: int) -> BlockMask:
-        """Which keys a row sees, and how many blocks of them a request has."""
+        """Mask of the keys that each row sees, with the number of key blocks of each request."""
         window = plan.layer.sliding_window_size
         reach = torch.full_like(plan.kv_lens, window if window >= 0 else plan.max_kv_len)
         prefix, kv_lens = plan.kv_lens - plan.cu_seqlens_q.diff(), plan.kv_lens

@@ -20,12 +20,12 @@ _DECODE = MinimalBackend.capabilities.with_changes(eager={"decode"}, graph={"dec
 
 
 class _Planned(MinimalBackend):
-    """Healthy: page table and lengths live in buffers that are filled outside the graph."""
+    """Healthy parent: page table and lengths live in buffers that are filled outside the graph."""
 
     capabilities = _DECODE
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The buffers of all graphs."""
+        """Allocate the buffers of all graphs."""
         context = self.context
         self.lens = torch.zeros(max_bs, dtype=torch.int32, device=context.device)
 
@@ -40,7 +40,7 @@ class _Planned(MinimalBackend):
         self._use(self.eager_lens)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """What the captured kernel reads."""
+        """Use the buffers, which the captured kernel reads."""
         super().init_forward_metadata_in_graph(batch)
         self._use(self.lens[: batch.batch_size])
 
@@ -66,13 +66,13 @@ class BakedMaxLength(_Planned):
     max_len = 0
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Right at every step, and useless after capture."""
+        """Take the longest length. It is right at every step, and has no effect on a captured graph."""
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.seq_lens_cpu is not None
         self.max_len = int(batch.seq_lens_cpu[: batch.batch_size].max())
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """As above."""
+        """Take the longest length of an eager batch."""
         assert batch.seq_lens_cpu is not None
         self.max_len = int(batch.seq_lens_cpu.max())
         super().init_forward_metadata(batch)
@@ -86,7 +86,7 @@ class BakedMaxLength(_Planned):
 
 
 class HostRead(_Planned):
-    """Reads a length on the host inside the captured region; in eager mode it may, since it says so."""
+    """Reads a length on the host inside the captured region. In eager it may: it declares ``eager_waits``."""
 
     capabilities = _DECODE.with_changes(eager_waits=True)
 
@@ -111,7 +111,7 @@ class FreedWorkspace(_Planned):
         self._grow(batch.batch_size)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """An eager batch is given a little more."""
+        """Give an eager batch a larger workspace."""
         super().init_forward_metadata(batch)
         self._grow(batch.batch_size + 1)
 
@@ -122,7 +122,7 @@ class FreedWorkspace(_Planned):
             self.workspace = torch.zeros(need, device=self.context.device)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """The result takes its way through the workspace."""
+        """Copy the result through the workspace."""
         out = super().run(q, kv, plan)
         scratch = self.workspace[: out.numel()].view(out.shape)
         scratch.copy_(out)

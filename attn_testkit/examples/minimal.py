@@ -1,4 +1,4 @@
-"""A backend from one kernel call: what the README shows."""
+"""A backend made from one kernel call, as the README shows it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ class MinimalBackend(KernelBackend):
     )
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Every query row against every slot of its request, masked; in float32. Shapes as in ``KernelBackend.run``."""
+        """Attend every query row to every slot of its request, masked, in float32. Shapes as in
+        ``KernelBackend.run``."""
         request, visible = self.visible(q, plan)
         k, v = (cache[plan.page_table.long()].flatten(1, 2)[request].float() for cache in kv)
         rows = q.view(len(q), plan.layer.tp_k_head_num, plan.layer.q_per_kv, -1).float()
@@ -33,7 +34,7 @@ class MinimalBackend(KernelBackend):
         return torch.einsum("thgs,tshd->thgd", p, v).flatten(1, 2).to(q.dtype)
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Request of each row [T], and which slots it sees [T, max_pages * page_size]."""
+        """Request of each row [T], and the slots that it sees [T, max_pages * page_size]."""
         row = torch.arange(len(q), device=q.device)
         request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
         count = plan.cu_seqlens_q.diff()

@@ -16,14 +16,14 @@ __all__ = ["OffByOneBackend"]
 
 
 class OffByOneBackend(MinimalBackend):
-    """With 512 keys and gaussian values the missing ones hide under a tolerance of 3e-2."""
+    """Keys of a partly filled last page are missing. With 512 gaussian keys a tolerance of 3e-2 hides that."""
 
     capabilities = MinimalBackend.capabilities.with_changes(
         eager={"decode"}, graph={"decode"}, page_sizes={16}, max_q_rows=1, max_topk=0
     )
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the parent, cut after the last full page."""
+        """Slots that the parent sees, cut after the last full page."""
         request, visible = super().visible(q, plan)
         full_pages = plan.kv_lens.clamp(min=plan.page_size) // plan.page_size
         slot = torch.arange(visible.shape[1], device=q.device)

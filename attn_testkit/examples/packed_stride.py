@@ -20,22 +20,23 @@ __all__ = ["PackedStrideBackend"]
 
 
 class PackedStrideBackend(MinimalBackend):
-    """Right in eager, and right in a graph as long as nobody rejects a token."""
+    """Right in eager, and right in a graph as long as every request accepts all tokens."""
 
     capabilities = MinimalBackend.capabilities.with_changes(eager={"draft-extend"}, graph={"draft-extend"}, max_topk=0)
     _captured = False
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Remember that what follows is captured: the kernel bakes its layout in."""
+        """Remember that a capture follows, in which the kernel fixes its layout."""
         self._captured = in_capture
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Eager."""
+        """Prepare an eager step."""
         self._captured = False
         self.init_forward_metadata_in_graph(batch)
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
-        """Under capture rows are assigned to requests by a fixed stride, while lengths come from packed offsets."""
+        """Slots that each row sees. Under capture a fixed stride assigns rows to requests, while lengths come from
+        packed offsets."""
         if not self._captured:
             return super().visible(q, plan)
         row = torch.arange(len(q), device=q.device)

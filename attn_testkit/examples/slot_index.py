@@ -1,4 +1,4 @@
-"""The adapter of a kernel that finds keys by slot (SGLang, LightLLM), with a cache writer of its own."""
+"""The adapter of a kernel that finds keys by slot (SGLang, LightLLM) and has its own cache writer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["SlotIndexBackend"]
 
 
 class SlotIndexBackend(KernelBackend):
-    """Every mode, chains alone; pages of any size, which the kernel does not know."""
+    """Every mode, only chains; pages of any size, which the kernel does not know."""
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
@@ -21,12 +21,12 @@ class SlotIndexBackend(KernelBackend):
     )  # fmt: skip
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
-        """The kernel's own writer."""
+        """Store rows with the kernel's own writer."""
         buffers = self.context.kv_pool.get_kv_buffer(plan.layer.layer_id)
         store_slots(k, v, *buffers, plan.out_cache_loc, plan.k_scale, plan.v_scale)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """One call. Shapes as in ``KernelBackend.run``."""
+        """Call the kernel once. Shapes as in ``KernelBackend.run``."""
         layer = plan.layer
         return attend_slots(
             q, kv[0].flatten(0, 1), kv[1].flatten(0, 1), plan.cu_seqlens_q, plan.kv_indptr, plan.kv_indices,

@@ -14,7 +14,8 @@ def store_slots(
     k: torch.Tensor, v: torch.Tensor, k_buffer: torch.Tensor, v_buffer: torch.Tensor, loc: torch.Tensor,
     k_scale: torch.Tensor, v_scale: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Rows k and v [T, Hk, D] to slots ``loc`` [T] of the buffers [slots, Hk, D], divided by [1] float32 scales."""
+    """Store rows k and v [T, Hk, D] in slots ``loc`` [T] of the buffers [slots, Hk, D], divided by [1] float32
+    scales."""
     for rows, buffer, scale in ((k, k_buffer, k_scale), (v, v_buffer, v_scale)):
         if buffer.dtype.itemsize == 1:
             most = torch.finfo(buffer.dtype).max
@@ -56,7 +57,7 @@ def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, sm_scale: float,
     logit_cap: float = 0.0, sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:  # fmt: skip
-    """One request: q [T, Hq, D] on k and v [n, Hk, D] as far as ``seen`` [T, n] says; in float32."""
+    """Attend one request in float32: q [T, Hq, D] on k and v [n, Hk, D], masked by ``seen`` [T, n]."""
     heads = k.shape[1]
     logits = torch.einsum("thgd,nhd->thgn", q.reshape(len(q), heads, -1, q.shape[-1]).float(), k) * sm_scale
     if logit_cap:

@@ -1,4 +1,4 @@
-"""Broken backends, healthy controls, the catalogue that the audit judges the kit by, and the journal of known bugs."""
+"""Broken backends, healthy controls, the catalogue by which the audit tests the kit, and the journal of known bugs."""
 
 from .catalogue import Control, Fault, all_controls, all_faults
 from .known_bugs import KnownBug, all_known_bugs, thread_address

@@ -65,7 +65,7 @@ class FreshTensorInsteadOfCopy(PlannedBackend):
     hint="fill it in place|allocate it once",
 )
 class Fp8SchedMetaFreshTensors(PlannedBackend):
-    """With an FP8 pool the split plan is put on the metadata as a new tensor; its graph buffer is dead."""
+    """The split plan is a new tensor with an FP8 pool, and its graph buffer is not updated."""
 
     @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
@@ -197,7 +197,7 @@ class RowStrideFromLiveBatchMax(PlannedBackend):
     hint="planned",
 )
 class BranchMissingInGraphPath(PlannedBackend):
-    """When capture and replay were merged the branch of extend was not ported: it falls through without metadata."""
+    """The branch of extend was not ported when capture and replay were merged: it has no metadata."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -215,7 +215,7 @@ class BranchMissingInGraphPath(PlannedBackend):
     modelled="the key is the backend's, where upstream it was the runner's",
 )
 class GraphKeyMissingQueryLen(PlannedBackend):
-    """Metadata of graphs are kept by batch size alone: another mode of that size is captured with its views."""
+    """Metadata of graphs are kept only by batch size: another mode of that size is captured with its views."""
 
     @override
     def views(self, batch: ForwardBatch) -> Metadata:

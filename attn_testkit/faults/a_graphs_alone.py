@@ -1,4 +1,4 @@
-"""Class A: modes that run in graphs alone, so that no eager run of the same batch says what a replay should give."""
+"""Class A: modes that run only in graphs, so a replay cannot be compared with an eager run of the same batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 class GraphsAlone(PlannedBackend):
-    """Nothing runs eagerly in modes that are not claimed there. Healthy."""
+    """Healthy parent: modes that are declared only for graphs never run eagerly."""
 
     capabilities = LEAN.with_changes(eager=(), graph=_ALL)
 
@@ -53,7 +53,7 @@ class CapturedLengthsInGraphsAlone(GraphsAlone):
     hint="bucket of exactly",
 )
 class PaddedRowsCountInGraphsAlone(GraphsAlone):
-    """With padded requests in the batch the last live one loses a key, and there is no eager run to compare with."""
+    """The last live request loses a key if the batch has padded ones, and there is no eager run to compare with."""
 
     @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
@@ -72,7 +72,7 @@ class PaddedRowsCountInGraphsAlone(GraphsAlone):
     hint="the constructor accepted it",
 )
 class GraphsAloneAndNothingChecked(GraphsAlone):
-    """No mode runs eagerly, and the constructor goes on where nobody claimed what it is asked for."""
+    """The constructor accepts undeclared contexts, in a class of which no mode runs eagerly."""
 
     def __init__(self, context: BackendContext) -> None:
         with contextlib.suppress(Unsupported):

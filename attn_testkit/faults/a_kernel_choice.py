@@ -1,4 +1,4 @@
-"""Class A: which kernel a batch size has, and what is built a second time before its capture."""
+"""Class A: the kernel of a batch size, and metadata that are built a second time before its capture."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class KernelSwitchOffByOne(PlannedBackend):
     hint="",
 )
 class MetadataMadeAnewBeforeCapture(PlannedBackend):
-    """The second build, between warm-up and capture, has tensors of its own, and replays fill those of the first."""
+    """The second build, between warm-up and capture, makes new tensors, and replays fill those of the first build."""
 
     @override
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:

@@ -1,4 +1,4 @@
-"""Class A: one instance that runs several modes by turns, whose eager plans share their metadata."""
+"""Class A: one instance that alternates between modes, whose eager plans share their metadata."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .parent import PlannedBackend
 _ALL = tuple(ForwardMode)
 
 Key = tuple[ForwardMode, tuple[int, ...], tuple[int, ...]]
-"""Of a plan: its mode, ``seq_lens``, and new rows where the mode has them."""
+"""Key of a plan: its mode, ``seq_lens``, and new rows in modes that have them."""
 
 
 class SharedPlans(PlannedBackend):
@@ -27,7 +27,7 @@ class SharedPlans(PlannedBackend):
         self.shared: Key | None = None
 
     def is_fresh(self, key: Key) -> bool:
-        """Whether the shared metadata are those of ``key``."""
+        """True if the shared metadata are those of ``key``."""
         return self.shared == key
 
     @override

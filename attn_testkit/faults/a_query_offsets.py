@@ -57,7 +57,7 @@ class DraftExtendQlensSeededOnce(PlannedBackend):
     hint="in eager it is right",
 )
 class QoStrideStepsPlusOne(FixedStrideBackend):
-    """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows a request."""
+    """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows per request."""
 
     @override
     def views(self, batch: ForwardBatch) -> Metadata:
@@ -114,7 +114,7 @@ class CaptureZeroesQueryStartLoc(PlannedBackend):
     hint="rows are packed|in eager it is right",
 )
 class HostCumsumInsideCapturedForward(PlannedBackend):
-    """The captured forward sums query lengths on the host into pinned memory; a replay re-runs the copy alone."""
+    """The captured forward sums query lengths on the host into pinned memory; a replay re-runs only the copy."""
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 

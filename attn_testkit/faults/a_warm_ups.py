@@ -1,4 +1,4 @@
-"""Class A: what only the warm-ups before a capture show, because every replay is right."""
+"""Class A: bugs that only the warm-ups before a capture show, because every replay is right."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _DECODING = _DECODE + _VERIFY
     hint="outside page 0",
 )
 class DummyBatchWritesBehindPage0(PlannedBackend):
-    """The plan for a capture gives dummy requests slots of their own, behind page 0; only replays use the batch's."""
+    """The plan for a capture gives dummy requests slots after page 0; only replays use the batch's slots."""
 
     @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
@@ -68,7 +68,7 @@ class WarmUpTunedOnLiveSlots(PlannedBackend):
     hint="only a plan resets",
 )
 class QueueHeadResetByPlansAlone(CountedRunsBackend):
-    """Each forward takes the work items behind those of the last one: the second of one plan finds none."""
+    """Each forward takes the work items after those of the last one: the second forward of a plan finds none."""
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
@@ -106,7 +106,7 @@ class ThirdRunWrapsARingOfTwo(CountedRunsBackend):
     hint="planning an eager step",
 )
 class EagerPlanWaits(PlannedBackend):
-    """The longest length is fetched from the device, in eager mode alone."""
+    """The longest length is fetched from the device, only in eager mode."""
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:

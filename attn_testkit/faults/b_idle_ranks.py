@@ -1,4 +1,4 @@
-"""Class B: steps without a live request, as a rank has them that has none while the others do."""
+"""Class B: steps without a live request, as on a data-parallel rank without work."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 LEAN = PlannedBackend.capabilities.with_changes(
     families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
 )
-"""Few values of what says nothing about it."""
+"""Capabilities with few values in fields that do not matter here."""
 
 
 @fault(
@@ -43,7 +43,7 @@ class IdleRankHasNoLongest(PlannedBackend):
     hint="no live request",
 )
 class IdleReplayKeepsTheLastPlan(PlannedBackend):
-    """Without a live request nothing is planned, and the graph writes once more where the batch before had its rows."""
+    """A batch without live requests is not planned, and the graph writes to the rows of the batch before again."""
 
     capabilities = LEAN
 
@@ -62,7 +62,7 @@ class IdleReplayKeepsTheLastPlan(PlannedBackend):
     hint="",
 )
 class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
-    """The replay behind one without a live request keeps that one's lengths."""
+    """The replay after one without a live request keeps that one's lengths."""
 
     capabilities = LEAN
     idle = False
@@ -86,10 +86,11 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     executions=("eager",),
     checks=("completes",),
     hint="takes_empty_batches",
-    modelled="an eager batch without requests stands for the dummy batch of an idle rank",
+    modelled="an eager batch without requests represents the dummy batch of an idle rank",
 )
 class IdleMetadataForWrongMode(PlannedBackend):
-    """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode, wants some."""
+    """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode and needs
+    some."""
 
     capabilities = LEAN.with_changes(takes_empty_batches=True)
     planned = True
@@ -114,7 +115,7 @@ class IdleMetadataForWrongMode(PlannedBackend):
     hint="takes_empty_batches",
 )
 class EmptyBatchDividesByRequests(PlannedBackend):
-    """Rows a request are counted by dividing by the requests, and the claims say that there may be none."""
+    """Rows per request are counted by a division by the requests, although empty batches are declared."""
 
     capabilities = LEAN.with_changes(takes_empty_batches=True)
 
@@ -133,7 +134,7 @@ class EmptyBatchDividesByRequests(PlannedBackend):
     hint="",
 )
 class EmptyBatchReturnsARow(PlannedBackend):
-    """For an empty batch a kernel of one row is launched, and its row is returned."""
+    """A kernel of one row is launched for an empty batch, and its row is returned."""
 
     capabilities = LEAN.with_changes(takes_empty_batches=True)
 

@@ -1,4 +1,4 @@
-"""Class B: rows of no request behind those that were planned, for backends that say that they take such."""
+"""Class B: rows of no request after the planned ones, for backends that declare that they take them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CLAIMS = LEAN.with_changes(takes_more_rows=True)
 
 
 class SlotsOfTheForward(PlannedBackend):
-    """Healthy: the rows of a forward go where its own batch says, however many they are."""
+    """Healthy parent: a forward stores its rows in the slots of its own batch, however many there are."""
 
     capabilities = _CLAIMS
 
@@ -50,7 +50,7 @@ class SlotsOfTheForward(PlannedBackend):
     hint="takes_more_rows",
 )
 class SlotsOfThePlanForMoreRows(PlannedBackend):
-    """Rows are stored where the plan says, and there are more of them."""
+    """Rows are stored in the slots of the plan, and there are more rows."""
 
     capabilities = _CLAIMS
 
@@ -63,7 +63,7 @@ class SlotsOfThePlanForMoreRows(PlannedBackend):
     hint="takes_more_rows",
 )
 class WidthOfMoreRows(SlotsOfTheForward):
-    """Rows a request are those of q over the number of requests, and q has more than were planned."""
+    """The rows per request are q's rows over the number of requests, and q has more rows than planned."""
 
     @override
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
@@ -80,7 +80,7 @@ class WidthOfMoreRows(SlotsOfTheForward):
     hint="takes_more_rows",
 )
 class MoreRowsAreCutOff(SlotsOfTheForward):
-    """The output has the rows of the plan, and the layers around attention go on with all."""
+    """The output has only the rows of the plan, and the layers around attention continue with all rows."""
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Class B: padded requests that have neither rows nor keys, for backends that say that they take such."""
+"""Class B: padded requests that have neither rows nor keys, for backends that declare that they take them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 class OffsetsBackend(PlannedBackend):
-    """Healthy: counts rows by ``query_start_loc``, which padded requests have no part of."""
+    """Healthy parent: counts rows by ``query_start_loc``, in which padded requests have none."""
 
     capabilities = LEAN.with_changes(padded_requests={"nothing"})
 
@@ -26,7 +26,7 @@ class OffsetsBackend(PlannedBackend):
 
 @fault(
     slug="width-of-the-last-request",
-    source="general; query_start_loc of vLLM, whose tail stands still",
+    source="general; query_start_loc of vLLM, whose tail is constant",
     modes=_ALL,
     executions=("graph",),
     checks=("padding-inert", "replay-follows-batch"),
@@ -51,7 +51,7 @@ class WidthOfTheLastRequest(OffsetsBackend):
     modelled="NaN of 0 / 0 reaches live rows by a sum over requests",
 )
 class PaddedRequestsDivideByTheirRows(OffsetsBackend):
-    """Keys a row are balanced over requests, and a padded one divides none by none."""
+    """Keys per row are balanced over requests, and a padded request divides 0 by 0."""
 
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Class B: padded rows. What fills the rows between the live batch and its bucket reaches live rows."""
+"""Class B: padded rows. Contents of the rows between the live batch and its bucket reach live rows."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class MetadataForLiveRowsOnly(PlannedBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="no live request|an earlier token|this step",
-    modelled="KV rows stand for the state checkpoints of a hybrid model",
+    modelled="KV rows represent the state checkpoints of a hybrid model",
 )
 class SlotsTailStale(MetadataForLiveRowsOnly):
     """Slots past the live rows keep the previous replay's destinations, and padded rows are written there."""
@@ -221,7 +221,7 @@ class AllZeroLensScheduler(PlannedBackend):
     hint="KV tokens are right, of|KV tokens are missing|in eager it is right",
 )
 class PiecewiseCropDropsPrefix(PlannedBackend):
-    """To shed padding, keys are cropped to the number of query rows, which drops all but that many."""
+    """Keys are cropped to the number of query rows to drop padding, which drops the rest of the keys."""
 
     @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
@@ -311,7 +311,7 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
     modelled="state by place in the batch; upstream it is that of requests, and the layers are Mamba's",
 )
 class StaleRequestStateFakesPrefill(PlannedBackend):
-    """Who is prefilling is noted by row, and not for padding: an old note makes a batch of decodes a mixed one."""
+    """Prefilling requests are noted by row, except for padding: an old note makes a batch of decodes a mixed one."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -327,7 +327,7 @@ class StaleRequestStateFakesPrefill(PlannedBackend):
 
     @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
-        # The other kernel of a mixed batch is given the prefix alone, and here nobody gives it the new rows.
+        # The other kernel of a mixed batch gets only the prefix, and here nothing adds the new rows.
         seen = super().visible(meta, layer, position)
         stored = self.index[: seen.shape[-1]] < (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None, None]
         return seen & (stored | ~self.mixed) if self.in_graph else seen

@@ -1,4 +1,4 @@
-"""Healthy backends that are built otherwise than their parent, for faults to be overrides of, and controls to be."""
+"""Healthy backends that are built differently from their parent, for faults to override and controls to use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ __all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "Register
 
 
 class KeptPlansBackend(PlannedBackend):
-    """Eager plans are kept, and used again for a batch with the same key: all that a plan is made from."""
+    """Eager plans are kept, and used again for a batch with the same key, which has everything that a plan depends
+    on."""
 
     capabilities = PlannedBackend.capabilities.with_changes(eager_waits=True)
 
@@ -29,7 +30,7 @@ class KeptPlansBackend(PlannedBackend):
         self.metadata = self.kept[key]
 
     def plan_key(self, batch: ForwardBatch) -> tuple[object, ...]:
-        """Bytes, for which an eager plan waits for the device: ``eager_waits`` says so."""
+        """Bytes of the batch. An eager plan waits for the device to get them, and ``eager_waits`` declares that."""
         bs, spec = batch.batch_size, batch.spec_info
         parts = [batch.seq_lens[:bs], batch.out_cache_loc, self.plan_pages(batch)]
         if isinstance(spec, DraftExtendInput):
@@ -40,9 +41,9 @@ class KeptPlansBackend(PlannedBackend):
 
 
 class CascadeBackend(PlannedBackend):
-    """Whole pages that all prefixes begin with are attended once for all requests, and merged with what is each one's.
+    """Whole pages that all prefixes begin with are attended once for all requests, and merged with the other keys.
 
-    The first split is the shared part, which is read through request 0's pages; the others are of each request's own.
+    The first split is the shared prefix, read through request 0's pages; the others have each request's own keys.
     """
 
     common: torch.Tensor
@@ -74,9 +75,9 @@ class CascadeBackend(PlannedBackend):
 
 
 class RegisterRowsBackend(PlannedBackend):
-    """New keys and values are attended where the kernel has them, in ``k`` and ``v``, and stored by the same kernel.
+    """New keys and values are attended from ``k`` and ``v``, and stored by the same kernel.
 
-    With ``save_kv_cache`` False ``k`` and ``v`` are not looked at.
+    With ``save_kv_cache`` False ``k`` and ``v`` are not read.
     """
 
     new: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -100,7 +101,7 @@ class RegisterRowsBackend(PlannedBackend):
         return out
 
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """What is attended from registers; None: everything is in the pool."""
+        """Rows that are attended from registers; None: everything is in the pool."""
         return (k, v) if store else None
 
     @override
@@ -154,16 +155,17 @@ class TiledBackend(PlannedBackend):
         return torch.where(largest > top + self.slack, largest, top)
 
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-        """The accumulator with a tile's part."""
+        """Accumulator after a tile."""
         return out + part
 
     def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-        """P V of a tile."""
+        """Product P V of a tile."""
         return torch.einsum("bnwhgs,bshd->bnwhgd", p, values)
 
 
 class FixedStrideBackend(PlannedBackend):
-    """Captured kernels find a request's rows by a fixed stride, where each request has equally many; else packed."""
+    """Captured kernels find a request's rows by a fixed stride if all requests have equally many; else rows are
+    packed."""
 
     packed = False
 
@@ -196,7 +198,7 @@ class WorkListBackend(PlannedBackend):
     """Pairs of a row and a key are work items, numbered through; items past the total are not worked on."""
 
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
-        """[] int64: how many items there are, from the rows' positions [B, W] int64."""
+        """[] int64: number of items, from the rows' positions [B, W] int64."""
         return (position + 1).clamp(min=0).sum()
 
     @override
@@ -206,9 +208,9 @@ class WorkListBackend(PlannedBackend):
 
 
 class BatchInvariantBackend(PlannedBackend):
-    """How keys are split depends on the request's own length alone, so its bits do not depend on others.
+    """Splits depend only on the request's own length, so its bits do not depend on other requests.
 
-    Requests are computed one by one: a batched matrix product chooses its way of summing by the size of the batch.
+    Requests are computed one by one: a batched matrix product chooses its order of summation by the size of the batch.
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)

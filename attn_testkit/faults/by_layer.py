@@ -12,7 +12,7 @@ __all__ = ["ByLayerBackend"]
 
 
 class ByLayerBackend(PlannedBackend):
-    """Plan and workspace are for every layer, and the kernel finds rows by strides that it computes. Healthy."""
+    """Healthy parent: plan and workspace fit every layer, and the kernel computes the strides of rows."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
         heads_by_layer=True, families={"gqa"}, dtypes={"bf16"}, head_dims={64, 128}, kv_dtypes={"same"}, page_sizes={4},
@@ -26,9 +26,9 @@ class ByLayerBackend(PlannedBackend):
         self.dims = torch.arange(widest, device=context.device)
 
     def addresses(self, layer: AttentionLayer, slots: torch.Tensor, strides_of: AttentionLayer) -> torch.Tensor:
-        """[*slots, Hk, D] int64: where the numbers of ``slots`` lie in K, and in V. No further than these reach.
+        """[*slots, Hk, D] int64: addresses of the numbers of ``slots`` in K, and in V, bounded by their size.
 
-        ``strides_of``: the layer whose rows and heads are as far apart.
+        ``strides_of``: the layer whose strides are used.
         """
         by_head = strides_of.head_dim
         by_slot = strides_of.tp_k_head_num * by_head
@@ -37,11 +37,11 @@ class ByLayerBackend(PlannedBackend):
         return (slots[..., None, None] * by_slot + head + dim).clamp(max=last)
 
     def reads_from(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
-        """Where the kernel looks for keys and values."""
+        """Addresses at which the kernel reads keys and values."""
         return self.addresses(layer, slots, layer)
 
     def writes_to(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
-        """Where the cache writer stores new rows."""
+        """Addresses at which the cache writer stores new rows."""
         return self.addresses(layer, slots, layer)
 
     @override

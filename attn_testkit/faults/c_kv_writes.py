@@ -1,4 +1,4 @@
-"""Class C: writing K and V. To the wrong slot, to an unowned one, too much, or not what the model computed."""
+"""Class C: stores of K and V to a wrong or unowned slot, too many, or of other values than the model's."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="slot",
-    modelled="padded rows of a decode stand for the dummy draft steps of an idle rank",
+    modelled="padded rows of a decode represent the dummy draft steps of an idle rank",
 )
 class PaddingWritesThroughStaleRows(PlannedBackend):
     """Slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on."""
@@ -130,10 +130,10 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="K and V|slot",
-    modelled="rejected rows of a graph stand for rows from rounding to the parallel size",
+    modelled="rejected rows of a graph represent rows from rounding to the parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
-    """Rows behind the live ones are stored too, with the live locations taken round again."""
+    """Rows after the live ones are stored too, in the live locations over again."""
 
     @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class AlignmentRowsMaterialised(PlannedBackend):
     hint="K and V|slot|not its own",
 )
 class ScatterDestIncludesSourceRow(PlannedBackend):
-    """Rows are stored two a block, and the destination of the second adds its place in the block once more."""
+    """Rows are stored two per block, and the destination of the second adds its place in the block once more."""
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -285,7 +285,7 @@ class StoresOneHeadTooFew(PlannedBackend):
     hint="save_kv_cache=False",
 )
 class SaveKvCacheIgnored(PlannedBackend):
-    """Rows are stored whatever save_kv_cache says, over those of a layer that shares its keys and values."""
+    """Rows are stored even if save_kv_cache is False, over those of a layer that shares its keys and values."""
 
     @override
     def forward(
@@ -309,7 +309,7 @@ class SaveKvCacheIgnored(PlannedBackend):
     hint="save_kv_cache=False",
 )
 class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
-    """The kernel attends the new rows from k and v, also where save_kv_cache is False and only the pool has them."""
+    """The kernel attends the new rows from k and v, even if save_kv_cache is False and only the pool has them."""
 
     capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
 

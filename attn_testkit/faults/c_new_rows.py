@@ -1,4 +1,4 @@
-"""Class C: what a forward does with its own k and v: attended, stored already, or of rows that are padding."""
+"""Class C: a forward's own k and v: attended, stored already, or of padding rows."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALL = tuple(ForwardMode)
 FP8 = PlannedBackend.capabilities.with_changes(
     kv_dtypes={"fp8_e4m3"}, dtypes={"bf16"}, families={"gqa"}, head_dims={64}, logit_cap=False, sinks=False
 )
-"""An FP8 pool, and few values of what says nothing about it."""
+"""Capabilities with an FP8 pool, and few values in fields that do not matter here."""
 
 
 @fault(
@@ -26,7 +26,7 @@ FP8 = PlannedBackend.capabilities.with_changes(
     hint="new_rows_as_given",
 )
 class AttendsNewRowsAsGiven(RegisterRowsBackend):
-    """New rows are attended in the model's dtype, stored in FP8, and the claims say that they are attended as stored.
+    """New rows are attended in the model's dtype, stored in FP8, and declared as attended from the FP8 pool.
 
     The same tokens give other numbers once they are prefix.
     """
@@ -42,7 +42,7 @@ class AttendsNewRowsAsGiven(RegisterRowsBackend):
     hint="new_rows_as_given",
 )
 class DeclaresNewRowsAsGiven(PlannedBackend):
-    """The claims say that new rows are attended as given, and the kernel reads them from the FP8 pool."""
+    """New rows are declared as attended unquantized, and the kernel reads them from the FP8 pool."""
 
     capabilities = FP8.with_changes(new_rows_as_given=_ALL)
 
@@ -56,7 +56,7 @@ class DeclaresNewRowsAsGiven(PlannedBackend):
     hint="takes_none_kv",
 )
 class ReshapesKBeforeItAsks(PlannedBackend):
-    """k is brought into shape before save_kv_cache is looked at, and where the pool holds it already it is None."""
+    """k is reshaped before save_kv_cache is tested, and it is None if the pool holds the rows already."""
 
     capabilities = PlannedBackend.capabilities.with_changes(takes_none_kv=True)
 

@@ -1,4 +1,4 @@
-"""The list of faults and healthy controls: who registers, and where to look things up."""
+"""The list of faults and healthy controls: registration and lookup."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ CLASSES = {
     "I": "addressing, strides, dtypes",
     "J": "workspaces, lifetime, aliasing",
     "K": "host lengths and synchronisation",
-    "L": "wrappers, claims, contracts",
+    "L": "wrappers, capabilities, contracts",
     "M": "speculative bookkeeping",
     "N": "determinism and batch invariance",
     "O": "drafts: their forwards and branches",
     "P": "prefill: cached prefixes, chunks, mixed batches",
-    "Q": "parts of keys: log-sum-exps and merging",
+    "Q": "KV splits: log-sum-exps and merging",
 }
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
 
@@ -46,26 +46,26 @@ class Fault:
 
     slug: str
     source: str
-    """Project and number; ``general`` where the mechanism is common knowledge."""
+    """Project and number; ``general`` if the mechanism is common knowledge."""
     modes: tuple[ForwardMode, ...]
     executions: tuple[Execution, ...]
     checks: tuple[str, ...]
     """Ids of checks that must catch it; the first is the one expected."""
     backend: type[AttentionBackend]
     hint: str = ""
-    """Regular expression that a failure text which points at the cause matches; empty: none is asked for."""
+    """Regular expression that the failure text must match, because it names the cause; empty: no requirement."""
     modelled: str = ""
-    """How it is scaled down from the real bug, if it is."""
+    """Simplification of the real bug, if any."""
 
     @property
     def bug_class(self) -> str:
-        """Key of ``CLASSES``, which the file's name begins with; empty where it begins with none."""
+        """Key of ``CLASSES`` that the file's name begins with; empty if there is none."""
         letter, separator, _ = self.backend.__module__.rpartition(".")[2].partition("_")
         return letter.upper() if separator and letter.upper() in CLASSES else ""
 
     @property
     def mechanism(self) -> str:
-        """What the code does wrong, in a sentence: the class's own docstring."""
+        """The mistake of the code, in a sentence: the class's own docstring."""
         return _docstring(self.backend)
 
     @property
@@ -83,7 +83,7 @@ class Control:
 
     @property
     def why(self) -> str:
-        """Which liberty it takes, and who takes it in production: the class's own docstring."""
+        """The unusual behavior, and its users in production: the class's own docstring."""
         return _docstring(self.backend)
 
     @property
@@ -93,7 +93,7 @@ class Control:
 
 
 def _docstring(backend: type[AttentionBackend]) -> str:
-    """In one line. Not inherited: a class without one has none."""
+    """The class's own docstring in one line; empty if it has none."""
     return " ".join((backend.__doc__ or "").split())
 
 

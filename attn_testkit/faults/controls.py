@@ -1,7 +1,7 @@
-"""Healthy backends that differ from one another in the ways in which good backends legitimately do.
+"""Healthy backends that differ from one another in ways in which good backends may differ.
 
-The kit must find no fault with any of them; where it does, the kit is wrong. Most claim only the modes in which their
-liberty can be seen.
+The kit must find no fault with any of them; if it does, the kit is wrong. Most declare only the modes in which their
+unusual behavior shows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LEAN = _WHOLE.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims=
 
 
 def _in(*modes: str, **changes: Any) -> Any:
-    """Lean claims for some modes, eager and graph."""
+    """Few capabilities, for some modes, eager and graph."""
     trees = {} if "target-verify" in modes else {"max_topk": 0}
     return _LEAN.with_changes(eager=modes, graph=modes, sliding_window=modes, **trees, **changes)
 
@@ -58,7 +58,7 @@ class PlanInsideTheGraph(PlannedBackend):
 
     @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
-        """Nothing outside."""
+        """Do nothing outside the graph."""
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -172,7 +172,7 @@ class CpuLengthsNeeded(PlannedBackend):
 
 @control("kernel-by-batch-size")
 class KernelByBatchSize(PlannedBackend):
-    """Small batches are split over the keys, large ones are not; no bits are claimed."""
+    """Small batches are split over the keys, large ones are not; no equal bits are declared."""
 
     capabilities = _in("decode")
 
@@ -186,7 +186,7 @@ class KernelByBatchSize(PlannedBackend):
 
 @control("strided-v1-behind-a-scatter")
 class StridedV1BehindAScatter(PlannedBackend):
-    """Packed rows are spread to a uniform stride, and gathered again (trtllm)."""
+    """Packed rows are scattered to a uniform stride, and gathered again (trtllm)."""
 
     capabilities = _in("draft-extend")
 
@@ -208,7 +208,7 @@ class StridedV1BehindAScatter(PlannedBackend):
 
 @control("splits-in-any-order")
 class SplitsInAnyOrder(PlannedBackend):
-    """Splits are summed as they finish: other bits each time, and none are claimed."""
+    """Splits are summed as they finish: other bits each time, and determinism is not declared."""
 
     capabilities = _in("decode", deterministic=False)
     turn = 0
@@ -221,7 +221,7 @@ class SplitsInAnyOrder(PlannedBackend):
 
 @control("finite-page-tails")
 class FinitePageTails(PlannedBackend):
-    """Unused slots of the last page meet a weight of 0, and it says that they must be finite."""
+    """Unused slots of the last page get a weight of 0, and are declared to need finite numbers."""
 
     capabilities = _in("target-verify", finite_page_tails={"same", "fp8_e4m3"})
 
@@ -276,7 +276,7 @@ class MetadataObjectsRebuilt(PlannedBackend):
 
 @control("full-mask-buffer")
 class FullMaskBuffer(PlannedBackend):
-    """It hands the draft stage a FULL_MASK buffer of its own, filled in place."""
+    """The backend gives the draft stage its own FULL_MASK buffer, filled in place."""
 
     capabilities = _in("target-verify")
     mask_buffer: VerifyMask | None = None
@@ -297,7 +297,7 @@ class FullMaskBuffer(PlannedBackend):
 
 @control("older-graph-hooks")
 class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
-    """The pair of hooks of servers up to mid-2026; K and V go where the batch says."""
+    """The pair of hooks of servers up to mid-2026; K and V are stored by the batch's slots."""
 
     capabilities = _in("decode", "draft-extend")
 
@@ -314,7 +314,7 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
     def prepare(
         self, bs: int, rows: torch.Tensor, lens: torch.Tensor, mode: ForwardMode, spec: Any, capture: bool
     ) -> None:
-        """As the newer hook, from the older one's arguments."""
+        """Call the newer hook with the older one's arguments."""
         batch = SimpleNamespace(
             batch_size=bs,
             req_pool_indices=rows,
@@ -342,13 +342,13 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
 
 @control("nan-in-padded-rows")
 class NanInPaddedRows(PlannedBackend):
-    """Rows of padded requests hold NaN: nobody may look at them."""
+    """Output rows of padded requests hold NaN: nothing may read them."""
 
     capabilities = _in("decode", "draft-extend")
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        # A batch of padding alone is a capture's, and servers want its warm-up finite.
+        # A batch of only padding belongs to a capture, and servers want its warm-up finite.
         live = meta.slots >= self.context.page_size
         padded = ~live & live.any()
         return super().attend(q, layer, meta).masked_fill(padded[:, None, None], torch.nan)
@@ -356,7 +356,7 @@ class NanInPaddedRows(PlannedBackend):
 
 @control("forked-stream")
 class ForkedStream(PlannedBackend):
-    """The store runs on a stream of its own, which forks and joins inside the capture."""
+    """The store runs on its own stream, which forks and joins inside the capture."""
 
     capabilities = _in("draft-extend-v2")
 

@@ -1,4 +1,4 @@
-"""Healthy controls of the parents that are built otherwise, and of what they keep, share and size by what."""
+"""Healthy controls of the parents that are built differently, and of state that they keep, share and size."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _LEAN = PlannedBackend.capabilities.with_changes(families={"gqa", "mqa"}, dtypes
 
 @control("plans-kept-by-complete-key")
 class PlansKeptByCompleteKey(KeptPlansBackend):
-    """Eager plans are kept by all that they are made from, mask included."""
+    """Eager plans are kept by everything that they depend on, mask included."""
 
     capabilities = _LEAN.with_changes(
         graph={"target-verify"}, eager={"target-verify", "draft-extend"}, eager_waits=True
@@ -59,7 +59,7 @@ class LazyRescale(TiledBackend):
 
 @control("fixed-query-stride")
 class FixedQueryStride(FixedStrideBackend):
-    """Captured kernels find rows by a fixed stride where all requests have equally many, and by offsets elsewhere."""
+    """Captured kernels find rows by a fixed stride if all requests have equally many, else by offsets."""
 
     capabilities = _LEAN.with_changes(graph={"draft-extend", "draft-extend-v2"}, eager=())
 
@@ -73,7 +73,7 @@ class WorkList(WorkListBackend):
 
 @control("batch-invariant")
 class BatchInvariant(BatchInvariantBackend):
-    """A request's bits do not depend on its batch, and that is claimed."""
+    """A request's bits do not depend on its batch, and that is declared."""
 
     capabilities = BatchInvariantBackend.capabilities.with_changes(
         graph={"decode"},
@@ -93,7 +93,7 @@ class AChildForEachLayer(HybridBackend):
 
 @control("a-child-behind-every-hook")
 class AChildBehindEveryHook(WrapperBackend):
-    """A wrapper adds nothing: every hook and the mask buffer are its child's."""
+    """A wrapper that adds nothing: every hook and the mask buffer are its child's."""
 
     capabilities = _LEAN.with_changes(graph={"target-verify"}, eager={"decode"}, max_context_len=1 << 14)
 
@@ -108,7 +108,7 @@ class EverythingInTheGraph(DenseBackend):
 
 @control("graph-buffers-in-eager-too")
 class GraphBuffersInEagerToo(PlannedBackend):
-    """Eager steps that fit use the graphs' buffers, larger ones fresh memory."""
+    """Eager steps that fit use the graphs' buffers, larger ones new memory."""
 
     capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
 
@@ -128,7 +128,7 @@ class GraphBuffersInEagerToo(PlannedBackend):
         self.metadata = views
 
     def fits(self, batch: ForwardBatch) -> bool:
-        """Before the graphs there are no buffers."""
+        """True if the buffers exist and the batch fits; before the graphs there are none."""
         return hasattr(self, "buffers") and batch.batch_size <= len(self.buffers.kv_lens)
 
 

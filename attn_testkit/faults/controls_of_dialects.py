@@ -1,4 +1,4 @@
-"""Healthy controls of what servers and kernels disagree about, each of which says what it does."""
+"""Healthy controls of conventions in which servers and kernels differ, each declared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .parent import Metadata, PlannedBackend
 
 @control("new-rows-as-given")
 class NewRowsAsGiven(RegisterRowsBackend):
-    """New rows are attended in the model's dtype and stored in FP8, and it says so (sglang's and vLLM's prefill)."""
+    """New rows are attended in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
 
     capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, takes_none_kv=True)
 
@@ -41,12 +41,12 @@ class DraftRowsAsGiven(MultiStepBackend, RegisterRowsBackend):
 
 @control("fp8-probabilities-lifted")
 class Fp8ProbabilitiesLifted(Fp8Probabilities):
-    """Probabilities in FP8 times 256, queries in FP8, and it says so (FlashAttention 3)."""
+    """Probabilities in FP8 times 256 and queries in FP8, as declared (FlashAttention 3)."""
 
 
 @control("fp8-probabilities-unscaled")
 class Fp8ProbabilitiesUnscaled(Fp8ProbabilitiesWithoutAFactor):
-    """Probabilities of at most 1 in FP8, and it says so."""
+    """Probabilities of at most 1 in FP8, as declared."""
 
     capabilities = Fp8Probabilities.capabilities.with_changes(matmul_dtype="fp8_e4m3_unscaled")
 
@@ -66,7 +66,7 @@ class MetadataBuiltTwice(PlannedBackend):
 
 @control("kernel-by-capture-sizes")
 class KernelByCaptureSizes(PlannedBackend):
-    """Batches as large as the largest graph and larger are not split, and it names the size of its other switch."""
+    """Batches from the largest graph's size on are not split, and the other switch of kernels is declared."""
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
 
@@ -133,17 +133,17 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
 
 @control("lent-output")
 class WritesWhereItIsAsked(LentOutput):
-    """The output is written where the caller wants it, and elsewhere where none is given (vLLM)."""
+    """The output is written to the caller's memory if it is given (vLLM)."""
 
 
 @control("more-rows-than-planned")
 class MoreRowsThanPlanned(SlotsOfTheForward):
-    """Rows behind those of the plan are stored in page 0, and their output is somebody's result."""
+    """Rows after those of the plan are stored in page 0, and their output is any result."""
 
 
 @control("float32-in-tf32")
 class Float32InTf32(Float32ProductsInTf32):
-    """Products of float32 are those of tf32, and it says so (Triton's default)."""
+    """Products of float32 are computed in tf32, as declared (Triton's default)."""
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 

@@ -1,4 +1,4 @@
-"""Healthy backends for drafts, which differ in when they plan and from what."""
+"""Healthy backends for drafts, which differ in the time and inputs of their plans."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ class DraftLengthsFromPositions(MultiStepBackend):
 
 @control("draft-beside-its-target")
 class DraftBesideItsTarget(SpeculativeBackend):
-    """Drafts, verify and draft-extend on one instance, each planned by a child of its own: it goes through the loop."""
+    """Drafts, verify and draft-extend on one instance, each planned by its own child: it passes the loop."""
 
     capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, sliding_window=())
 
 
 @control("draft-behind-a-prefill")
 class DraftBehindAPrefill(CountsOnAPrefix):
-    """A draft without a prefix comes out wrong, and it claims none (sglang's multi-step backends)."""
+    """A draft without a prefix comes out wrong, and is not declared (sglang's multi-step backends)."""
 
     capabilities = CountsOnAPrefix.capabilities.with_changes(drafts_without_prefix=False)

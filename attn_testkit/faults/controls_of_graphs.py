@@ -1,4 +1,4 @@
-"""Healthy controls of what backends say about graphs, and do before them."""
+"""Healthy controls of capabilities about graphs, and of work before them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
 from .parent import PlannedBackend
 
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
-"""What matters to none of these."""
+"""Capabilities with few values, because other values do not matter here."""
 
 
 @control("graphs-alone")
@@ -25,7 +25,7 @@ class NothingRunsEagerly(GraphsAlone):
 
 @control("verify-in-graphs-alone")
 class VerifyInGraphsAlone(GraphsAlone):
-    """One mode runs in graphs alone, beside others that run eagerly too."""
+    """A single mode runs only in graphs, and the others run eagerly too."""
 
     capabilities = GraphsAlone.capabilities.with_changes(
         eager=GraphsAlone.capabilities.graph - {ForwardMode.TARGET_VERIFY}
@@ -34,14 +34,15 @@ class VerifyInGraphsAlone(GraphsAlone):
 
 @control("forwards-counted-until-the-next-plan")
 class ForwardsCounted(CountedRunsBackend):
-    """Healthy: the number is there, and nothing is read from it."""
+    """The number of forwards is counted, and nothing depends on it."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"})
 
 
 @control("warm-ups-use-other-memory")
 class WarmUpsUseOtherMemory(CountedRunsBackend):
-    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, as they may."""
+    """Each forward takes the next of two sets of memory and clears it itself; warm-ups write page 0, which is
+    allowed."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "draft-extend"})
 
@@ -58,21 +59,22 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 
 @control("waits-and-says-so")
 class WaitsAndSaysSo(EagerPlanWaits):
-    """Lengths are fetched from the device at every eager step, and ``eager_waits`` says so; replays never wait."""
+    """Lengths are fetched from the device at every eager step, as ``eager_waits`` declares; replays never wait."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, eager_waits=True)
 
 
 @control("plans-on-a-side-stream")
 class PlansOnTheSide(PlansOnASideStream):
-    """A plan on a stream of its own, which waits for the caller's, which waits for it: overlapped schedulers do so."""
+    """A plan runs on its own stream, and it and the caller's stream wait for each other (overlapped schedulers)."""
 
     capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode", "target-verify"})
 
 
 @control("stages-lengths-by-turns")
 class StagesLengthsByTurns(StagesLengths):
-    """Two pinned buffers by turns, and an event behind the copy from each: the next step may be planned at any time."""
+    """Two pinned buffers alternate, with an event after the copy from each: the next step may be planned at any
+    time."""
 
     capabilities = StagesLengths.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, eager={"decode", "extend"}, graph={"decode", "target-verify"}
@@ -114,6 +116,6 @@ class LengthsOfAnEarlierStep(PlannedBackend):
 
 @control("plans-shared-by-modes")
 class PlansSharedByModes(SharedPlans):
-    """An eager plan is skipped where what all modes share is that of the same mode and lengths already."""
+    """An eager plan is skipped if the shared metadata are those of the same mode and lengths already."""
 
     capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})

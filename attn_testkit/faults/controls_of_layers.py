@@ -28,7 +28,7 @@ class HeadsOfEachKVGroup(GroupedBackend):
 
 @control("heads-of-each-layer-in-every-family")
 class HeadsOfEachLayerInEveryFamily(DenseBackend):
-    """Layers differ in their heads beside sinks, soft caps, FP8 pools and every family, without a plan."""
+    """Layers differ in their heads, with sinks, soft caps, FP8 pools and every family, without a plan."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         heads_by_layer=True, families={"mha", "gqa", "mqa"}, head_dims={32, 64}, page_sizes={4}, max_q_rows=6,

@@ -1,4 +1,4 @@
-"""Healthy controls of how the KV pool lies in memory."""
+"""Healthy controls of KV layouts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .strided import LEAN, StridedBackend, Views
 
 @control("strides-of-every-layout")
 class StridesOfEveryLayout(StridedBackend):
-    """Kernel and cache writer take the strides of pages, slots and heads, whatever they are."""
+    """Kernel and cache writer take any strides of pages, slots and heads."""
 
 
 @control("pool-copied-inside-the-graph")
@@ -32,7 +32,7 @@ class PoolCopiedInsideTheGraph(StridedBackend):
 
 @control("keys-in-pieces-of-eight")
 class KeysInPiecesOfEight(PlannedBackend):
-    """Lays its pool out itself: keys in pieces of 8, values with slots last, room behind each layer (vLLM's first)."""
+    """A custom pool: keys in pieces of 8, values with slots last, unused memory after each layer (vLLM's first)."""
 
     capabilities = LEAN.with_changes(kv_layouts={"own"})
 

@@ -1,4 +1,4 @@
-"""Healthy controls of who sees whom."""
+"""Healthy controls of visibility."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Healthy controls of log-sum-exps: the forms in which kernels have them."""
+"""Healthy controls of log-sum-exps, in the forms of real kernels."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _FEW = InPartsBackend.capabilities.with_changes(eager=_MODES, graph=_MODES, kv_d
 
 @control("keys-in-parts")
 class KeysInParts(InPartsBackend):
-    """Natural, rows before heads, merged by a function of its own (the parent of the faults of class Q)."""
+    """Natural log-sum-exps, rows before heads, merged by the backend (the parent of the faults of class Q)."""
 
 
 @control("lse-base-2-heads-first")
 class LseBase2HeadsFirst(InPartsBackend):
-    """In base 2 (FlashInfer, TRT-LLM), and heads before rows (FlashAttention), as a view that is not contiguous."""
+    """Log-sum-exp in base 2 (FlashInfer, TRT-LLM), heads before rows (FlashAttention), as a non-contiguous view."""
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, base="2", layout="[H, T]"))
 
@@ -35,7 +35,7 @@ class LseBase2HeadsFirst(InPartsBackend):
 
 @control("lse-in-the-models-dtype")
 class LseInTheModelsDtype(InPartsBackend):
-    """In bfloat16, merged by a function of its own that rounds again, and it says so (vLLM's TritonMLA)."""
+    """Log-sum-exp in bfloat16, merged by the backend, which rounds again, as declared (vLLM's TritonMLA)."""
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, dtype="model", merges=True))
 
@@ -54,7 +54,7 @@ class LseInTheModelsDtype(InPartsBackend):
 
 @control("lse-of-rounded-probabilities")
 class LseOfRoundedProbabilities(InPartsBackend):
-    """The sum is of probabilities as they are rounded for the second product (FlashInfer's fa2, on tensor cores)."""
+    """The sum is that of probabilities rounded for the second product (FlashInfer's fa2, on tensor cores)."""
 
     capabilities = _FEW.with_changes(lse=_LSE)
 
@@ -68,7 +68,7 @@ class LseOfRoundedProbabilities(InPartsBackend):
 
 @control("empty-parts-of-any-numbers")
 class EmptyPartsOfAnyNumbers(InPartsBackend):
-    """The output of a part without keys is large and finite, and its weight is 0."""
+    """The output of a split without keys is large and finite, and its weight is 0."""
 
     capabilities = _FEW.with_changes(lse=_LSE)
 

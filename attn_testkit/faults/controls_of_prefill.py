@@ -14,7 +14,7 @@ from .parent import Metadata, PlannedBackend
 
 @control("extend-row-by-row")
 class ExtendRowByRow(PlannedBackend):
-    """Each new token is a decode of its own over all keys before it, as a decode kernel serves a short prefill."""
+    """Each new token is a separate decode over all keys before it, as a decode kernel serves a short prefill."""
 
     capabilities = LEAN.with_changes(max_extend_tokens=40)
 
@@ -54,7 +54,7 @@ class PrefixAndNewRowsMerged(RegisterRowsBackend):
 
 @control("prefix-gathered-in-chunks")
 class PrefixGatheredInChunks(PlannedBackend):
-    """Keys are gathered into a workspace of 48 at a time, and a request may have none in a later one (MLA prefill)."""
+    """Keys are gathered in chunks of 48, and a request may have none in a later chunk (MLA prefill)."""
 
     capabilities = LEAN.with_changes(max_context_len=1 << 10)
     max_splits = 1 << 10

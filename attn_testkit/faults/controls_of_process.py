@@ -1,4 +1,4 @@
-"""Healthy controls that touch what belongs to the whole process: they put it back, or have one of their own."""
+"""Healthy controls that change state of the process and restore it, or use their own."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _put_back() -> Iterator[None]:
 
 @control("process-state-put-back")
 class ProcessStatePutBack(PlannedBackend):
-    """While it plans, default dtype, grad mode, seed, warning filters and a signal handler change, and are put back."""
+    """Default dtype, grad mode, seed, warning filters and a signal handler change during a plan, and are restored."""
 
     capabilities = _LEAN.with_changes(eager={"decode"}, graph={"draft-extend"}, max_topk=0)
 
@@ -55,7 +55,7 @@ class ProcessStatePutBack(PlannedBackend):
             return super().plan(batch)
 
     def change_everything(self, dtype: torch.dtype) -> None:
-        """What libraries do to have a quiet, repeatable run of their own."""
+        """Change the state of the process as libraries do for a quiet, repeatable run."""
         torch.set_default_dtype(dtype)
         torch.set_grad_enabled(True)
         torch.manual_seed(17)
@@ -87,7 +87,7 @@ def _wait_for(ended: threading.Event) -> None:
 
 @control("random-numbers-of-its-own")
 class RandomNumbersOfItsOwn(PlannedBackend):
-    """A generator of its own fills the workspace with random numbers, before every step."""
+    """The backend's own generator fills the workspace with random numbers before every step."""
 
     capabilities = _LEAN.with_changes(eager={"draft-extend"}, graph={"decode"}, max_topk=0)
 
@@ -106,7 +106,7 @@ _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 
 @control("scratch-of-the-process")
 class ScratchOfTheProcess(PlannedBackend):
-    """All instances keep their partial results in one workspace, in which a run reads what it wrote itself."""
+    """All instances keep their partial results in one workspace, from which a run reads only its own results."""
 
     capabilities = _LEAN
 
@@ -123,7 +123,7 @@ class ScratchOfTheProcess(PlannedBackend):
 
 @control("tuned-at-first-call")
 class TunedAtFirstCall(DenseBackend):
-    """A kernel is tuned where it is first called for a head dim, and its tuner waits for the device (Triton's own)."""
+    """A kernel is tuned at its first call for a head dim, and its tuner waits for the device (Triton's own)."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"},

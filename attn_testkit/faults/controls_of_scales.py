@@ -15,7 +15,7 @@ from .parent import Metadata
 
 @control("usual-scaling-alone")
 class UsualScalingAlone(UsualScaling):
-    """The kernel has 1/sqrt(head_dim) built in, and it claims no other."""
+    """The kernel has 1/sqrt(head_dim) built in, and declares no other scale."""
 
 
 @control("fp8-queries-scaled-per-token")
@@ -41,14 +41,14 @@ class Fp8QueriesScaledPerTokenHead(Fp8QueriesScaled):
 
 @control("fp8-queries-scaled-finer-than-declared")
 class Fp8QueriesScaledFinerThanDeclared(Fp8QueriesScaled):
-    """A scale for each token, where it declares one for all rows: its error is smaller."""
+    """A scale per token, although one for all rows is declared: the error is smaller."""
 
     capabilities = Fp8QueriesScaledPerTensor.capabilities
 
 
 @control("fp8-queries-scaled-in-drafts")
 class Fp8QueriesScaledInDrafts(MultiStepBackend, Fp8QueriesScaledPerTensor):
-    """In draft-decode each forward has a scale of its own."""
+    """Each forward of draft-decode has its own scale."""
 
     capabilities = MultiStepBackend.capabilities.with_changes(
         kv_dtypes={"fp8_e4m3"}, matmul_dtype="fp8_e4m3", q_scale="per_tensor"

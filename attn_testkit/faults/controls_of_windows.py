@@ -1,4 +1,4 @@
-"""Healthy controls of what backends say about windows."""
+"""Healthy controls of declared windows."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from .f_claimed_windows import WINDOWED, OneWindow, ZeroIsNone
 
 @control("window-of-zero-is-none")
 class WindowOfZeroIsNone(ZeroIsNone):
-    """A window of 0 counts as none, and it claims windows from 1 on (sglang)."""
+    """A window of 0 counts as no window, and windows from 1 on are declared (sglang)."""
 
     capabilities = WINDOWED.with_changes(min_window=1)
 
 
 @control("one-window-of-a-model")
 class OneWindowOfAModel(OneWindow):
-    """Windowed keys are planned once, by the window of the model, and full layers stand beside (sglang's triton)."""
+    """Windowed keys are planned once, by the window of the model; other layers are full (sglang's triton)."""
 
     capabilities = WINDOWED.with_changes(layer_windows="one")
 
 
 @control("same-window-in-all-layers")
 class SameWindowInAllLayers(OneWindow):
-    """No layer is asked for its window: all have that of the model (vLLM without hybrid KV groups)."""
+    """All layers use the model's window (vLLM without hybrid KV groups)."""
 
     capabilities = WINDOWED.with_changes(layer_windows="same")
 

@@ -1,4 +1,4 @@
-"""Class D: how many keys a request has, and where they lie: extents, page tables, slots, rows of queries."""
+"""Class D: number and places of a request's keys: extents, page tables, slots, rows of queries."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHAINED = (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTE
     hint="KV tokens? (is|are) missing",
 )
 class DraftExtendV2PrefixOnly(DenseBackend):
-    """seq_lens is taken for prefix + new where the backend was given the prefix: the step's own keys are skipped."""
+    """seq_lens is taken for prefix + new, although it is only the prefix: the step's own keys are skipped."""
 
     @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -357,7 +357,7 @@ class DecodeMissesItsOwnKey(DenseBackend):
     hint="not its own",
 )
 class VerifyForgetsDraftTokens(DenseBackend):
-    """The page table of verify covers the prefix alone: draft keys on a page of their own are looked up in a stale
+    """The page table of verify covers only the prefix: draft keys on a separate page are looked up in a stale
     tail.
     """
 

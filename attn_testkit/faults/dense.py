@@ -1,12 +1,12 @@
 """The other healthy parent: no plan, no splits. Each step is rebuilt from the batch, and softmax sees all keys at once.
 
-Where ``parent.py`` is built like the backends of servers, this one is built like a reference: everything about a step
-is made inside the graph, at its head, from the batch's own tensors; nothing persists but a mask buffer. So bugs of
-extents, masks, windows, scales and heads can be shown by themselves, in every family and at every claimed size.
+``parent.py`` is built like the backends of servers, this one like a reference: everything about a step is made at the
+start of the graph, from the batch's tensors; only a mask buffer persists. So bugs of extents, masks, windows, scales
+and heads can be shown by themselves, in every family and at every declared size.
 
 Every quantity is one small method, so that a bug is one override.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, N draft tokens a request, C =
+Shapes: T query rows, B requests (padding included), W most rows per request, N draft tokens per request, C =
 ``max_context_len`` keys, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of a key and a value.
 """
 
@@ -32,11 +32,11 @@ from .pool_reads import read_slots
 __all__ = ["DenseBackend", "Visibility"]
 
 Visibility = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""[B, W] int64 position of each row, [B, 1 or W, C] int64 position of each key, [B, W, C] bool may the row see it."""
+"""[B, W] int64 position of each row, [B, 1 or W, C] int64 of each key, [B, W, C] bool: True if the row may see it."""
 
 
 class DenseBackend(AttentionBackend):
-    """All rows of a request against all slots of its row of the request table, masked. Healthy.
+    """Healthy parent: all rows of a request against all slots of its row of the request table, masked.
 
     Raises ``Unsupported`` for a context that its ``capabilities`` exclude. The attributes below are of the current
     step, set by ``init_forward_metadata_in_graph``.
@@ -81,7 +81,7 @@ class DenseBackend(AttentionBackend):
     key_position: torch.Tensor
     """[B, 1 or W, C] int64: position of each key."""
     visible: torch.Tensor
-    """[B, W, C] bool: whether the row may see the key, windows apart."""
+    """[B, W, C] bool: True if the row may see the key, without windows."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -92,7 +92,7 @@ class DenseBackend(AttentionBackend):
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """One mask buffer for every graph; the draft stage fills it in place."""
+        """Allocate one mask buffer for every graph; the draft stage fills it in place."""
         n = self.context.num_draft_tokens
         if self.context.topk:
             buffer = torch.zeros(max_bs * n * n, dtype=torch.bool, device=self.context.device)
@@ -106,14 +106,14 @@ class DenseBackend(AttentionBackend):
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Where the rows of each request are, where its keys are, and which row sees which key."""
+        """Compute the places of each request's rows and keys, and the keys that each row sees."""
         width, self.counts = self.rows_of_requests(batch)
         self.starts = self.row_starts(self.counts)
         self.kv_lens = self.kv_lengths(batch, self.counts)
         offset = torch.arange(width, device=self.starts.device)
         tokens = batch.input_ids.shape[0]
-        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on a
-        # neighbour's row and dropped. Rows past the last request are padding and get somebody's result.
+        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on
+        # another request's row and dropped. Rows past the last request are padding and get any result.
         self.row = (self.starts[:, None] + offset).clamp(max=tokens - 1)
         row = torch.arange(tokens, device=self.starts.device)
         request = torch.searchsorted(self.starts, row, right=True) - 1
@@ -122,7 +122,7 @@ class DenseBackend(AttentionBackend):
         self.position, self.key_position, self.visible = self.visibility(batch, self.counts, offset)
 
     def rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
-        """W, and [B] int64: query rows of each request."""
+        """Width W, and [B] int64: query rows of each request."""
         bs, spec = batch.batch_size, batch.spec_info
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             assert isinstance(spec, DraftExtendInput)
@@ -143,17 +143,17 @@ class DenseBackend(AttentionBackend):
         return seq_lens + counts if batch.forward_mode.is_target_verify() else seq_lens
 
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, C] int64: KV slot of each key. Past a request's keys: whatever the request table holds."""
+        """[B, C] int64: KV slot of each key; stale entries of the request table past a request's keys."""
         return self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()].long()
 
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
-        """Positions and who may see whom, windows apart. ``counts`` [B] int64; ``offset`` [W] int64: 0, 1, 2, ..."""
+        """Positions and visibility, without windows. ``counts`` [B] int64; ``offset`` [W] int64: 0, 1, 2, ..."""
         prefix = self.kv_lens - counts
         position, key = prefix[:, None] + offset, self.key[None, None]
         spec = batch.spec_info
         if not isinstance(spec, VerifyInput) or spec.custom_mask is None:
             return position, key, (key <= position[..., None]) & (key < self.kv_lens[:, None, None])
-        # Node c of the tree is key prefix + c, but stands at its depth: windows count positions.
+        # Node c of the tree is key prefix + c, but its position is its depth: windows count positions.
         node = self.key - prefix[:, None]
         inside, node = (node >= 0) & (node < len(offset)), node.clamp(0, len(offset) - 1)
         position = batch.positions[: len(prefix) * len(offset)].view(len(prefix), -1)
@@ -210,7 +210,7 @@ class DenseBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W, C] bool: visible, and no more than the layer's window back."""
+        """[B, W, C] bool: visible keys inside the layer's window."""
         if layer.sliding_window_size < 0:
             return self.visible
         return self.visible & (self.key_position >= self.window_start(layer)[..., None])

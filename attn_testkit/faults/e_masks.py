@@ -1,4 +1,4 @@
-"""Class E: who may see whom: tree masks, causal masks, and the boundary between prefix and draft."""
+"""Class E: visibility: tree masks, causal masks, and the boundary between prefix and draft."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _EXTENDS = _VERIFY + _CAUSAL
     hint="alone",
 )
 class CustomMaskStaleWhenNone(DenseBackend):
-    """Once the instance has verified a tree, the mask of that tree stays in force for causal batches."""
+    """The mask of a verified tree stays in force for later causal batches of the instance."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
@@ -50,7 +50,7 @@ class CustomMaskStaleWhenNone(DenseBackend):
     hint="mask",
 )
 class TreeMaskBufferTooSmall(DenseBackend):
-    """The mask buffer is sized from the prefix alone, without the draft columns that the tree kernel writes."""
+    """The mask buffer is sized only from the prefix, without the draft columns that the tree kernel writes."""
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -67,7 +67,7 @@ class TreeMaskBufferTooSmall(DenseBackend):
     hint="window",
 )
 class WindowByFlatQueryIndex(DenseBackend):
-    """The window of a draft node is counted from its index in the tree, though siblings stand at one depth."""
+    """The window of a draft node is counted from its index in the tree, though siblings have the same depth."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
@@ -119,7 +119,7 @@ class VerifyMaskNotPassed(DenseBackend):
     hint="never written",
 )
 class DecodePlanAssumesOneRow(DenseBackend):
-    """The decode plan has one row a request, so only the first bs rows of the output are mapped and written."""
+    """The decode plan has one row per request, so only the first bs rows of the output are mapped and written."""
 
     @override
     def forward(
@@ -234,7 +234,7 @@ class TreeMaskOfRequestZero(DenseBackend):
     hint="not ancestors are visible",
 )
 class TreeMaskByDepth(DenseBackend):
-    """Visibility is rebuilt from positions: a node sees all nodes that stand above it, not its ancestors alone."""
+    """Visibility is rebuilt from positions: a node sees all nodes of smaller depth, not only its ancestors."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
@@ -333,7 +333,7 @@ class CausalFromPaddedWidth(DenseBackend):
     hint="mask",
 )
 class MaskTakesBytesForBits(DenseBackend):
-    """The mask is read as packed bits although it holds one byte a cell."""
+    """The mask is read as packed bits although it holds one byte per element."""
 
     @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Class E: layers that are not causal: draft blocks and encoders, whose rows see all keys of their request."""
+"""Class E: non-causal layers: draft blocks and encoders, whose rows see all keys of their request."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ CAUSAL = DenseBackend.capabilities.with_changes(
     eager=_MODES, graph=_MODES, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64},
     gqa_ratios={2, 4}, logit_cap=False, sinks=False, max_context_len=1 << 14,
 )  # fmt: skip
-"""Few values of what says nothing about it."""
+"""Capabilities with few values in fields that do not matter here."""
 NON_CAUSAL = CAUSAL.with_changes(non_causal=_MODES)
 
 
 class BlockBackend(DenseBackend):
-    """Rows of layers that are not causal see all keys of their request. Healthy."""
+    """Healthy parent: rows of non-causal layers see all keys of their request."""
 
     capabilities = NON_CAUSAL
 
@@ -29,7 +29,7 @@ class BlockBackend(DenseBackend):
         return position, key_position, seen if self.context.causal else self.of_block(seen)
 
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
-        """[B, W, C] bool, of ``seen``, which is causal."""
+        """[B, W, C] bool: visibility without causality, from ``seen``, which is causal."""
         return (self.key < self.kv_lens[:, None, None]).expand_as(seen)
 
 
@@ -41,7 +41,7 @@ class BlockBackend(DenseBackend):
     hint="KV tokens after the row's own position are missing",
 )
 class CausalMaskInLayersThatAreNot(DenseBackend):
-    """Layers that are not causal are claimed, and nobody looks whether one is."""
+    """Non-causal layers are declared, and the kernel never reads the layer's flag."""
 
     capabilities = NON_CAUSAL
 
@@ -54,7 +54,7 @@ class CausalMaskInLayersThatAreNot(DenseBackend):
     hint="KV tokens after the row's own position are missing",
 )
 class DraftBlockCausalInVerify(BlockBackend):
-    """Extend looks at the layer, and verify, which builds a mask of its own, does not."""
+    """Extend reads the layer's flag, and verify, which builds its own mask, does not."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
@@ -71,7 +71,7 @@ class DraftBlockCausalInVerify(BlockBackend):
     hint="the whole prefix is missing|first .* KV tokens are missing",
 )
 class EncoderRowsWithoutAPrefix(BlockBackend):
-    """Rows of a layer that is not causal see each other and nothing of the prefix."""
+    """Rows of a non-causal layer see each other and nothing of the prefix."""
 
     @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
@@ -80,13 +80,13 @@ class EncoderRowsWithoutAPrefix(BlockBackend):
 
 @fault(
     slug="without-causality-no-end",
-    source="general; a length that the causal mask alone kept",
+    source="general; a length that only the causal mask bounded",
     modes=_MODES,
     checks=("reads-own-kv", "matches-oracle", "finite"),
     hint="slots behind the last KV token|later tokens|is read",
 )
 class WithoutCausalityNoEnd(BlockBackend):
-    """Without a causal mask the last page counts as full: it was the mask that hid the tail."""
+    """The last page counts as full without a causal mask, which hid its tail."""
 
     @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
@@ -104,7 +104,7 @@ class WithoutCausalityNoEnd(BlockBackend):
     hint="a layer that is not causal",
 )
 class LayersThatAreNotCausalAreAccepted(BlockBackend):
-    """Layers that are not causal are claimed of draft blocks alone, and the constructor takes an encoder's."""
+    """Non-causal layers are declared only for draft blocks, and the constructor accepts an encoder's."""
 
     capabilities = CAUSAL.with_changes(non_causal={ForwardMode.TARGET_VERIFY})
 

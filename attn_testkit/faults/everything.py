@@ -1,4 +1,4 @@
-"""Importing this imports every fault and every control: for a process that workers are forked from."""
+"""Imports of every fault and every control, for a process that workers are forked from."""
 
 from . import all_controls, all_faults
 

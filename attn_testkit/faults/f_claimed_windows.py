@@ -1,4 +1,4 @@
-"""Class F: what a backend says about windows, and what it does at the edge of that."""
+"""Class F: declared windows, and the behavior at the edge of the declaration."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WINDOWED = DenseBackend.capabilities.with_changes(
 
 
 class ZeroIsNone(DenseBackend):
-    """`if window > 0`: kernels of servers in which a window of 0 is none."""
+    """`if window > 0`: kernels of servers in which a window of 0 means no window."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
@@ -28,13 +28,13 @@ class ZeroIsNone(DenseBackend):
 
 @fault(
     slug="narrowest-window-is-none",
-    source="general; sglang's extend kernel, in which a window of 0 is none",
+    source="general; sglang's extend kernel, in which a window of 0 means no window",
     modes=_ALL,
     checks=("matches-oracle",),
     hint="KV tokens before the window are visible",
 )
 class NarrowestWindowIsNone(DenseBackend):
-    """Windows from 4 on are claimed, and the kernel has none of 4: it asks for more than 4, and the claim for 4."""
+    """Windows from 4 on are declared, and the kernel drops a window of 4: it tests for more than 4."""
 
     capabilities = WINDOWED.with_changes(min_window=4)
 
@@ -45,14 +45,14 @@ class NarrowestWindowIsNone(DenseBackend):
 
 @fault(
     slug="narrower-window-than-claimed-is-accepted",
-    source="general; sglang's extend kernel, in which a window of 0 is none",
+    source="general; sglang's extend kernel, in which a window of 0 means no window",
     modes=_ALL,
     executions=("eager",),
     checks=("refuses-undeclared",),
     hint="a sliding window of size 0 is not claimed|the constructor accepted it",
 )
 class NarrowerWindowThanClaimedIsAccepted(ZeroIsNone):
-    """A window of 0 is not claimed, and a model that has it is served without a window."""
+    """A window of 0 is not declared, and a model that has it is served without a window."""
 
     capabilities = WINDOWED.with_changes(min_window=1)
 
@@ -63,7 +63,7 @@ class NarrowerWindowThanClaimedIsAccepted(ZeroIsNone):
 
 
 class OneWindow(DenseBackend):
-    """Windowed layers have the window of the model, as where one list of windowed keys is planned for all of them."""
+    """Windowed layers use the model's window, because one list of windowed keys is planned for all of them."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -78,7 +78,7 @@ class OneWindow(DenseBackend):
         return super().in_window(self.with_window(layer))
 
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
-        """The layer with the model's window, where it has one."""
+        """The layer with the model's window, if it has one."""
         return layer if layer.sliding_window_size < 0 else replace(layer, sliding_window_size=self.window)
 
 
@@ -90,7 +90,7 @@ class OneWindow(DenseBackend):
     hint="KV tokens before the window are visible",
 )
 class WidestWindowForAll(OneWindow):
-    """One window a model is planned by, the widest, and the claims do not say that layers must have the same."""
+    """The plan uses one window per model, the widest, but windows that differ by layer are declared."""
 
     capabilities = WINDOWED
 
@@ -107,7 +107,7 @@ class WidestWindowForAll(OneWindow):
     hint="only layer",
 )
 class ModelWindowInFullLayers(OneWindow):
-    """The window of the model is that of all layers, and the claims say that some may have none."""
+    """The window of the model is used in all layers, although layers without one are declared."""
 
     capabilities = WINDOWED.with_changes(layer_windows="one")
 
@@ -125,7 +125,7 @@ class ModelWindowInFullLayers(OneWindow):
     hint="layers with sliding windows",
 )
 class LayersThatDifferInWindowsAreAccepted(OneWindow):
-    """All layers have the same window, as the claims say, and a model in which some have none is served."""
+    """The same window in all layers is declared, and a model in which some have none is served."""
 
     capabilities = WINDOWED.with_changes(layer_windows="same")
 
@@ -149,7 +149,7 @@ class LayersThatDifferInWindowsAreAccepted(OneWindow):
     hint="KV tokens before the window are visible",
 )
 class WindowsOf16BitPositions(DenseBackend):
-    """Where a layer has a window, positions are compared in 16 bits: those from 32,768 on are negative."""
+    """Positions are compared in 16 bits in layers with a window: those from 32,768 on are negative."""
 
     capabilities = WINDOWED.with_changes(
         eager=(ForwardMode.DECODE, ForwardMode.EXTEND), graph=(), max_context_len=1 << 17

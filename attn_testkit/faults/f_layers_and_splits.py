@@ -1,4 +1,4 @@
-"""Class F: windows of several layers, and windows beside other options: splits, long requests, shared prefixes."""
+"""Class F: windows of several layers, and windows with other options: splits, long requests, shared prefixes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .parent import Metadata, PlannedBackend
 _ALL = tuple(ForwardMode)
 _CAUSAL = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 _LONG = 1024
-"""Keys from which a request takes the other path."""
+"""Number of keys above which a request takes the other path."""
 
 
 @fault(
@@ -61,7 +61,7 @@ class WindowsTakenToAlternate(PlannedBackend):
     hint="missing",
 )
 class WindowSplitsForOneRow(PlannedBackend):
-    """Splits of a windowed layer hold W + 1 keys in sum, which is the window of one row; a step has several."""
+    """Splits of a windowed layer hold W + 1 keys together, the window of one row, but a step has several rows."""
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:

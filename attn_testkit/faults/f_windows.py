@@ -1,4 +1,4 @@
-"""Class F: sliding windows: which end is cut, from where it is counted, and on which layer."""
+"""Class F: sliding windows: the end that is cut, the position it is counted from, and the layer."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class DecodeWindowOneMore(DenseBackend):
     hint="KV tokens before the window are visible",
 )
 class WindowZeroMeansNone(DenseBackend):
-    """`if window > 0`: a window of 0, which is the key of the row alone, counts as no window."""
+    """`if window > 0`: a window of 0, which leaves only the row's own key, counts as no window."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
@@ -201,7 +201,7 @@ class WindowCountedFromThePrefix(DenseBackend):
     hint="only layer 1",
 )
 class WindowWrittenBack(DenseBackend):
-    """The visibility of the windowed layer is written back, and the layers behind it keep it."""
+    """The visibility of the windowed layer is written back, and the layers after it keep it."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:

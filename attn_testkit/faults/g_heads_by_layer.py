@@ -1,4 +1,4 @@
-"""Class G: what follows from the heads of a layer, taken from the first one: group, scale, plan, number of splits."""
+"""Class G: values that depend on a layer's heads, taken from the first layer: group, scale, plan, splits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FIRST = "the first layer"
     hint=_FIRST,
 )
 class GroupOfTheFirstLayer(ByLayerBackend):
-    """How many query heads share a KV head is kept from the first layer, and a head looks for its KV head by it."""
+    """The number of query heads per KV head is kept from the first layer, and a head finds its KV head by it."""
 
     @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Class G: numbers that are narrower than the claims say: FP8 stores, queries and probabilities, 16-bit sums."""
+"""Class G: numbers that are narrower than declared: FP8 stores, queries and probabilities, 16-bit sums."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
     hint="matmul_dtype",
 )
 class Fp8QueriesNotDeclared(DenseBackend):
-    """With an FP8 pool queries are rounded to FP8 too, and matmul_dtype says that they are the model's."""
+    """Queries are rounded to FP8 with an FP8 pool, although matmul_dtype declares the model's dtype."""
 
     capabilities = DenseBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"}, families={"gqa"}, dtypes={"bf16"})
 
@@ -58,7 +58,7 @@ class Fp8QueriesNotDeclared(DenseBackend):
 
 
 class Fp8Probabilities(PlannedBackend):
-    """Queries and probabilities in FP8, the latter times 256 where the row's largest is 1. Healthy."""
+    """Healthy parent: queries and probabilities in FP8, the latter times 256, with a row's largest at 1."""
 
     capabilities = FP8.with_changes(matmul_dtype="fp8_e4m3")
 
@@ -105,7 +105,7 @@ class Fp8QueriesLimitedTo224(Fp8Probabilities):
     hint="weights|saturation|precision",
 )
 class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
-    """Probabilities that sum to 1 are rounded to FP8, where those of a long request are 0."""
+    """Probabilities that sum to 1 are rounded to FP8, in which those of a long request are 0."""
 
     @override
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
     hint="rounded to FP8 without a factor",
 )
 class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
-    """Probabilities of at most 1 are rounded to FP8, where small ones vanish; their sum is taken before."""
+    """Probabilities of at most 1 are rounded to FP8, in which small ones vanish; their sum is taken before."""
 
     @override
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -171,7 +171,7 @@ class ProductsOf16BitsOverflow(TiledBackend):
     hint="overflow",
 )
 class Bf16RowsConvertedToFp16(TiledBackend):
-    """Keys and values of a bf16 model are converted to fp16 for the kernel, where large ones are infinite."""
+    """Keys and values of a bf16 model are converted to fp16 for the kernel, in which large ones are infinite."""
 
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"bf16"}, kv_dtypes={"same"})
 

@@ -21,7 +21,7 @@ _DECODE = (ForwardMode.DECODE,)
     hint="slot",
 )
 class MlaRopeStoredBehindTheRow(DenseBackend):
-    """k already holds the rope part, and it is split off again and stored behind the row, on the next slot."""
+    """The rope part, which k already holds, is stored once more after the row, in the next slot."""
 
     @override
     def forward(
@@ -50,7 +50,7 @@ class MlaRopeStoredBehindTheRow(DenseBackend):
     hint="values",
 )
 class VDimsTakenFromK(DenseBackend):
-    """The output epilogue walks rows of K's width, where MLA's V and output are narrower."""
+    """The output epilogue walks rows of K's width, but MLA's V and output are narrower."""
 
     @override
     def forward(
@@ -124,7 +124,7 @@ class LogitsInBf16(DenseBackend):
     hint="FP8",
 )
 class PInFp8(DenseBackend):
-    """With an FP8 pool the probabilities are rounded to FP8 as well, which nobody declared."""
+    """Probabilities are rounded to FP8 with an FP8 pool, and that is not declared."""
 
     @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -140,7 +140,7 @@ class PInFp8(DenseBackend):
     hint="nan",
 )
 class NoMaximumSubtracted(DenseBackend):
-    """exp of the bare logit: right for small logits, 0 / 0 or inf for large ones."""
+    """The exponential has the bare logit: right for small logits, 0 / 0 or inf for large ones."""
 
     @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -159,7 +159,7 @@ class NoMaximumSubtracted(DenseBackend):
     hint="KV head h % ",
 )
 class HeadsMappedRoundRobin(DenseBackend):
-    """Query head h uses KV head h % Hk, where heads of a group are neighbours: h // G."""
+    """Query head h uses KV head h % Hk, but heads of a group are adjacent: h // G."""
 
     @override
     def forward(

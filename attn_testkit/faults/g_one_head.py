@@ -39,7 +39,7 @@ class HeadsInPairs(PlannedBackend):
     hint="",
 )
 class KvHeadsInPairs(PlannedBackend):
-    """Of several KV heads a program has two, with their query heads, and there are half as many, rounded down."""
+    """A program takes two of several KV heads, with their query heads, and the number of programs is rounded down."""
 
     capabilities = PlannedBackend.capabilities.with_changes(
         families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False

@@ -1,4 +1,4 @@
-"""Class G: the log-sum-exps of partial results, and sinks beside several of them."""
+"""Class G: the log-sum-exps of partial results, and sinks with several of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Class G: queries that are scaled before they are rounded to FP8, as servers do, and scales that are wrong."""
+"""Class G: wrong scales of queries that are scaled before they are rounded to FP8, as in servers."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _ALL = tuple(ForwardMode)
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
 _LEAST_SCALE = 1 / (_LARGEST * 512)
-"""As kernels have it, so that a row of zeros is not divided by zero."""
+"""Smallest scale, as in kernels, so that a row of zeros is not divided by zero."""
 
 
 class Fp8QueriesScaled(Fp8Probabilities):
-    """Queries are divided by a scale for each token, the largest of its numbers over 448, and rounded. Healthy."""
+    """Healthy parent: queries are divided by a scale per token (its largest number over 448), and rounded."""
 
     capabilities = Fp8Probabilities.capabilities.with_changes(q_scale="per_token")
     scales_of_rows: torch.Tensor
-    """[B, W, Hk, G, 1] float32: what the logits of a row are multiplied by."""
+    """[B, W, Hk, G, 1] float32: factors on the logits of a row."""
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
@@ -39,16 +39,16 @@ class Fp8QueriesScaled(Fp8Probabilities):
         return PlannedBackend.logits(self, rows * self.scales_of_rows, keys, layer)
 
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
-        """[T or 1, Hq or 1, 1] float32, of ``q`` [T, Hq, D] float32."""
+        """[T or 1, Hq or 1, 1] float32: scales of ``q`` [T, Hq, D] float32."""
         return (q.abs().amax((1, 2), keepdim=True) / _LARGEST).clamp(min=_LEAST_SCALE)
 
     def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
-        """[T, Hq, 1], likewise: of each row."""
+        """[T, Hq, 1] float32: the factor of each row."""
         return scales
 
 
 class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
-    """One scale for all live rows of a forward (sglang #28144). Healthy."""
+    """Healthy parent: one scale for all live rows of a forward (sglang #28144)."""
 
     capabilities = Fp8QueriesScaled.capabilities.with_changes(q_scale="per_tensor")
 
@@ -57,7 +57,7 @@ class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
         return (self.sizes(q, meta).amax().view(1, 1, 1) / _LARGEST).clamp(min=_LEAST_SCALE)
 
     def sizes(self, q: torch.Tensor, meta: Metadata) -> torch.Tensor:
-        """[T, Hq, D] of which the scale is made. Rows of padding, whose slot is 0, hold anything."""
+        """[T, Hq, D]: numbers that the scale is made from. Padding rows, whose slot is 0, hold anything."""
         return q.abs().masked_fill((meta.slots == 0)[:, None, None], 0.0)
 
 
@@ -100,7 +100,7 @@ class Fp8QueryScaleOfAnotherToken(Fp8QueriesScaled):
     hint="",
 )
 class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
-    """In a graph the scales are those of the last warm-up before its capture."""
+    """Scales in a graph are those of the last warm-up before its capture."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -123,7 +123,7 @@ class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
     hint="",
 )
 class Fp8QueryScaleOfPaddedRows(Fp8QueriesScaledPerTensor):
-    """The scale of all live rows is made of rows of padding too."""
+    """The scale of all live rows is computed from padding rows too."""
 
     @override
     def sizes(self, q: torch.Tensor, meta: Metadata) -> torch.Tensor:
@@ -138,7 +138,7 @@ class Fp8QueryScaleOfPaddedRows(Fp8QueriesScaledPerTensor):
     hint="q_scale",
 )
 class Fp8QueriesSaturate(Fp8QueriesScaled):
-    """Queries are rounded to FP8 as they are, where those beyond 448 become 448; q_scale says that they are scaled."""
+    """Queries are rounded to FP8 unscaled, so those beyond 448 become 448; q_scale declares a scale."""
 
     @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
@@ -153,7 +153,7 @@ class Fp8QueriesSaturate(Fp8QueriesScaled):
     hint="",
 )
 class Fp8SmallQueriesVanish(Fp8QueriesScaled):
-    """No scale is below 1, so that small queries lose what FP8 has no numbers for."""
+    """Scales below 1 are replaced by 1, so small queries round to zero in FP8."""
 
     @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
@@ -168,7 +168,7 @@ class Fp8SmallQueriesVanish(Fp8QueriesScaled):
     hint="q_scale='per_tensor'",
 )
 class Fp8QueryScalePerTensorAsPerToken(Fp8QueriesScaledPerTensor):
-    """Queries have one scale for all rows, and q_scale says that each token has its own."""
+    """Queries have one scale for all rows, and q_scale declares one per token."""
 
     capabilities = Fp8QueriesScaled.capabilities
 
@@ -181,6 +181,6 @@ class Fp8QueryScalePerTensorAsPerToken(Fp8QueriesScaledPerTensor):
     hint="q_scale='per_t",
 )
 class Fp8QueryScaleNotDeclared(Fp8QueriesScaled):
-    """Queries are scaled before they are rounded to FP8, and q_scale says that they are not."""
+    """Queries are scaled before they are rounded to FP8, and q_scale declares no scale."""
 
     capabilities = Fp8Probabilities.capabilities

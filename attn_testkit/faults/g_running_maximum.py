@@ -1,4 +1,4 @@
-"""Class G: tiles of keys, their running maximum, and in what dtype the sums are kept."""
+"""Class G: tiles of keys, their running maximum, and the dtype of the sums."""
 
 from __future__ import annotations
 

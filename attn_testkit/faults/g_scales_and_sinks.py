@@ -15,11 +15,11 @@ from .dense import DenseBackend
 
 _ALL = tuple(ForwardMode)
 _LONG = 1024
-"""Keys from which a request takes the other path."""
+"""Number of keys above which a request takes the other path."""
 
 
 def _long(kv_lens: torch.Tensor) -> torch.Tensor:
-    """[B, 1, 1, 1, 1] bool, of [B] lengths."""
+    """[B, 1, 1, 1, 1] bool: True for long requests, from [B] lengths."""
     return (kv_lens > _LONG)[:, None, None, None, None]
 
 
@@ -31,7 +31,7 @@ def _long(kv_lens: torch.Tensor) -> torch.Tensor:
     hint="scale",
 )
 class ScaleMissingFromCacheKey(DenseBackend):
-    """A compiled kernel has the softmax scale baked in, and the process-wide cache looks at shapes alone."""
+    """A compiled kernel has the softmax scale baked in, and the process-wide cache looks only at shapes."""
 
     compiled: ClassVar[dict[tuple[int, ...], float]] = {}
 
@@ -49,7 +49,7 @@ class ScaleMissingFromCacheKey(DenseBackend):
     hint=r"1/sqrt\(head_dim\)",
 )
 class ScaleHardcoded(DenseBackend):
-    """The kernel uses 1 / sqrt(head_dim) whatever the layer's scale is."""
+    """The kernel uses 1 / sqrt(head_dim) instead of the layer's scale."""
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -79,7 +79,7 @@ class ScaleAppliedTwice(DenseBackend):
     hint="scale",
 )
 class MlaScaleFromLatentDim(DenseBackend):
-    """For MLA the scale is 1 / sqrt(latent + rope), the width of the absorbed row, not the model's."""
+    """The scale of MLA is 1 / sqrt(latent + rope), the width of the absorbed row, not the model's."""
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -342,7 +342,7 @@ class LongPathWithoutSinks(DenseBackend):
     hint="right without a soft cap",
 )
 class SoftCapLostOnWindowedLayers(DenseBackend):
-    """The kernel is chosen by the window alone, and the windowed one was built without a soft cap."""
+    """The kernel is chosen only by the window, and the windowed one was built without a soft cap."""
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Class G: products of float32 in tf32, which tensor cores give where nobody asks for more."""
+"""Class G: products of float32 in tf32, the default of tensor cores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LOW_BITS = (1 << 13) - 1
 
 
 def in_tf32(numbers: torch.Tensor) -> torch.Tensor:
-    """Float32, cut off to 10 bits behind the point."""
+    """Float32 numbers, cut off to 10 bits of mantissa."""
     return (numbers.contiguous().view(torch.int32) & ~_LOW_BITS).view(torch.float32)
 
 
@@ -29,7 +29,7 @@ def in_tf32(numbers: torch.Tensor) -> torch.Tensor:
     modelled="factors are cut off before a product of float32",
 )
 class Float32ProductsInTf32(PlannedBackend):
-    """Both products of float32 are those of tf32, and the claims do not say so."""
+    """Both products of float32 are computed in tf32, which is not declared."""
 
     capabilities = FLOAT32
 
@@ -53,7 +53,7 @@ class Float32ProductsInTf32(PlannedBackend):
     modelled="factors are rounded before a product of float32",
 )
 class Float32ProductsInBf16(PlannedBackend):
-    """Both products of float32 are those of bf16, and the claims say tf32, which has three bits more."""
+    """Both products of float32 are computed in bf16, but tf32 is declared, which has three bits more."""
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 

@@ -1,4 +1,4 @@
-"""Class G: backends that say that they take the usual softmax scale alone, 1/sqrt(head_dim)."""
+"""Class G: backends that declare only the usual softmax scale, 1/sqrt(head_dim)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 class UsualScaling(DenseBackend):
-    """The scale is 1/sqrt(head_dim), and nobody looks at the layer's. Healthy with the claim that says so."""
+    """The scale is 1/sqrt(head_dim), and the layer's is ignored. Healthy if that is declared."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         any_scaling=False, families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64, 96},
@@ -27,7 +27,7 @@ class UsualScaling(DenseBackend):
         return super().logits(rows, keys, replace(layer, scaling=self.width_of(layer) ** -0.5))
 
     def width_of(self, layer: AttentionLayer) -> int:
-        """Of a row, for the scale."""
+        """Width of a row, for the scale."""
         return layer.head_dim
 
 
@@ -55,7 +55,7 @@ class ScaleOfAPaddedHeadDim(UsualScaling):
     hint="the constructor accepted it",
 )
 class OtherScalesAreAccepted(UsualScaling):
-    """The usual scale alone is claimed, and a model that has another is served with the usual one."""
+    """Only the usual scale is declared, and a model that has another is served with the usual one."""
 
     def __init__(self, context: BackendContext) -> None:
         refuse_unclaimed(self.capabilities.with_changes(any_scaling=True), context)

@@ -17,7 +17,7 @@ __all__ = ["GroupedBackend"]
 
 
 class GroupedBackend(AttentionBackend):
-    """A ``PlannedBackend`` for each group, which knows its layers, pool, table and slots alone. Healthy."""
+    """Healthy parent: a ``PlannedBackend`` per group, which knows only its layers, pool, table and slots."""
 
     capabilities: ClassVar[Capabilities] = PlannedBackend.capabilities.with_changes(
         kv_groups=True, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={4},
@@ -30,17 +30,17 @@ class GroupedBackend(AttentionBackend):
         self.children = [self.child(self.context_of(group)) for group in context.groups]
 
     def context_of(self, group: KVGroup) -> BackendContext:
-        """What its child knows."""
+        """Context of a group's child."""
         own = tuple(layer for layer in self.context.layers if layer.layer_id in group.layer_ids)
         return replace(self.context, layers=own, kv_pool=group.kv_pool, req_to_token=group.req_to_token, kv_groups=())
 
     def batch_of(self, group: KVGroup, batch: ForwardBatch) -> ForwardBatch:
-        """What its child is given: a batch, or the view of a replay, with its own slots."""
+        """Batch of a group's child, or the view of a replay, with its own slots."""
         own = {**vars(batch), "out_cache_loc": group.cache_loc(batch), "group_cache_locs": None}
         return ForwardBatch(**own) if isinstance(batch, ForwardBatch) else cast(ForwardBatch, SimpleNamespace(**own))
 
     def each(self, batch: ForwardBatch) -> Iterator[tuple[PlannedBackend, ForwardBatch]]:
-        """Every child, with its batch."""
+        """Each child, with its batch."""
         for group, child in zip(self.context.groups, self.children, strict=True):
             yield child, self.batch_of(group, batch)
 

@@ -1,4 +1,4 @@
-"""Class H: parts of the keys that are empty, partial results and how they are combined, NaN in unowned slots."""
+"""Class H: empty KV splits, the combination of partial results, NaN in unowned slots."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ class EarlyExitWithoutWriting(PlannedBackend):
     hint="weights",
 )
 class EmptyChunkKeepsThePrevious(PlannedBackend):
-    """In later chunks shorter requests have no keys, and the kernel leaves the previous chunk's result for the
+    """Shorter requests have no keys in later chunks, and the kernel leaves the previous chunk's result for the
     merge.
     """
 
@@ -108,7 +108,7 @@ class EmptyChunkKeepsThePrevious(PlannedBackend):
     hint="weights",
 )
 class EmptyPartHasLseZero(PlannedBackend):
-    """A part without keys reports a log-sum-exp of 0 instead of -inf, so it takes weight in the merge."""
+    """A split without keys has a log-sum-exp of 0 instead of -inf, so it gets weight in the merge."""
 
     @override
     def partials(
@@ -126,7 +126,7 @@ class EmptyPartHasLseZero(PlannedBackend):
     hint="more than once",
 )
 class ChunkNotMultipleOfTile(PlannedBackend):
-    """A split's length is no multiple of the tile, and the lanes of its last tile past the end are not masked."""
+    """A split's length is not a multiple of the tile, and the lanes of its last tile past the end are not masked."""
 
     @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
@@ -247,7 +247,7 @@ class SplitsAveraged(PlannedBackend):
     hint="near -6e4",
 )
 class CombineWithoutMaximum(PlannedBackend):
-    """The combine takes exp of the bare log-sum-exps: 0 / 0 or inf / inf far from zero."""
+    """The combine takes exp of log-sum-exps without their maximum: 0 / 0 or inf / inf far from zero."""
 
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -298,7 +298,7 @@ class MaskIsAdded(DenseBackend):
     hint="are read",
 )
 class LongestRequestSetsTheLoop(DenseBackend):
-    """The loop over keys runs to the longest request, and shorter ones go on reading behind their end."""
+    """The loop over keys runs to the longest request, and shorter ones read past their end."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:

@@ -1,4 +1,4 @@
-"""Class H: splits that follow from how long a context may be, and not from how long requests are."""
+"""Class H: splits that depend on max_context_len instead of the requests' lengths."""
 
 from __future__ import annotations
 

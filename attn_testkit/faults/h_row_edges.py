@@ -1,4 +1,4 @@
-"""Class H: splits and tiles that one row of a request decides for all of its rows; and caches that are full."""
+"""Class H: splits and tiles that one row of a request decides for all its rows; and full caches."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _SEVERAL_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMod
     hint="left out|missing",
 )
 class SplitsOfTheFirstRow(PlannedBackend):
-    """There are as many splits of 256 keys as the first row of a request needs, and its later rows need one more."""
+    """The number of splits of 256 keys is that of a request's first row, and its later rows need one more."""
 
     split = 256
 
@@ -41,7 +41,7 @@ class SplitsOfTheFirstRow(PlannedBackend):
     hint="head",
 )
 class TilesOfRowsBeginAtARow(PlannedBackend):
-    """Rows x heads of a KV head are packed in tiles of 128, whose first row is taken to begin where the tile begins."""
+    """Rows x heads of a KV head are packed in tiles of 128, and a tile is assumed to begin with a row's first head."""
 
     tile_of_rows = 128
 
@@ -73,6 +73,6 @@ class TilesOfRowsBeginAtARow(PlannedBackend):
     hint="allocate it once",
 )
 class SplitTableOfAFullCache(SplitTableEvictedUnderAGraph):
-    """The table that a captured graph reads is owned by a cache of 128 entries, as upstream had it."""
+    """The table that a captured graph reads is owned by a cache of 128 entries, as upstream."""
 
     most = 128

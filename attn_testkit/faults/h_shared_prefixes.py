@@ -1,4 +1,4 @@
-"""Class H: the prefix that many requests have in common is attended once for all of them."""
+"""Class H: cascades, which attend a common prefix once for many requests."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .catalogue import fault
 from .dense import DenseBackend, Visibility
 
 _FROM_REQUESTS, _FROM_TOKENS = 8, 256
-"""As vLLM cascades."""
+"""Thresholds of vLLM's cascade."""
 
 
 @fault(
@@ -22,7 +22,7 @@ _FROM_REQUESTS, _FROM_TOKENS = 8, 256
     hint="KV tokens that it shares with other requests are missing",
 )
 class CascadePlannedForAllRequests(DenseBackend):
-    """The common prefix is planned for as many requests as the batch has, where it is one: the first alone gets it."""
+    """The common prefix is planned per request, but it is one: only the first request gets it."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64}, gqa_ratios={2}, page_sizes={16},

@@ -1,4 +1,4 @@
-"""Class H: one key, or one page, of a long row at the edge of a split. Ordinary values do not show it."""
+"""Class H: one key or page of a long row at the edge of a split, which ordinary values do not show."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
 _LONG = 1024
-"""Keys. Splits of fewer are as they should be."""
+"""Number of keys above which the bug shows; shorter requests are right."""
 
 
 def _at_edge(backend: PlannedBackend, meta: Metadata) -> torch.Tensor:
-    """[B, C] bool: the first key of the second split, of long requests alone."""
+    """[B, C] bool: the first key of the second split, only for long requests."""
     key = backend.index[: backend.pages * backend.context.page_size]
     return (key == meta.chunk[:, None]) & (meta.kv_lens[:, None] > _LONG)
 
@@ -29,7 +29,7 @@ def _at_edge(backend: PlannedBackend, meta: Metadata) -> torch.Tensor:
     hint=r"KV token \d+ was left out",
 )
 class FirstKeyOfASplitInNone(PlannedBackend):
-    """Of a long request the second split begins one key late, and the first does not have that key either."""
+    """The second split of a long request begins one key late, and the first does not have that key either."""
 
     capabilities = LEAN
 
@@ -46,7 +46,7 @@ class FirstKeyOfASplitInNone(PlannedBackend):
     hint=r"KV token \d+ was counted twice",
 )
 class FirstKeyOfASplitInTwo(PlannedBackend):
-    """Of a long request the first split ends one key late, with a key that the second split has as well."""
+    """The first split of a long request ends one key late, with a key that the second split has as well."""
 
     capabilities = LEAN
 
@@ -64,8 +64,8 @@ class FirstKeyOfASplitInTwo(PlannedBackend):
     hint=r"of request \d+ were read instead of",
 )
 class SplitBeginsWithANeighboursPage(PlannedBackend):
-    """Of a long request the page at the edge of the second split is looked up in the next request's row of the table,
-    where that has whole pages.
+    """The page at the edge of a long request's second split is looked up in the next request's row of the table, if
+    that has whole pages.
     """
 
     capabilities = LEAN

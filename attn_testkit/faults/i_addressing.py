@@ -24,7 +24,7 @@ def _dense(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _in_32_bits(slots: torch.Tensor, context: BackendContext) -> torch.Tensor:
-    """The slots that ``slots`` are where their products with the stride wrap."""
+    """Slots that are addressed instead of ``slots`` if their product with the stride wraps."""
     stride = context.kv_pool.get_key_buffer(context.layers[0].layer_id).stride(0)
     return (slots.int() * stride).long() // stride % context.kv_pool.num_slots
 
@@ -69,7 +69,7 @@ class SlotTimesStrideIn32Bits(DenseBackend):
     hint="elements beyond 2^31",
 )
 class KVStoreOffsetIn32Bits(PlannedBackend):
-    """New rows go to a slot times its stride in 32-bit integers; what is behind 2^31 elements lands elsewhere."""
+    """New rows go to a slot times its stride in 32-bit integers; rows beyond 2^31 elements land elsewhere."""
 
     capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"})
 
@@ -137,7 +137,7 @@ class PageIdInSixteenBits(DenseBackend):
     hint="16 bits",
 )
 class LengthInSixteenBits(DenseBackend):
-    """The number of keys is handed to the kernel in 16 bits."""
+    """The number of keys is passed to the kernel in 16 bits."""
 
     @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:

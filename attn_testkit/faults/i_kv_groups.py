@@ -24,7 +24,7 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
     modelled="upstream the windowed layers read by the full layers' table; here all read by that of the first group",
 )
 class TableOfTheFirstKVGroup(GroupedBackend):
-    """Whether there is a pool of windowed layers is asked once, before there is one: all layers read by one table."""
+    """A flag for windowed layers is set once, before their pool exists: all layers read by one table."""
 
     @override
     def context_of(self, group: KVGroup) -> BackendContext:
@@ -39,7 +39,7 @@ class TableOfTheFirstKVGroup(GroupedBackend):
     hint="",
 )
 class SlotsOfTheFirstKVGroup(GroupedBackend):
-    """New keys and values are stored by ``out_cache_loc``, whichever pool they go to."""
+    """New keys and values are stored by ``out_cache_loc`` in every pool."""
 
     @override
     def batch_of(self, group: KVGroup, batch: ForwardBatch) -> ForwardBatch:
@@ -55,7 +55,7 @@ class SlotsOfTheFirstKVGroup(GroupedBackend):
     hint="layer [67]",
 )
 class ReplayPlansFirstKVGroupOnly(GroupedBackend):
-    """Before a replay the first group's metadata are filled, and the other one's keep what the capture left."""
+    """Only the first group's metadata are filled before a replay; the other one's keep the values of the capture."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -86,6 +86,6 @@ class _MaximumBeforeTheWindow(PlannedBackend):
     hint="",
 )
 class MaximumBeforeTheWindow(GroupedBackend):
-    """The softmax is relative to the largest logit of all keys, those of pages that a windowed group let go of too."""
+    """The softmax is relative to the largest logit of all keys, including pages that a windowed group has freed."""
 
     child = _MaximumBeforeTheWindow

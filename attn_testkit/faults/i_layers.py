@@ -25,7 +25,8 @@ _CLAIMS = PlannedBackend.capabilities.with_changes(
     hint="no layer of id 0",
 )
 class WidthOfLayer0(PlannedBackend):
-    """The constructor asks the KV pool for layer 0, to know the width of values; a later pipeline rank has no such."""
+    """The constructor asks the KV pool for layer 0, to know the width of values; a later pipeline rank does not have
+    one."""
 
     capabilities = _CLAIMS
 
@@ -42,7 +43,7 @@ class WidthOfLayer0(PlannedBackend):
     hint="IndexError",
 )
 class LayersListedById(PlannedBackend):
-    """What belongs to a layer stands in a list with as many entries as this rank has layers, and is asked for by id."""
+    """Data of layers are in a list with one entry per layer of this rank, and are looked up by layer id."""
 
     capabilities = _CLAIMS
 
@@ -130,7 +131,7 @@ class PlanOutlivesLastLayer(PlannedBackend):
     hint="only layer 7",
 )
 class SettingsOfTwoLayersByTurns(PlannedBackend):
-    """Settings are kept for a windowed layer and a full one, and taken by turns: right for two layers, from any id."""
+    """Settings of a windowed and a full layer are used alternately: right for two layers, from any id."""
 
     capabilities = _CLAIMS
 

@@ -1,4 +1,4 @@
-"""Class I: how the KV pool lies in memory, misread by a kernel or by the writer of its cache."""
+"""Class I: layouts of the KV pool that a kernel or a cache writer misreads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _READS = ("matches-oracle", "reads-own-kv")
 
 
 def _page_stride_computed(view: torch.Tensor) -> torch.Tensor:
-    """Pages as far apart as their slots take."""
+    """View whose page stride is that of the page's slots."""
     _, slot, head, dim = view.stride()
     return view.as_strided(view.shape, (view.shape[1] * slot, slot, head, dim))
 
@@ -38,7 +38,7 @@ def _dense(view: torch.Tensor) -> torch.Tensor:
     hint=_HINT,
 )
 class PageStrideFromSlots(StridedBackend):
-    """The kernel computes a page's address from page size and slot stride, where K and V of a page share a block."""
+    """The kernel computes a page's address from page size and slot stride, but K and V of a page share a block."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "kv-in-block"})
 
@@ -50,7 +50,7 @@ class PageStrideFromSlots(StridedBackend):
 
 @fault(slug="page-padding-forgotten", source="vLLM #54877; vllm-ascend #9763", modes=_ALL, checks=_READS, hint=_HINT)
 class PagePaddingForgotten(PageStrideFromSlots):
-    """Pages are padded to the size that other layers have, and the kernel's page stride is that of the rows alone."""
+    """Pages are padded to the size that other layers have, and the kernel's page stride counts only the rows."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
@@ -185,7 +185,7 @@ class PoolTransposedOnce(StridedBackend):
     hint="no wider than it is",
 )
 class StoreSpillsIntoPadding(StridedBackend):
-    """The writer clears the row behind the one it stores, which behind the last slot of a page is no slot."""
+    """The writer clears the row after the one it stores; after the last slot of a page that is padding."""
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
@@ -230,7 +230,7 @@ class WidthChosenFromLogicalSize(StridedBackend):
     hint="reshape, contiguous and indexing copy",
 )
 class OwnPoolDescribedByACopy(StridedBackend):
-    """A backend lays its pool out itself, and describes it by a view that is a copy of it."""
+    """A backend allocates its own pool, and describes it by a view of a copy."""
 
     capabilities = LEAN.with_changes(kv_layouts={"own"})
 

@@ -1,7 +1,7 @@
-"""A healthy parent that attends a request's keys in parts, for bugs of log-sum-exps and of merging.
+"""A healthy parent that attends KV splits, for bugs of log-sum-exps and of merging.
 
-What is said of a part is one small method each: which keys it has, its sinks, its logits, its sum, and the form in
-which the log-sum-exp is returned. Shapes as in ``dense.py``.
+Each property of a split is one small method: its keys, its sinks, its logits, its sum, and the form in which the
+log-sum-exp is returned. Shapes as in ``dense.py``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NATURAL = LogSumExp(base="e", whole=MODES, prefix=MODES, pages=MODES, tokens=MOD
 
 
 class InPartsBackend(DenseBackend):
-    """All keys of a request against all its rows, but for those that are not of the part. Healthy."""
+    """Healthy parent: all rows of a request against all its keys, except those outside the split."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, page_sizes={4, 16}, gqa_ratios={2}, max_q_rows=8,
@@ -29,7 +29,7 @@ class InPartsBackend(DenseBackend):
         lse=NATURAL,
     )  # fmt: skip
     part: KVPart
-    """The part that is attended."""
+    """The split that is attended."""
 
     @override
     def forward_return_lse(
@@ -60,15 +60,15 @@ class InPartsBackend(DenseBackend):
         return (self.kv_lens - self.counts).clamp(min=0)
 
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """[B, C] bool: which keys are the part's."""
+        """[B, C] bool: True for keys of the split."""
         return self.part.holds(self.key, prefix_lens[:, None])
 
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
-        """The layer with its sinks, if they count in this part."""
+        """The layer with its sinks, if they count in this split."""
         return layer if self.part.sinks else replace(layer, sinks=None)
 
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        """[B, W, Hk, G, Dv] of the same, zeros where nothing is ``seen`` [B, W, C]."""
+        """[B, W, Hk, G, Dv]: output of the split, zero for rows without ``seen`` [B, W, C] keys."""
         return out
 
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -76,21 +76,21 @@ class InPartsBackend(DenseBackend):
         return torch.logsumexp(self.with_sinks(logits, layer), -1)
 
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, Hk, G, W, C or C + 1]: a logit more where there are sinks."""
+        """[B, Hk, G, W, C or C + 1]: one more logit if there are sinks."""
         if layer.sinks is None:
             return logits
         sinks = layer.sinks.view(1, layer.tp_k_head_num, layer.q_per_kv, 1, 1)
         return torch.cat([logits, sinks.expand(*logits.shape[:-1], 1)], -1)
 
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
-        """``lse`` [T, Hq] float32, natural, as it is claimed."""
+        """``lse`` [T, Hq] float32, natural, in the declared form."""
         return lse
 
     @override
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """By their shares of the whole sum, in the order a, b; -inf and zeros where both are empty."""
+        """Merge by shares of the whole sum, in the order a, b; -inf and zeros if both are empty."""
         top = torch.maximum(lse_a, lse_b)
         top = torch.where(top == -torch.inf, 0.0, top)
         weight_a, weight_b = self.weight(lse_a, top), self.weight(lse_b, top)
@@ -100,9 +100,9 @@ class InPartsBackend(DenseBackend):
         return out.to(out_a.dtype), self.merged_lse(top, total)
 
     def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
-        """[T, Hq]: of a part, relative to the largest."""
+        """[T, Hq]: weight of a split, relative to the largest."""
         return torch.exp(lse - top)
 
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
-        """[T, Hq]: of both parts; ``total`` is the sum of their weights."""
+        """[T, Hq]: log-sum-exp of both splits; ``total`` is the sum of their weights."""
         return top + total.log()

@@ -53,7 +53,7 @@ _GROUPS: dict[torch.device, int] = {}
     hint="no other instance is at work",
 )
 class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
-    """How many query heads share a KV head is kept for the process; an instance of another model plans in between."""
+    """The number of query heads per KV head is kept for the process; an instance of another model plans in between."""
 
     capabilities = LEAN
 
@@ -111,7 +111,7 @@ _RUNS: dict[torch.device, torch.Tensor] = {}
     modelled="a ticket that is not the planned one leaves a partial result, where the kernel hung",
 )
 class TicketsOfTheProcess(CountingBackend):
-    """A plan notes the ticket that its run will draw; another instance's run in between draws it."""
+    """A plan notes the ticket that its run will draw; another instance's run in between draws it first."""
 
     capabilities = LEAN
 
@@ -121,7 +121,7 @@ class TicketsOfTheProcess(CountingBackend):
 
     @property
     def tickets(self) -> torch.Tensor:
-        """[1] int32: drawn so far in this process."""
+        """[1] int32: tickets drawn so far in this process."""
         return _RUNS.setdefault(self.context.device, torch.zeros(1, dtype=torch.int32, device=self.context.device))
 
     @override

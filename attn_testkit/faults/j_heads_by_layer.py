@@ -20,10 +20,10 @@ _FIRST = "the first layer"
     modes=_MODES,
     checks=("finite", "matches-oracle"),
     hint=_FIRST,
-    modelled="upstream partial results were written past the end; here they run into what stands behind them",
+    modelled="upstream partial results were written past the end; here they overwrite the memory after them",
 )
 class WorkspaceOfTheFirstLayer(ByLayerBackend):
-    """Partial results have as much room as the first layer needs, and a layer of more heads writes on behind it."""
+    """The workspace of partial results has the size of the first layer's, and a layer of more heads writes past it."""
 
     @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,7 +42,7 @@ class WorkspaceOfTheFirstLayer(ByLayerBackend):
     modelled="as workspace-of-the-first-layer",
 )
 class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
-    """The same, where a context of up to 512 keys is one split, whose results need no workspace."""
+    """The workspace has the first layer's size; contexts of up to 512 keys are one split and need none."""
 
     one_split = 512
 

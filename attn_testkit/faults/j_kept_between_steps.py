@@ -1,4 +1,4 @@
-"""Class J: what an earlier step leaves behind: plans under too short a key, tables sized once, entries of others."""
+"""Class J: state of earlier steps: plans under an incomplete key, tables sized once, entries of other requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _HOST_LENGTHS = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True
 
 
 def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
-    """Host lengths."""
+    """Host lengths of a batch."""
     assert batch.seq_lens_cpu is not None
     return tuple(int(length) for length in batch.seq_lens_cpu[: batch.batch_size])
 
@@ -31,7 +31,7 @@ def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
     hint="something of an earlier step is kept",
 )
 class PlanCacheKeyWithoutMask(PlannedBackend):
-    """Plans are kept by their lengths, and a plan holds the tree mask, which the key does not."""
+    """Plans are kept by their lengths, and a plan holds the tree mask, which is not in the key."""
 
     capabilities = _HOST_LENGTHS
 
@@ -169,7 +169,7 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
     modelled="the cache holds four tables, where upstream it held 128",
 )
 class SplitTableEvictedUnderAGraph(PlannedBackend):
-    """A table that captured graphs read is owned by a cache of bounded size alone, and later shapes evict it."""
+    """A table that captured graphs read is owned only by a cache of bounded size, and later shapes evict it."""
 
     capabilities = _HOST_LENGTHS
     most = 4

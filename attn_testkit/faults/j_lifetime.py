@@ -83,7 +83,7 @@ class SemaphoreNotReset(CountingBackend):
 
     @override
     def reset(self, counters: torch.Tensor) -> None:
-        """Left to the next plan."""
+        """Do nothing: the next plan clears it."""
 
 
 @fault(
@@ -206,7 +206,7 @@ class PlanTensorsOfTheCaptureFreed(PlannedBackend):
     hint="work on a copy",
 )
 class QueryScaledInPlace(DenseBackend):
-    """The softmax scale is multiplied into q where it lies, and q is the caller's."""
+    """The softmax scale is multiplied into q in place, and q is the caller's."""
 
     capabilities = DenseBackend.capabilities.with_changes(deterministic=False, dtypes={"bf16"})
 
@@ -241,7 +241,7 @@ class OutputWrittenOverTheQuery(PlannedBackend):
     hint="work on a copy",
 )
 class LengthsAdvancedInPlace(PlannedBackend):
-    """After its forward a decode advances seq_lens for the next step, in the caller's tensor."""
+    """A decode advances seq_lens after its forward for the next step, in the caller's tensor."""
 
     @override
     def finish(self, batch: ForwardBatch) -> None:
@@ -257,7 +257,7 @@ class LengthsAdvancedInPlace(PlannedBackend):
     hint="hidden_states|work on a copy",
 )
 class AcceptCountsAdvancedInPlace(PlannedBackend):
-    """The last layer turns accepted counts into row indices where they lie; the caller then prunes with them."""
+    """The last layer turns accepted counts into row indices in place; the caller then prunes with them."""
 
     @override
     def finish(self, batch: ForwardBatch) -> None:
@@ -291,10 +291,10 @@ class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
     modes=_ALL,
     executions=_GRAPH,
     checks=("completes", "captures-cleanly", "replay-follows-batch"),
-    modelled="in a graph alone: without one only the emulation shows it, since a race on a GPU may go well",
+    modelled="only in a graph: without one only the emulation shows it, since a race on a GPU may go well",
 )
 class KernelIgnoresCurrentStream(PlannedBackend):
-    """The kernel is launched on a stream that the backend found when it was built, not on the one that captures."""
+    """The kernel is launched on the stream of the backend's construction, not on the one that captures."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

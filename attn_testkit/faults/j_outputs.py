@@ -1,4 +1,4 @@
-"""Class J: where an output lies: in memory that the caller gave, or in memory that is used again too early."""
+"""Class J: memory of outputs: given by the caller, or used again too early."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TILE = 16
 
 
 class LentOutput(PlannedBackend):
-    """Healthy: writes the output where the caller wants it."""
+    """Healthy parent: writes the output to the caller's memory."""
 
     capabilities = LEAN.with_changes(takes_out=True)
 
@@ -34,7 +34,7 @@ class LentOutput(PlannedBackend):
         return result if out is None else self.store(result, out, layer)
 
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """What is returned, of a result [T, Hq, Dv] and the caller's memory of the same shape."""
+        """Tensor to return, for a result [T, Hq, Dv] and the caller's memory of the same shape."""
         return out.copy_(result)
 
 
@@ -46,7 +46,7 @@ class LentOutput(PlannedBackend):
     hint="takes_out",
 )
 class LentOutputIsIgnored(LentOutput):
-    """The caller's memory is left alone, and a tensor of the backend's own is returned."""
+    """The caller's memory is not written, and another tensor is returned."""
 
     @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -81,7 +81,7 @@ class LentOutputOfTheFirstCall(LentOutput):
     hint="takes_out",
 )
 class LentOutputIsAddedTo(LentOutput):
-    """The kernel adds to the output, which holds anything where the caller gives it."""
+    """The kernel adds to the output, but the caller's memory holds anything."""
 
     @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -96,7 +96,7 @@ class LentOutputIsAddedTo(LentOutput):
     hint="output_lifetime",
 )
 class OneBufferForAllLayers(PlannedBackend):
-    """Every layer returns the same memory, and the claims say that outputs hold until all layers have run."""
+    """Every layer returns the same memory, although outputs are declared valid until all layers have run."""
 
     capabilities = LEAN.with_changes(output_lifetime="model")
 
@@ -112,7 +112,7 @@ class OneBufferForAllLayers(PlannedBackend):
         return self.buffer(layer, len(q)).copy_(super().attend(q, layer, meta))
 
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
-        """[rows, Hq, Dv]: where a layer's output lies."""
+        """[rows, Hq, Dv]: memory of a layer's output."""
         return self.out[:rows]
 
 
@@ -139,7 +139,7 @@ class BuffersOfLayersOverlap(OneBufferForAllLayers):
     hint="with a mask for the rest of a tile",
 )
 class WholeTileWrittenToLentOutput(LentOutput):
-    """The last tile of rows is stored whole, behind the rows that the caller gave."""
+    """The last tile of rows is stored whole, past the caller's rows."""
 
     @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:

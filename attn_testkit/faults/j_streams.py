@@ -1,4 +1,4 @@
-"""Class J: work that nothing orders: against another stream's, or against the host, which is ahead of the device."""
+"""Class J: unordered work: against another stream's, or against the host, which is ahead of the device."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
-_RACE = "on emulated CUDA alone: on a GPU the numbers are wrong when the other stream is late, and seldom"
+_RACE = "only on emulated CUDA: on a GPU the numbers are wrong when the other stream is late, and seldom"
 
 
 class PlansOnASideStream(PlannedBackend):
-    """Plans on a stream of its own; both sides wait for each other."""
+    """Healthy parent: plans on its own stream, and both streams wait for each other."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.side = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
 
     def fork(self) -> None:
-        """What is planned comes after what the caller did."""
+        """Order the plan after the caller's work."""
         self.side.wait_stream(torch.cuda.current_stream())
 
     def join(self) -> None:
-        """What the caller does next comes after the plan."""
+        """Order the caller's next work after the plan."""
         torch.cuda.current_stream().wait_stream(self.side)
 
     @override
@@ -77,8 +77,8 @@ class PlanStreamWaitsForNothing(PlansOnASideStream):
 
 
 class StagesLengths(PlannedBackend):
-    """Lengths come from the host, through pinned memory and an asynchronous copy: two buffers by turns, each of which
-    is filled again when its last copy is done.
+    """Lengths come from the host, through pinned memory and an asynchronous copy: two buffers alternate, and each is
+    filled again when its last copy is done.
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
@@ -90,7 +90,7 @@ class StagesLengths(PlannedBackend):
         self.turn = 0
 
     def next_buffer(self) -> torch.Tensor:
-        """Pinned memory that nothing reads any more."""
+        """Pinned memory that no pending copy reads."""
         self.turn = 1 - self.turn
         copied = self.copied[self.turn]
         if copied is not None:
@@ -125,7 +125,7 @@ class StagingBufferFilledAgain(StagesLengths):
 
 
 class ReadsLengthsBack(PlannedBackend):
-    """Lengths are copied to pinned memory, and the host waits for the copy before it reads them."""
+    """Healthy parent: lengths are copied to pinned memory, and the host waits for the copy before it reads them."""
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
@@ -134,7 +134,7 @@ class ReadsLengthsBack(PlannedBackend):
         self.on_host = torch.zeros(context.max_bs, dtype=torch.int64, pin_memory=True)
 
     def wait(self) -> None:
-        """Until the copy is done."""
+        """Wait until the copy is done."""
         torch.cuda.current_stream().synchronize()
 
     @override

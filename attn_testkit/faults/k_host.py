@@ -1,4 +1,4 @@
-"""Class K: the host side. Lengths that the host does not have, waits for, or takes from another step."""
+"""Class K: the host side. Lengths that the host lacks, waits for, or takes from another step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
     modelled="the backend keeps the older lengths itself, where the runner's pinned buffer did",
 )
 class StaleCpuMirrorSizesPageTable(PlannedBackend):
-    """The host lengths of an older batch say how many page-table columns to refresh; the rest stay stale."""
+    """The number of refreshed page-table columns follows from host lengths of an older batch; the rest stay stale."""
 
     capabilities = _NEEDS_HOST
     older_pages = 1
@@ -93,7 +93,7 @@ class LengthResyncReintroduced(PlannedBackend):
     modelled="the bound is the backend's own, since this contract has exact lengths or none",
 )
 class UpperBoundTreatedAsExact(PlannedBackend):
-    """The host has an upper bound of lengths, and to have them exact subtracts what the device says was rejected."""
+    """The host has an upper bound of lengths, and fetches the rejected tokens from the device to make them exact."""
 
     @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ class PlanUploadsAHostList(PlannedBackend):
     hint="needs_cpu_seq_lens is False",
 )
 class ReadsMirrorsItDoesNotAskFor(PlannedBackend):
-    """needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu all the same."""
+    """needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu."""
 
     @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""Bugs that attention backends of public servers really had, and what meets each: ``known_bugs.toml``, read."""
+"""Bugs that attention backends of public servers really had, with what finds each: the reader of
+``known_bugs.toml``."""
 
 from __future__ import annotations
 
@@ -24,15 +25,15 @@ class KnownBug:
     bug_class: str
     """Key of ``CLASSES``."""
     threads: tuple[str, ...]
-    """``project #number``, ``project commit``, or words for what has no address."""
+    """``project #number``, ``project commit``, or words for a bug without an address."""
     wrong: str = ""
-    """What the code did; empty where the first fault's own words say it."""
+    """The mistake of the code; empty if the first fault's docstring says it."""
     faults: tuple[str, ...] = ()
     """Slugs of broken backends that re-introduce it, the closest first."""
     outside: str = ""
-    """Key of ``KnownBugs.outside``, of a bug that nothing of the kit meets."""
+    """Key of ``KnownBugs.outside``, for a bug that the kit cannot test."""
     why: str = ""
-    """What that means for this bug."""
+    """Explanation of ``outside`` for this bug."""
 
 
 @dataclass(frozen=True)
@@ -40,17 +41,17 @@ class KnownBugs:
     """The journal."""
 
     bugs: tuple[KnownBug, ...]
-    """By class, and in the order of the file."""
+    """Bugs by class, in the order of the file."""
     projects: Mapping[str, str]
     """Name in threads -> owner and repository."""
     outside: Mapping[str, str]
-    """Reason why a bug is met by nothing -> what it says."""
+    """Reason why the kit cannot test a bug -> its text."""
 
 
 def thread_address(thread: str, projects: Mapping[str, str]) -> str:
-    """Where a thread or a commit is to be read; empty for what has no address.
+    """Address of a thread or a commit; empty for words.
 
-    A number is that of an issue or of a pull request: the host leads from the one to the other. Raises ``KeyError`` for
+    A number is that of an issue or of a pull request: the host redirects between them. Raises ``KeyError`` for
     a project that ``projects`` does not have.
     """
     found = _THREAD.fullmatch(thread)
@@ -62,7 +63,7 @@ def thread_address(thread: str, projects: Mapping[str, str]) -> str:
 
 @lru_cache(maxsize=1)
 def all_known_bugs() -> KnownBugs:
-    """The journal as it stands in the file."""
+    """The journal in the file."""
     data = tomllib.loads(files(__package__).joinpath("known_bugs.toml").read_text("utf-8"))
     projects, outside = data.pop("projects"), data.pop("outside")
     bugs = [_bug(letter, name, row) for letter in sorted(data) for name, row in data[letter].items()]

@@ -1,6 +1,6 @@
-"""Class L, claimed values: of several values that are claimed one has no kernel, and what is launched writes zeros.
+"""Class L, declared values: one of several declared values has no kernel, and the launched one writes zeros.
 
-Tables of kernels are written value by value, and an entry that is missing shows at that value alone.
+Tables of kernels are written value by value, and a missing entry shows only at that value.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from .dense import DenseBackend, Visibility
 
 DECODE, VERIFY, V1, V2, *_ = ForwardMode
 _EAGER = (Execution.EAGER,)
-"""Kernels are chosen alike in a graph, and eager case-runs cost less."""
+"""Only eager: kernels are chosen in the same way in a graph, and eager case-runs cost less."""
 
 
 def _claims(**changes: object) -> Capabilities:
-    """Few values of every claim but one."""
+    """Capabilities with few values, except for one field."""
     few: dict[str, object] = {
         "families": {"mha"}, "dtypes": {"bf16"}, "kv_dtypes": {"same"}, "head_dims": {64}, "page_sizes": {16},
         "gqa_ratios": {1}, "max_q_rows": 8, "max_topk": 1, "max_context_len": 1024, "sliding_window": (),
@@ -38,7 +38,7 @@ def _claims(**changes: object) -> Capabilities:
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForAHeadDimBetweenOthers(DenseBackend):
-    """Head dims 64, 96, 128 and 256 are claimed, and the table of kernels goes by powers of two."""
+    """Head dims 64, 96, 128 and 256 are declared, and the table of kernels goes by powers of two."""
 
     capabilities = _claims(head_dims={64, 96, 128, 256})
 
@@ -56,7 +56,7 @@ class NoKernelForAHeadDimBetweenOthers(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForTheWidestHeadDim(DenseBackend):
-    """Head dim 512 is claimed beside 64 and 128, and has kernels for MLA alone."""
+    """Head dim 512 is declared with 64 and 128, and has kernels only for MLA."""
 
     capabilities = _claims(head_dims={64, 128, 512})
 
@@ -92,7 +92,7 @@ class NoKernelForALatentWidth(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForAPageSize(DenseBackend):
-    """Eight page sizes are claimed, and pages of 8 slots have no kernel."""
+    """Eight page sizes are declared, and pages of 8 slots have no kernel."""
 
     capabilities = _claims(page_sizes={1, 2, 4, 8, 16, 32, 64, 128})
 
@@ -110,7 +110,7 @@ class NoKernelForAPageSize(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForAGroupBetweenOthers(DenseBackend):
-    """Groups of 2, 8, 16 and 32 query heads are claimed, and 16 have no kernel."""
+    """Groups of 2, 8, 16 and 32 query heads are declared, and 16 have no kernel."""
 
     capabilities = _claims(families={"gqa"}, gqa_ratios={2, 8, 16, 32})
 
@@ -128,7 +128,7 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForFewMLAHeads(DenseBackend):
-    """4 and 16 heads are claimed for MLA, and 4, fewer than a tile has rows, have no kernel."""
+    """4 and 16 heads are declared for MLA, and 4, fewer than a tile's rows, have no kernel."""
 
     capabilities = _claims(families={"mla"}, gqa_ratios={4, 16})
 
@@ -146,7 +146,7 @@ class NoKernelForFewMLAHeads(DenseBackend):
     hint="KV tokens in the middle are missing",
 )
 class LargePagesLostBehind4096Tokens(DenseBackend):
-    """Of pages of 256 a table of 16 is read, and the last page by another way: what lies between them is lost."""
+    """Only 16 pages of 256 slots are read from the table, and the last page separately: those in between are lost."""
 
     capabilities = _claims(page_sizes={16, 256}, max_context_len=1 << 13)
 
@@ -168,7 +168,7 @@ class LargePagesLostBehind4096Tokens(DenseBackend):
     hint="holds the result of request [0-9]+",
 )
 class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
-    """With an FP8 pool 32 heads are folded to two rows of 16, and their results are not laid out row by row again."""
+    """32 heads are folded to two rows of 16 with an FP8 pool, and their results are not unfolded."""
 
     capabilities = _claims(families={"mla"}, gqa_ratios={16, 32, 64}, kv_dtypes={"same", "fp8_e4m3"})
 
@@ -189,7 +189,7 @@ class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
-    """Both dtypes and both pools are claimed, and fp16 queries with an FP8 pool have no kernel."""
+    """Both dtypes and both pools are declared, and fp16 queries with an FP8 pool have no kernel."""
 
     capabilities = _claims(dtypes={"fp16", "bf16"}, kv_dtypes={"same", "fp8_e4m3"})
 
@@ -208,7 +208,7 @@ class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
     hint="rows from 8 on",
 )
 class VerifyRowsBeyondATile(DenseBackend):
-    """The grid has one tile of 8 rows a request: of 12 draft nodes the last four are never computed."""
+    """The grid has one tile of 8 rows per request: of 12 draft nodes the last four are never computed."""
 
     capabilities = _claims(max_q_rows=12)
 
@@ -226,7 +226,7 @@ class VerifyRowsBeyondATile(DenseBackend):
     hint="rows from 48 on",
 )
 class DraftExtendRowsBeyondTheTiles(DenseBackend):
-    """The grid has three tiles of 16 rows a request, and 64 accepted tokens are claimed."""
+    """The grid has three tiles of 16 rows per request, and 64 accepted tokens are declared."""
 
     capabilities = _claims(max_q_rows=64)
 
@@ -244,7 +244,7 @@ class DraftExtendRowsBeyondTheTiles(DenseBackend):
     hint="rows from 48 on",
 )
 class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
-    """The grid has three tiles of 16 rows a request, and 64 nodes are claimed."""
+    """The grid has three tiles of 16 rows per request, and 64 nodes are declared."""
 
     capabilities = _claims(max_q_rows=64)
 
@@ -262,7 +262,7 @@ class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
     hint="nothing was computed|nothing computed them",
 )
 class NoKernelForWideTrees(DenseBackend):
-    """Trees of up to 8 children a node are claimed, and masks of more than 4 have no kernel."""
+    """Trees of up to 8 children per node are declared, and masks of more than 4 have no kernel."""
 
     capabilities = _claims(max_q_rows=16, max_topk=8)
 
@@ -272,6 +272,6 @@ class NoKernelForWideTrees(DenseBackend):
 
 
 def _first_rows(weights: torch.Tensor, count: int) -> torch.Tensor:
-    """``weights`` [B, Hk, G, W, C], and zeros for the rows from ``count`` on."""
+    """``weights`` [B, Hk, G, W, C] with zeros for the rows from ``count`` on."""
     row = torch.arange(weights.shape[3], device=weights.device)
     return weights * (row < count)[:, None]

@@ -1,4 +1,4 @@
-"""Class L, claims: what a class says of itself, and no case could hold it to."""
+"""Class L, capabilities: declarations of a class that no case could test."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ from .parent import PlannedBackend
     hint="no case can satisfy",
 )
 class ClaimThatNoCaseCanMeet(PlannedBackend):
-    """Verify is claimed with the max_context_len of a unit test's class: nothing was ever run."""
+    """Verify is declared with the max_context_len of a unit test's class: nothing was ever run."""
 
     capabilities = PlannedBackend.capabilities.with_changes(max_context_len=4)

@@ -1,4 +1,4 @@
-"""Class L: wrappers, claims and the contract of hooks, inputs and outputs."""
+"""Class L: wrappers, capabilities and the contract of hooks, inputs and outputs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _UNIFORM = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
     hint="tree mask",
 )
 class TreeMaskIgnored(DenseBackend):
-    """Trees are claimed, and drafts are processed as a chain."""
+    """Trees are declared, and drafts are processed as a chain."""
 
     @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
@@ -128,7 +128,7 @@ class ReturnsWholeBuffer(PlannedBackend):
     hint="the constructor accepted it",
 )
 class ConstructorChecksNothing(DenseBackend):
-    """The constructor does not compare the context with the claims, and takes what nobody claimed."""
+    """The constructor does not compare the context with the capabilities, and accepts undeclared contexts."""
 
     def __init__(self, context: BackendContext) -> None:
         self.context, self.mask_buffer = context, None
@@ -143,7 +143,7 @@ class ConstructorChecksNothing(DenseBackend):
     hint="refused a claimed case",
 )
 class ConstructorRefusesClaim(DenseBackend):
-    """Pages of 1 are claimed, and the constructor refuses them."""
+    """Pages of 1 slot are declared, and the constructor refuses them."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -159,7 +159,7 @@ class ConstructorRefusesClaim(DenseBackend):
     hint="q",
 )
 class ScalesQInPlace(DenseBackend):
-    """q is multiplied by the scale where it lies, in the caller's tensor."""
+    """q is multiplied by the scale in place, in the caller's tensor."""
 
     @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -194,7 +194,7 @@ class AdvancesSeqLens(DenseBackend):
     hint="K where V belongs|an FP8 pool holds K / k_scale",
 )
 class KAndVSwapped(PlannedBackend):
-    """The store is called with v where k belongs."""
+    """The store is called with k and v exchanged."""
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
@@ -209,7 +209,7 @@ class KAndVSwapped(PlannedBackend):
     hint="do(es)? not hold",
 )
 class Fp8StoreWithoutScale(PlannedBackend):
-    """Rows are cast to FP8 as they are, and multiplied by the scale when they are read."""
+    """Rows are cast to FP8 without the scale, and multiplied by it when they are read."""
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:

@@ -1,4 +1,4 @@
-"""Class L: wrappers of several backends, and what one mode or class inherits from another."""
+"""Class L: wrappers of several backends, and state that a mode or class inherits from another."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class WrapperSwallowsInGraphHook(WrapperBackend):
     hint="replay",
 )
 class DispatcherDropsVerifyMask(WrapperBackend):
-    """The dispatcher does not hand out its child's mask buffer, so the draft stage fills a mask that no graph reads."""
+    """The dispatcher does not return its child's mask buffer, so the draft stage fills a mask that no graph reads."""
 
     @property
     @override
@@ -65,7 +65,7 @@ class DispatcherDropsVerifyMask(WrapperBackend):
     hint="layer 1",
 )
 class WrapperReplaysFirstChildOnly(HybridBackend):
-    """At a replay the wrapper plans its first child alone; the other one keeps what the capture left."""
+    """The wrapper plans only its first child at a replay; the other one keeps the values of the capture."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
@@ -82,7 +82,7 @@ class WrapperReplaysFirstChildOnly(HybridBackend):
     hint="planned",
 )
 class WrapperInitsSecondChildOnly(HybridBackend):
-    """In eager the wrapper plans its second child alone."""
+    """The wrapper plans only its second child in eager."""
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -98,7 +98,7 @@ class WrapperInitsSecondChildOnly(HybridBackend):
     hint="only in the graph|alone|not ancestors",
 )
 class LeftoverFallbackFlag(PlannedBackend):
-    """Draft-extend sets a fallback flag, and verify on the same instance still honours it: causal, no tree."""
+    """Draft-extend sets a fallback flag, and verify on the same instance still obeys it: causal, no tree."""
 
     fallback = False
 

@@ -1,4 +1,4 @@
-"""Class M: which rows, positions and slots belong to which request and draft node."""
+"""Class M: rows, positions and slots of requests and draft nodes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _V2 = (ForwardMode.DRAFT_EXTEND_V2,)
     hint="running sum|packed|request 0 is right",
 )
 class V1RowsAtUniformStride(DenseBackend):
-    """Request i's rows are looked for at i * (S + 1), although accepted rows are packed."""
+    """Request i's rows are read at i * (S + 1), although accepted rows are packed."""
 
     @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ class V1CountsWithoutBonus(DenseBackend):
     hint="missing|shifted",
 )
 class V1PrefixFromFullWidth(DenseBackend):
-    """The prefix is taken as seq_lens - (S + 1), whatever was accepted, so the causal bound is shifted."""
+    """The prefix is taken as seq_lens - (S + 1) for any accepted count, so the causal bound is shifted."""
 
     @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
@@ -86,7 +86,7 @@ class V1LengthAtFullWidth(DenseBackend):
     hint="request|row",
 )
 class V2RowsCountedByAccepted(DenseBackend):
-    """V2 has N rows a request, accepted or not, and they are taken for packed accepted ones."""
+    """V2 has N rows per request, accepted or not, and they are taken for packed accepted ones."""
 
     @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
@@ -184,7 +184,7 @@ class SiblingsShareASlot(DenseBackend):
     hint="row|request|tree",
 )
 class TreeWidthFromSteps(DenseBackend):
-    """Rows a request are taken as steps + 1, which is the tree's size for chains alone."""
+    """The number of rows per request is steps + 1, which is the tree's size only for chains."""
 
     @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:

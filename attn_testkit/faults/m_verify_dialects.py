@@ -1,4 +1,4 @@
-"""Class M: target-verify as not every server has it: lengths with the new tokens, and chains without a tree."""
+"""Class M: server variants of target-verify: lengths with the new tokens, and chains without a tree."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _VERIFY = (ForwardMode.TARGET_VERIFY,)
     hint="verify_lens|longer|beyond|should",
 )
 class VerifyLengthsCountedTwice(PlannedBackend):
-    """seq_lens have the new tokens already, as the claims say, and are lengthened by them once more."""
+    """seq_lens count the new tokens already, as declared, and they are added once more."""
 
     capabilities = LEAN.with_changes(verify_lens={"all"}, eager=_VERIFY, graph=_VERIFY, max_topk=1)
 
@@ -34,7 +34,7 @@ class VerifyLengthsCountedTwice(PlannedBackend):
     hint="verify_lens",
 )
 class VerifyLengthsNeverAskedFor(PlannedBackend):
-    """The claims have both conventions, and the code knows one."""
+    """Both conventions are declared, and the code knows one."""
 
     capabilities = LEAN.with_changes(verify_lens={"prefix", "all"}, eager=_VERIFY, graph=_VERIFY)
 
@@ -47,7 +47,7 @@ class VerifyLengthsNeverAskedFor(PlannedBackend):
     hint="takes_bare_chains",
 )
 class ChainWithoutLinks(PlannedBackend):
-    """The links of the tree are read even of a chain, which need not have any, as the claims say."""
+    """The links of the tree are read even for a chain, which is declared to come without any."""
 
     capabilities = LEAN.with_changes(takes_bare_chains=True, eager=_VERIFY, graph=_VERIFY)
 
@@ -66,7 +66,7 @@ class ChainWithoutLinks(PlannedBackend):
     hint="takes_bare_chains",
 )
 class NoMaskHidesNothing(PlannedBackend):
-    """Where a chain comes without a mask, its rows see those behind them."""
+    """Rows of a chain without a mask see the rows after them."""
 
     capabilities = LEAN.with_changes(takes_bare_chains=True, eager=_VERIFY, graph=_VERIFY)
 

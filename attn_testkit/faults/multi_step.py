@@ -1,9 +1,9 @@
 """A healthy backend for drafts, built like the multi-step ones of servers: all forwards are planned at once.
 
-Each forward has a plan of its own, in buffers of its own, made outside the graph from the lengths of the prefixes and
-the request table alone. The kernel is that of ``PlannedBackend``: a branch is a request with one row.
+Each forward has its own plan, in its own buffers, made outside the graph only from the lengths of the prefixes and the
+request table. The kernel is that of ``PlannedBackend``: a branch is a request with one row.
 
-Shapes: bs requests, K branches, R = bs * K rows, F = S - 1 forwards, P pages a row.
+Shapes: bs requests, K branches, R = bs * K rows, F = S - 1 forwards, P pages per row.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def spec_of(batch: ForwardBatch) -> DraftDecodeInput:
 
 
 class MultiStepBackend(PlannedBackend):
-    """Draft-decode with a plan for each forward, all made before the first of them. Healthy.
+    """Healthy parent: draft-decode with a plan for each forward, all made before the first of them.
 
     Raises ``Unsupported`` for a context that its ``capabilities`` exclude.
     """
@@ -54,11 +54,11 @@ class MultiStepBackend(PlannedBackend):
         self.steps = self.new_buffers(max_bs * self.context.draft_branches)
 
     def new_buffers(self, rows: int) -> list[Metadata]:
-        """What the graphs read: buffers of R = ``rows`` for each forward."""
+        """Buffers that the graphs read, with R = ``rows``, for each forward."""
         return [self.new_buffer(rows) for _ in range(self.forwards)]
 
     def new_buffer(self, rows: int) -> Metadata:
-        """Of one forward."""
+        """Buffers of one forward."""
         device = self.context.device
         return Metadata(
             page_table=torch.zeros(rows, self.pages, dtype=torch.int32, device=device),
@@ -93,7 +93,7 @@ class MultiStepBackend(PlannedBackend):
         return Metadata(**views, mask=None)
 
     def plan_draft(self, batch: ForwardBatch) -> list[Metadata]:
-        """One plan a forward."""
+        """Make one plan per forward."""
         return [self.plan_forward(batch, step) for step in range(self.forwards)]
 
     def plan_forward(self, batch: ForwardBatch, step: int) -> Metadata:
@@ -114,7 +114,7 @@ class MultiStepBackend(PlannedBackend):
         return lens.repeat_interleave(self.context.draft_branches)
 
     def branch_pages(self, batch: ForwardBatch) -> torch.Tensor:
-        """[R, P] int32: the pages of the prefix that all share, then those of the branch. Of every forward alike."""
+        """[R, P] int32: the pages of the prefix that all share, then those of the branch; the same in every forward."""
         page = self.context.page_size
         rows = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         columns = self.branch_columns(batch.seq_lens[: batch.batch_size].long(), self.index[: self.pages] * page)
@@ -134,7 +134,7 @@ class MultiStepBackend(PlannedBackend):
         return prefix - last, (last + steps + page - 1) // page * page
 
     def branch_slots(self, batch: ForwardBatch, step: int) -> torch.Tensor:
-        """[R] int64: where a forward's rows are stored; at a replay of live requests only."""
+        """[R] int64: slots of a forward's rows; at a replay only those of live requests."""
         spec = spec_of(batch)
         return spec.out_cache_loc.view(-1, spec.num_steps)[:, step]
 
@@ -152,5 +152,5 @@ class MultiStepBackend(PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
     def step_of(self, batch: ForwardBatch) -> int:
-        """Which of the plans a forward is for."""
+        """Number of the plan of a forward."""
         return spec_of(batch).step

@@ -1,4 +1,4 @@
-"""Class N: bits that are claimed: the same batch twice, and a request among others."""
+"""Class N: equal bits that are declared: for the same batch twice, and for a request in another batch."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class FixedSplitDroppedForWindows(BatchInvariantBackend):
     hint="depends on the rest of the batch",
 )
 class SplitsFromBatchSize(BatchInvariantBackend):
-    """With few requests keys are split further to fill the device."""
+    """Keys are split further if there are few requests, to fill the device."""
 
     @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class SplitsFromBatchSize(BatchInvariantBackend):
     hint="depends on the rest of the batch",
 )
 class AnotherKernelAbove32Requests(BatchInvariantBackend):
-    """More than 32 requests get another split than fewer; each request of a small batch is right on its own."""
+    """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
 
     @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
@@ -91,14 +91,14 @@ class AnotherKernelAbove32Requests(BatchInvariantBackend):
     modelled="every other call adds the splits backwards",
 )
 class OrderOfSumsVaries(PlannedBackend):
-    """Partial sums are added in the order in which they arrive, and determinism is claimed."""
+    """Partial sums are added in the order in which they arrive, and determinism is declared."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.calls = 0
 
     def backwards(self, layer: AttentionLayer) -> bool:
-        """Whether this call adds the splits from the last to the first."""
+        """True if this call adds the splits from the last to the first."""
         return self.calls // len(self.context.layers) % 2 == 0
 
     @override
@@ -122,9 +122,9 @@ class OrderOfSumsVaries(PlannedBackend):
     modelled="every other call adds the splits backwards",
 )
 class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
-    """The last layer alone, whose kernel is another one, adds partial sums in the order in which they arrive."""
+    """Only the last layer, which has another kernel, adds partial sums in the order in which they arrive."""
 
-    # float32 alone: rounding to 16 bits hides the order of few splits, on some devices in every case.
+    # Only float32: rounding to 16 bits hides the order of few splits, on some devices in every case.
     capabilities = OrderOfSumsVaries.capabilities.with_changes(dtypes={"fp32"})
 
     @override

@@ -1,4 +1,4 @@
-"""Faults of drafts: the plan of another forward, the slots of another branch, pages that branches do not share."""
+"""Class O: the plan of another forward, the slots of another branch, pages that branches do not share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _GRAPH = (Execution.GRAPH,)
     hint="missing|expected",
 )
 class FirstLengths(MultiStepBackend):
-    """Every forward is planned with the keys of the first: a branch does not see what it drafted."""
+    """Every forward is planned with the keys of the first: a branch does not see its drafted tokens."""
 
     @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
@@ -53,7 +53,7 @@ class StepCountedTwice(MultiStepBackend):
     hint="attended",
 )
 class ReadsASibling(MultiStepBackend):
-    """The page table is that of the request, so every branch attends to what branch 0 drafted."""
+    """The page table is that of the request, so every branch attends the tokens that branch 0 drafted."""
 
     @override
     def branch_columns(self, prefix: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ class BranchesStoreInOne(MultiStepBackend):
     hint="attended|slot",
 )
 class RegionWithoutLastPage(MultiStepBackend):
-    """A branch's region is taken for S tokens, without those of the prefix's last page that were copied before them."""
+    """A branch's region is taken for S tokens, without the copied tokens of the prefix's last page."""
 
     @override
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,7 +115,7 @@ class RegionWithoutLastPage(MultiStepBackend):
     hint="attended|slot",
 )
 class CopiedPageLeftOut(MultiStepBackend):
-    """The page that the prefix fills in part is taken for one that branches share, and the copies of it left out."""
+    """The partly filled last page of the prefix is taken for a shared one, and its copies are left out."""
 
     @override
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -148,7 +148,7 @@ class ForwardsShareAPlan(MultiStepBackend):
     hint="eager",
 )
 class ForwardsCounted(MultiStepBackend):
-    """Forwards are counted from the plan on: a graph is warmed up before its capture, which has the last plan alone."""
+    """Forwards are counted from the plan on: warm-ups count too, so the captured graph has only the last plan."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -217,7 +217,7 @@ class AdvancesTheBatch(MultiStepBackend):
     hint="window",
 )
 class WindowOfTheFirst(MultiStepBackend):
-    """Windows begin where they begin in the first forward: later ones see a token too many for each step."""
+    """Windows begin where the first forward's begins: later forwards see one token too many per step."""
 
     step = 0
 
@@ -287,7 +287,7 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
     hint="only requests without a prefix are wrong",
 )
 class CountsOnAPrefix(MultiStepBackend):
-    """An empty prefix is planned as one of a key, and the claims do not say that servers have none."""
+    """An empty prefix is planned as one of a key, although drafts without a prefix are declared."""
 
     @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Class P: prefill: the cached prefix, and chunks whose prefix is what the chunk before them wrote."""
+"""Class P: prefill: cached prefixes, and chunks whose prefix the chunk before wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LEAN = PlannedBackend.capabilities.with_changes(
     eager=_EXTEND, graph=_EXTEND, sliding_window=_EXTEND, max_topk=0, families={"gqa", "mqa"}, dtypes={"bf16"},
     head_dims={64},
 )  # fmt: skip
-"""Few values of what says nothing about a prefill."""
+"""Capabilities with few values in fields that do not matter for a prefill."""
 
 
 @fault(
@@ -48,7 +48,7 @@ class PrefixOfPartOfAPageIgnored(PlannedBackend):
     hint="expected 0",
 )
 class NoPrefixPathForTheWholeBatch(PlannedBackend):
-    """One request without a prefix sends the batch to the kernel that attends the new tokens alone: any, not all."""
+    """One request without a prefix sends the batch to the kernel that attends only new tokens: any, not all."""
 
     capabilities = LEAN
 
@@ -68,7 +68,7 @@ class NoPrefixPathForTheWholeBatch(PlannedBackend):
     hint="start of the keys|causal|expected 0",
 )
 class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
-    """Row j of a prompt sees keys 0 .. j: right without a prefix, and for every chunk but the first too few."""
+    """Row j of a prompt sees keys 0 .. j: right without a prefix, and too few in every chunk but the first."""
 
     capabilities = LEAN
 
@@ -141,7 +141,7 @@ class WrapperSwallowsChunkPlan(PlannedBackend):
     hint="zeros instead of NaN",
 )
 class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
-    """Keys and values are written behind the attention, which reads the pool before they are there."""
+    """Keys and values are written after the attention, which reads the pool before they are there."""
 
     capabilities = LEAN
 

@@ -1,4 +1,4 @@
-"""Class P: prefill: where ragged rows lie, tiles of them, and batches that mix prompts with rows that decode."""
+"""Class P: prefill: places and tiles of ragged rows, and batches that mix prompts with rows that decode."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RaggedRowsAtTheLongestOnesStride(PlannedBackend):
     hint="row",
 )
 class FirstRowInPlaceOfTheLast(PlannedBackend):
-    """The last row, which decides the next token, is filled from where the request begins, not from where it ends."""
+    """The last row, which decides the next token, is filled from the request's first row."""
 
     capabilities = LEAN
 
@@ -83,7 +83,7 @@ class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
     hint="earlier step|offset|packed|capture",
 )
 class QueryOffsetsOfTheBatchBefore(PlannedBackend):
-    """Query offsets are made again when the number of rows changes, and not when they are shared out otherwise."""
+    """Query offsets are made again if the number of rows changes, but not if only their distribution does."""
 
     capabilities = LEAN
     offsets: torch.Tensor | None = None
@@ -105,7 +105,7 @@ class QueryOffsetsOfTheBatchBefore(PlannedBackend):
     hint="expected|last|own",
 )
 class ExtendOfOneTokenAsADecode(PlannedBackend):
-    """A batch of one row a request goes to the decode kernel, which adds the new token to lengths that have it: -1."""
+    """A batch of one row per request goes to the decode kernel, with lengths that lack the new token."""
 
     capabilities = LEAN
 
@@ -142,7 +142,7 @@ class ShortExtendBesidePromptsAsADecode(PlannedBackend):
     hint="offset|row",
 )
 class DecodeRowsTakenToComeFirst(PlannedBackend):
-    """Offsets are made for a batch that was sorted, decodes first, and the batch is in the order in which it came."""
+    """Offsets are made for a batch sorted with decodes first, but the batch keeps its order."""
 
     capabilities = LEAN
 
@@ -161,7 +161,7 @@ class DecodeRowsTakenToComeFirst(PlannedBackend):
     hint="a row that nothing computes|rows from",
 )
 class PromptRowsBehindTheTiles(PlannedBackend):
-    """A request has four tiles of 16 rows, and a tail behind them is not computed: its rows keep zeros."""
+    """A request has four tiles of 16 rows, and rows after them are not computed: they keep zeros."""
 
     capabilities = LEAN
 
@@ -182,7 +182,8 @@ class PromptRowsBehindTheTiles(PlannedBackend):
     hint="in eager it is right",
 )
 class GridDependsOnQoContents(PlannedBackend):
-    """The grid is as many tiles of 16 rows as the captured requests have; a replay shared out otherwise has more."""
+    """The grid has the tiles of 16 rows of the captured requests; with another distribution of rows a replay needs
+    more."""
 
     capabilities = LEAN
     tiles = 0

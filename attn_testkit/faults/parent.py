@@ -1,14 +1,15 @@
-"""A healthy backend built like those of servers, for faults to be overrides of: plan outside the graph, kernel inside.
+"""A healthy backend built like those of servers, which faults override: plan outside the graph, kernel inside.
 
 *Planning* runs before a capture and before every replay, outside the graph. It fills persistent buffers in place: page
-table, key lengths, query offsets, write slots, mask, and how the keys are split. *The kernel* reads these buffers and
-nothing of the batch; it splits the keys of a request, keeps partial results in a workspace that the constructor
-allocated, and combines them.
+table, key lengths, query offsets, write slots, mask, and sizes of splits. *The kernel* reads only these buffers, not
+the batch; it splits the keys of a request, keeps partial results in a workspace that the constructor allocated, and
+combines them.
 
 Every step of the two is one small method, so that a bug is one override.
 
-Shapes: T query rows, B requests (padding included), W most rows a request, N draft tokens a request, P pages a request,
-C = P * page_size keys, S = ``max_splits``, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of key and value.
+Shapes: T query rows, B requests (padding included), W most rows per request, N draft tokens per request, P pages per
+request, C = P * page_size keys, S = ``max_splits``, Hk KV heads, Hq = Hk * G query heads, D and Dv the widths of key
+and value.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ __all__ = ["CountingBackend", "Metadata", "PlannedBackend"]
 
 @dataclass
 class Metadata:
-    """What the kernel reads about one step. The graphs' own are views of the persistent buffers."""
+    """Inputs of the kernel for one step. Those of graphs are views of the persistent buffers."""
 
     page_table: torch.Tensor
     """[B, P] int32."""
@@ -46,7 +47,7 @@ class Metadata:
     chunk: torch.Tensor
     """[B] int32: keys in one split."""
     slots: torch.Tensor
-    """[T] int64: where the new rows are stored; 0 for padding."""
+    """[T] int64: slots of the new rows; 0 for padding."""
     mask: torch.Tensor | None
     """[B, N, N] bool: node t of the draft tree may see node c. None: causal."""
     max_q_len: int = 1
@@ -54,7 +55,7 @@ class Metadata:
 
 
 class PlannedBackend(AttentionBackend):
-    """Paged attention with a plan, in plain torch. Healthy.
+    """Healthy parent: paged attention with a plan, in plain torch.
 
     Raises ``Unsupported`` for a context that its ``capabilities`` exclude.
     """
@@ -97,9 +98,9 @@ class PlannedBackend(AttentionBackend):
         self.workspace = self.new_workspace(context.max_bs * self.max_splits * self.width * heads * (dim + 1))
         self.metadata: Metadata | None = None
         self.in_graph = False
-        """The forward that comes next is warmed up and captured."""
+        """True if the next forward is warmed up and captured."""
         self.capturing = False
-        """This planning is that of a capture, not of a replay."""
+        """True while a capture is planned, False for a replay."""
         self.graphs: dict[tuple[ForwardMode, int], Metadata] = {}
 
     def new_workspace(self, numbers: int) -> torch.Tensor:
@@ -110,7 +111,7 @@ class PlannedBackend(AttentionBackend):
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """The buffers that every graph reads, at their largest size."""
+        """Allocate the buffers that every graph reads, at their largest size."""
         n, device = self.context.num_draft_tokens, self.context.device
 
         def buffer(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
@@ -127,13 +128,13 @@ class PlannedBackend(AttentionBackend):
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
-        """Eager: tensors of this step alone."""
+        """Plan an eager step in new tensors."""
         self.in_graph = self.capturing = False
         self.metadata = self.plan(batch)
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """A capture makes the views of its bucket; a replay, whose batch has live slots alone, fills them."""
+        """Make the views of a bucket at a capture; fill them at a replay, whose batch has only live slots."""
         self.in_graph, self.capturing = True, in_capture
         key = self.key(batch)
         if in_capture:
@@ -142,7 +143,7 @@ class PlannedBackend(AttentionBackend):
         self.fill(self.metadata, self.plan(batch), batch)
 
     def key(self, batch: ForwardBatch) -> tuple[ForwardMode, int]:
-        """Which graph a batch belongs to: its mode and its bucket."""
+        """Key of the graph of a batch: its mode and its bucket."""
         return batch.forward_mode, batch.batch_size
 
     def views(self, batch: ForwardBatch) -> Metadata:
@@ -159,20 +160,20 @@ class PlannedBackend(AttentionBackend):
         )
 
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
-        """Copy a plan to where the graph reads it."""
+        """Copy a plan into the buffers that the graph reads."""
         for field in fields(Metadata):
             target, source = getattr(views, field.name), getattr(plan, field.name)
             if isinstance(target, torch.Tensor):
                 self.copy_in(field.name, target, source)
 
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        """One buffer. Live rows may be fewer than the bucket's: the slots of the others are 0."""
+        """Copy into one buffer. Live rows may be fewer than the bucket's: the slots of the others are 0."""
         if len(source) < len(target):
             target[len(source) :] = 0
         target[: len(source)].copy_(source)
 
     def plan(self, batch: ForwardBatch) -> Metadata:
-        """Everything about a step, on the device, from the batch's device tensors."""
+        """Plan of a step, on the device, from the batch's device tensors."""
         counts = self.plan_counts(batch)
         lens = self.plan_lengths(batch, counts)
         return Metadata(
@@ -186,7 +187,7 @@ class PlannedBackend(AttentionBackend):
         )
 
     def max_q_len(self, mode: ForwardMode) -> int:
-        """W of a mode: a constant of the instance."""
+        """Most rows W of a mode: a constant of the instance."""
         if mode is ForwardMode.DRAFT_EXTEND:
             return self.context.speculative_num_steps + 1
         if mode is ForwardMode.EXTEND:
@@ -214,7 +215,7 @@ class PlannedBackend(AttentionBackend):
         return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
 
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
-        """[B, P] int32. Columns past a request's pages hold whatever the request table holds there."""
+        """[B, P] int32. Columns past a request's pages hold stale entries of the request table."""
         page = self.context.page_size
         rows = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         return (rows[:, ::page] // page).to(torch.int32)
@@ -261,14 +262,14 @@ class PlannedBackend(AttentionBackend):
         return out
 
     def finish(self, batch: ForwardBatch) -> None:
-        """The last layer is through: where a backend keeps books of its own. This one does nothing."""
+        """Hook after the last layer, for a backend's own bookkeeping; does nothing here."""
 
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
-        """Rows k [T, Hk, D] and v [T, Hk, Dv] to ``meta.slots``, in the pool's dtype."""
+        """Store rows k [T, Hk, D] and v [T, Hk, Dv] in ``meta.slots``, in the pool's dtype."""
         self.context.kv_pool.set_kv_buffer(layer, meta.slots, k, v)
 
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        """[T, Hq, Dv] in q's dtype, of q [T, Hq, D] against the pool."""
+        """[T, Hq, Dv] in q's dtype: attention of q [T, Hq, D] over the pool."""
         position = self.row_positions(meta)
         seen = self.visible(meta, layer, position)
         rows = q.reshape(len(q), layer.tp_k_head_num, layer.q_per_kv, layer.head_dim)[self.row_of(meta, len(q))]
@@ -281,18 +282,19 @@ class PlannedBackend(AttentionBackend):
         return self.scatter(out, meta, len(q)).to(q.dtype)
 
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
-        """[B, W] int64: query row of each place. Places past a request's rows show a neighbour's, and are dropped."""
+        """[B, W] int64: query row of each place. Places past a request's rows hold another request's, and are
+        dropped."""
         return (meta.cu_seqlens_q[:-1, None].long() + self.index[: meta.max_q_len]).clamp(0, tokens - 1)
 
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
-        """[B, W, Hq, Dv] -> [T, Hq, Dv]. Rows past the last request are padding and get somebody's result."""
+        """[B, W, Hq, Dv] -> [T, Hq, Dv]. Rows past the last request are padding and get any result."""
         row, ends = self.index[:tokens], meta.cu_seqlens_q[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=len(out) - 1)
         offset = row - meta.cu_seqlens_q[request]
         return out.flatten(0, 1)[request * meta.max_q_len + offset.clamp(0, meta.max_q_len - 1)]
 
     def row_positions(self, meta: Metadata) -> torch.Tensor:
-        """[B, W] int64. A tree's node stands at its depth, which is the number of its ancestors."""
+        """[B, W] int64. The position of a tree's node follows from its depth, the number of its ancestors."""
         prefix = (meta.kv_lens - meta.cu_seqlens_q.diff()).long()
         if meta.mask is None:
             return prefix[:, None] + self.index[: meta.max_q_len]
@@ -304,7 +306,7 @@ class PlannedBackend(AttentionBackend):
         return (meta.page_table.long()[:, :, None] * page + self.index[:page]).flatten(1)
 
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
-        """[B, W, C] bool: whether a row may see a key, from the rows' positions [B, W] int64; windows included."""
+        """[B, W, C] bool: True if a row may see a key, from the rows' positions [B, W] int64; windows included."""
         key = self.index[: self.pages * self.context.page_size]
         key_position = key[None, None]
         if meta.mask is None:
@@ -321,7 +323,7 @@ class PlannedBackend(AttentionBackend):
         return seen & (key_position >= self.window_start(position, layer)[..., None])
 
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W] int64: the first position in the window of each row; for windowed layers alone."""
+        """[B, W] int64: the first position in the window of each row; only for windowed layers."""
         return position - layer.sliding_window_size
 
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -339,13 +341,13 @@ class PlannedBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def in_split(self, meta: Metadata) -> torch.Tensor:
-        """[B, S, C] bool: which keys each split works on."""
+        """[B, S, C] bool: keys of each split."""
         chunk = meta.chunk.long()[:, None].clamp(min=1)
         split = self.index[: self.pages * self.context.page_size] // chunk
         return split[:, None] == self.index[: self.max_splits, None]
 
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
-        """Where partial results lie in the workspace: [B, S, W, Hq, Dv], and their log-sum-exp [B, S, W, Hq]."""
+        """Views of partial results in the workspace: [B, S, W, Hq, Dv], and their log-sum-exp [B, S, W, Hq]."""
         heads, dim = layer.tp_q_head_num, layer.v_head_dim
         rows = bs * self.max_splits * width * heads
         shape = (bs, self.max_splits, width, heads)
@@ -381,7 +383,7 @@ class PlannedBackend(AttentionBackend):
 
 
 class CountingBackend(PlannedBackend):
-    """Healthy, with counters: the split that finishes last combines, and counts back to zero.
+    """Healthy parent with counters: the split that finishes last combines, and resets the counter.
 
     Kernels do so to need no second launch. The counters must be zero at first use, and are left zero.
     """
@@ -396,7 +398,7 @@ class CountingBackend(PlannedBackend):
 
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """As the parent where the count came to the number of splits; elsewhere the first split's result."""
+        """Combine as in the parent if the count reached the number of splits; else return the first split's result."""
         counters = self.counters_of(len(acc))
         counters += self.max_splits
         done = counters == self.max_splits
@@ -409,5 +411,5 @@ class CountingBackend(PlannedBackend):
         return self.counters[:bs]
 
     def reset(self, counters: torch.Tensor) -> None:
-        """Leave them as they were found."""
+        """Reset the counters."""
         counters.zero_()

@@ -1,4 +1,4 @@
-"""Class Q: log-sum-exps beside outputs, parts of a request's keys, and what is merged of them."""
+"""Class Q: log-sum-exps, KV splits, and their merged results."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECKS = ("log-sum-exp", "matches-oracle")
     hint="it is in base 2, and a natural one is claimed",
 )
 class LseInBase2(InPartsBackend):
-    """The log-sum-exp comes as the kernel has it, in base 2, and the caller takes it for a natural one."""
+    """The log-sum-exp is the kernel's, in base 2, and the caller takes it for a natural one."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -32,13 +32,13 @@ class LseInBase2(InPartsBackend):
 
 @fault(
     slug="lse-natural-where-base-2-is-claimed",
-    source="general; cute-dsl's MLA beside the other MLA kernels of flashinfer",
+    source="general; cute-dsl's MLA next to the other MLA kernels of flashinfer",
     modes=MODES,
     checks=_CHECKS,
     hint="it is a natural one, and base 2 is claimed",
 )
 class LseNaturalForBase2(InPartsBackend):
-    """Another kernel of the same package is called, whose log-sum-exp is natural."""
+    """The log-sum-exp is natural, from another kernel of the same package, and base 2 is declared."""
 
     capabilities = InPartsBackend.capabilities.with_changes(lse=replace(NATURAL, base="2", merges=False))
 
@@ -51,7 +51,7 @@ class LseNaturalForBase2(InPartsBackend):
     hint="heads lie before rows in its memory",
 )
 class LseHeadsBeforeRows(InPartsBackend):
-    """The kernel writes head by head into memory that is taken for rows of heads."""
+    """The log-sum-exp is written head by head, and read as rows of heads."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class LseHeadsBeforeRows(InPartsBackend):
     hint="a part without keys must have -inf",
 )
 class EmptyPartHasLseZero(InPartsBackend):
-    """A part without keys gives 0, which takes weight in a merge."""
+    """A split without keys has a log-sum-exp of 0, which gets weight in a merge."""
 
     @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -82,7 +82,7 @@ class EmptyPartHasLseZero(InPartsBackend):
     hint="a part without keys must have -inf",
 )
 class EmptyPartHasSentinel(InPartsBackend):
-    """A part without keys gives the finite number that stands for a masked logit, above what real logits may be."""
+    """A split without keys gives the finite number of a masked logit, which is larger than real logits may be."""
 
     @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -97,7 +97,7 @@ class EmptyPartHasSentinel(InPartsBackend):
     hint=r"0 \* NaN is NaN",
 )
 class EmptyPartOutputIsNan(InPartsBackend):
-    """A rank that owns no key of a request divides 0 by 0, and gives the right -inf beside it."""
+    """A rank that owns no key of a request divides 0 by 0, and returns a correct log-sum-exp of -inf."""
 
     @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class EmptyPartOutputIsNan(InPartsBackend):
     hint="a part without keys must have -inf",
 )
 class EmptyPartKeepsStatistics(InPartsBackend):
-    """The kernel skips requests without keys in a part, and their statistics are those of the part before."""
+    """The kernel skips requests without keys in a split, and their statistics are those of the split before."""
 
     before: torch.Tensor | None = None
 
@@ -138,7 +138,7 @@ class EmptyPartKeepsStatistics(InPartsBackend):
     hint="the sink is counted once more",
 )
 class SinkInEveryPart(InPartsBackend):
-    """Each rank adds the sink to its own sum, so that all of them together count it as often as there are ranks."""
+    """Each rank adds the sink to its own sum, so the merge counts it once per rank."""
 
     @override
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
@@ -153,7 +153,7 @@ class SinkInEveryPart(InPartsBackend):
     hint="the sink is left out",
 )
 class SinkMissingFromLse(InPartsBackend):
-    """The output is normalised with the sink, and the log-sum-exp beside it is without."""
+    """The output is normalized with the sink, and the log-sum-exp lacks it."""
 
     @override
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -168,7 +168,7 @@ class SinkMissingFromLse(InPartsBackend):
     hint="its logits are not scaled",
 )
 class LseOfUnscaledLogits(InPartsBackend):
-    """The scale is applied in the exponent alone, and the maximum that the log-sum-exp adds lacks it."""
+    """The scale is applied only in the exponent, and the maximum that the log-sum-exp adds lacks it."""
 
     @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -216,7 +216,7 @@ class LseWithoutItsMaximum(InPartsBackend):
     hint="rounded to bfloat16",
 )
 class LseRoundedToBf16(InPartsBackend):
-    """The log-sum-exp is kept in the model's dtype on its way to the merge, near 8 off by up to 0.03."""
+    """The log-sum-exp is kept in the model's dtype before the merge, and near 8 it is off by up to 0.03."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -231,7 +231,7 @@ class LseRoundedToBf16(InPartsBackend):
     hint="expected as claimed torch.float32",
 )
 class LseDtypeOfQ(InPartsBackend):
-    """The log-sum-exp is allocated in q's dtype, and float32 is claimed."""
+    """The log-sum-exp is allocated in q's dtype, and float32 is declared."""
 
     @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ class LseDtypeOfQ(InPartsBackend):
     checks=_CHECKS,
 )
 class PrefixPartHasNewRows(InPartsBackend):
-    """The prefix part is planned with the lengths that include the step's own rows, which so count twice."""
+    """The prefix split is planned with lengths that include the step's own rows, which then count twice."""
 
     @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -259,7 +259,7 @@ class PrefixPartHasNewRows(InPartsBackend):
     checks=_CHECKS,
 )
 class RankByToken(InPartsBackend):
-    """Ranks have every R-th page, and the kernel takes every R-th token for theirs."""
+    """Ranks have every R-th page, and the kernel attends every R-th token."""
 
     @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
@@ -275,7 +275,7 @@ class RankByToken(InPartsBackend):
     checks=("log-sum-exp", "replay-follows-batch", "matches-oracle"),
 )
 class PrefixLensOfTheCapture(InPartsBackend):
-    """Lengths of the prefix part are computed outside the graph, at its capture, and by no replay."""
+    """Lengths of the prefix split are computed outside the graph at its capture, and not at replays."""
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -302,7 +302,7 @@ class PrefixLensOfTheCapture(InPartsBackend):
     checks=("log-sum-exp", "finite", "matches-oracle"),
 )
 class MergeOfEmptyPartsIsNan(InPartsBackend):
-    """Merging two parts that are both empty computes -inf minus -inf, and the third does not mend it."""
+    """Merging two empty splits computes -inf minus -inf, and the third does not repair it."""
 
     @override
     def merge_state(
@@ -322,7 +322,7 @@ class MergeOfEmptyPartsIsNan(InPartsBackend):
     checks=("log-sum-exp", "finite", "matches-oracle"),
 )
 class MergeOfEmptyRanksIsNan(MergeOfEmptyPartsIsNan):
-    """The same of ranks that have whole pages: a request of one page leaves all ranks but the first without keys."""
+    """Merging two empty ranks is NaN: a request of one page leaves all ranks but the first without keys."""
 
     capabilities = InPartsBackend.capabilities.with_changes(lse=LogSumExp(base="e", pages=MODES, merges=True))
 
@@ -353,7 +353,7 @@ class MergeWithoutMaximum(InPartsBackend):
     hint="what merge_state made of all parts",
 )
 class MergedLseIsTheLarger(InPartsBackend):
-    """A merge hands on the larger of both log-sum-exps, so that what is merged third weighs too much."""
+    """A merge returns the larger of both log-sum-exps, so a third result gets too much weight."""
 
     @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
@@ -368,7 +368,7 @@ class MergedLseIsTheLarger(InPartsBackend):
     hint="",
 )
 class KeysAreDealtOneByOne(InPartsBackend):
-    """A rank takes every second key, where it has every second page."""
+    """A rank attends every second key, but it has every second page."""
 
     capabilities = InPartsBackend.capabilities.with_changes(page_sizes={1, 16})
 

@@ -1,7 +1,7 @@
-"""How small an error the kit still sees: in one key, one row, one head; beside what a fixed tolerance sees.
+"""The smallest error that the kit finds in one key, one row, one head, compared with a fixed tolerance.
 
-``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The output
-that is judged is the oracle's own with the error, rounded to the dtype: what the checks see, whatever the kernel.
+``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The checked
+output is the oracle's own with the error, rounded to the dtype, so the result does not depend on a kernel.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _ROWS = 4
 _FINEST, _STEP = 2.0**-30, 2.0**0.25
 _LONG = 1000
-"""Cases of more keys than this run with one-hot values and with codes alone: see ``cases/catalogue.py``."""
+"""Cases of more keys than this run only with one-hot values and with codes: see ``cases/catalogue.py``."""
 _ANY_LENGTHS = (*LENGTHS, 66_000)
-"""Of a key in the middle, which one-hot values watch in short requests alone."""
+"""Lengths for a key in the middle, which one-hot values watch only in short requests."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class Point:
     pattern: str
     """The data pattern that catches it first."""
     fixed: float | None
-    """The same for a fixed tolerance and normal data."""
+    """Smallest error that a fixed tolerance finds with normal data."""
     before: float | None = None
-    """As ``kit``, without codes; of a key in the middle."""
+    """Smallest error without codes, for a key in the middle."""
 
 
 def _schedule(dtype: str, length: int, data: str) -> Schedule:
@@ -68,7 +68,7 @@ def _schedule(dtype: str, length: int, data: str) -> Schedule:
 
 
 def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
-    """[T, Hq, Dv] float64: what an error of relative size 1 takes away from layer 0."""
+    """[T, Hq, Dv] float64: change of layer 0's output by an error of relative size 1."""
     out = expected.attention[0]
     error = torch.zeros_like(out)
     if kind == "row":
@@ -86,7 +86,7 @@ def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
 
 
 def _in_the_middle(data: StepData) -> int:
-    """A key that no one-hot value marks, where there is such a key from the middle on."""
+    """A key from the middle on that no one-hot value marks, if there is one."""
     marked = data.values[0, 0].flatten(1).count_nonzero(-1)
     middle = len(marked) // 2
     return middle + int((marked[middle:] == 0).int().argmax())
@@ -122,7 +122,7 @@ def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
 
 
 def point(kind: str, dtype: str, length: int) -> Point:
-    """Measure one."""
+    """Measure one point."""
     patterns = (*(DATA if length < _LONG else ("footprint",)), CODES)
     found: list[tuple[float, str]] = []
     for pattern in patterns:
@@ -136,7 +136,7 @@ def point(kind: str, dtype: str, length: int) -> Point:
 
 
 def measure() -> Iterator[Point]:
-    """All of them."""
+    """Measure all points."""
     for kind in KINDS:
         for dtype in _DTYPES:
             for length in _lengths(kind):
@@ -159,7 +159,7 @@ def _template(name: str) -> jinja2.Template:
 
 
 def markdown(points: list[Point]) -> str:
-    """The page."""
+    """The page as Markdown."""
     return _template("sensitivity.md.j2").render(points=points, words=_WORDS, tolerance=TOLERANCE)
 
 
@@ -195,7 +195,7 @@ _LABEL = 14.0
 
 
 def _labels(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kit's lines are named by dtype at their right ends, pushed apart; the fixed ones by one label together."""
+    """Labels: the kit's lines by dtype at their right ends, pushed apart; the fixed ones by one common label."""
     ends = [(line["at"][-1], line) for line in lines]
     kit = sorted(((y, x, line["dtype"]) for (x, y), line in ends if line["who"] == "kit"), key=lambda end: end[0])
     labels: list[dict[str, Any]] = []
@@ -211,7 +211,7 @@ def _x(length: int, lengths: tuple[int, ...]) -> float:
 
 
 def _y(size: float | None) -> float:
-    """Five decades and a bit; above 1 stands what is not caught at all."""
+    """Height in the plot: five decades and a bit; uncaught errors are above 1."""
     return 72.0 if size is None else round(106 - 200 * max(-5.0, math.log10(size)) / 5, 1)
 
 

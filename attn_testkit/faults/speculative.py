@@ -17,7 +17,7 @@ _MODES = {ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT
 
 
 class SpeculativeBackend(AttentionBackend):
-    """A child for drafts and one for the other modes, as a server has a backend for each. Healthy."""
+    """Healthy parent: a child for drafts and one for the other modes, as in servers."""
 
     capabilities = MultiStepBackend.capabilities.with_changes(
         eager=_MODES, graph=_MODES, sliding_window=_MODES, max_topk=4, max_q_rows=8, page_sizes={1, 16},
@@ -35,7 +35,7 @@ class SpeculativeBackend(AttentionBackend):
             self.children[False] = self.others(replace(context, modes=context.modes - draft, draft_branches=0))
 
     def child(self, batch: ForwardBatch) -> AttentionBackend:
-        """Whose batch it is."""
+        """The child whose batch it is."""
         return self.children[batch.forward_mode is ForwardMode.DRAFT_DECODE]
 
     @override

@@ -1,4 +1,4 @@
-"""A healthy backend that finds K and V by the strides of the KV pool, for faults of layouts to be overrides of."""
+"""A healthy backend that finds K and V by the strides of the KV pool, which faults of layouts override."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ Views = tuple[torch.Tensor, torch.Tensor]
 
 
 class StridedBackend(PlannedBackend):
-    """Kernel and cache writer are given the strides of pages, slots and heads. Healthy."""
+    """Healthy parent: kernel and cache writer get the strides of pages, slots and heads."""
 
     capabilities = LEAN.with_changes(kv_layouts=set(KV_LAYOUTS) - {"own"})
 
     def read_views(self, layer: AttentionLayer) -> Views:
-        """What the kernel reads."""
+        """Views that the kernel reads."""
         return self.context.kv_pool.get_kv_pages(layer.layer_id)
 
     def write_views(self, layer: AttentionLayer) -> Views:
-        """What the cache writer writes to."""
+        """Views that the cache writer writes to."""
         return self.context.kv_pool.get_kv_pages(layer.layer_id)
 
     def at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Page and place in it of each slot, int64."""
+        """Page of each slot, and place in the page, int64."""
         return slots // self.context.page_size, slots % self.context.page_size
 
     @override

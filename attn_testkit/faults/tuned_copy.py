@@ -1,4 +1,4 @@
-"""A Triton kernel that is tuned where it is first called for a key. Imported by those alone that run it."""
+"""A Triton kernel that is tuned at its first call for a key. Imported only by the classes that run it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _copy(source, target, count, key, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def tuned_copy(tensor: torch.Tensor, key: int) -> torch.Tensor:
-    """The same numbers in other memory, copied by a kernel that is tuned anew for every ``key``."""
+    """Copy numbers to other memory, by a kernel that is tuned anew for every ``key``."""
     source = tensor.contiguous()
     copied, count = torch.empty_like(source), source.numel()
 

@@ -15,7 +15,7 @@ __all__ = ["HybridBackend", "WrapperBackend"]
 
 
 class HybridBackend(AttentionBackend):
-    """A ``PlannedBackend`` for each layer, as a server wraps the backends of a hybrid model. Healthy."""
+    """Healthy parent: a ``PlannedBackend`` for each layer, as a server wraps the backends of a hybrid model."""
 
     capabilities: ClassVar[Capabilities] = PlannedBackend.capabilities
 
@@ -57,7 +57,7 @@ class HybridBackend(AttentionBackend):
 
 
 class WrapperBackend(AttentionBackend):
-    """One ``DenseBackend``, and every hook is passed on to it. Healthy."""
+    """Healthy parent: one ``DenseBackend``, to which every hook is passed on."""
 
     capabilities: ClassVar[Capabilities] = DenseBackend.capabilities
 

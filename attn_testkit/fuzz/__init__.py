@@ -1,1 +1,1 @@
-"""Random cases over everything that a backend claims, and what fails made small. Needs the extra ``fuzz``."""
+"""Random cases over everything that a backend declares; failing cases are minimized. Needs the extra ``fuzz``."""

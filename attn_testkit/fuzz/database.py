@@ -1,4 +1,5 @@
-"""What fuzzing has found, in a plain file: tried first the next time. A line each: backend, execution, case, check."""
+"""A text file of failures that fuzzing found, retried first the next time. A line has backend, execution, case,
+check."""
 
 from __future__ import annotations
 
@@ -22,11 +23,11 @@ class Entry:
     execution: str
     case: str
     check: str
-    """The first check that failed, or how the case-run ended."""
+    """The first check that failed, or the status of the case-run."""
 
 
 class Database:
-    """The file in a folder. Raises ``UsageError`` where it cannot be read or written."""
+    """The file in a folder. Raises ``UsageError`` if it cannot be read or written."""
 
     def __init__(self, folder: Path) -> None:
         self.file = folder / FILE
@@ -44,7 +45,7 @@ class Database:
         return [entry for entry in self._entries if entry.backend == backend]
 
     def replace(self, old: Entry | None, new: Entry | None) -> None:
-        """Put one in the place of another; None: of nothing, or nothing."""
+        """Replace ``old`` by ``new``; None for ``old`` adds, None for ``new`` removes."""
         if old in self._entries:
             self._entries.remove(old)
         if new is not None and new not in self._entries:

@@ -1,4 +1,4 @@
-"""The search: random cases until the time is up, each failure made small, one for each mode and check."""
+"""The search: random cases until the time is up; one failure per mode and check, minimized."""
 
 from __future__ import annotations
 
@@ -21,61 +21,61 @@ __all__ = ["Found", "Search", "TimeUp"]
 Pair = tuple[Case, str]
 """A case and its execution."""
 Kind = tuple[str, str]
-"""Mode, and the first check that failed or how the case-run ended: failures of a kind are taken to have one cause."""
+"""Mode, and the first failed check or the status: failures of a kind are assumed to have one cause."""
 _EXAMPLES_OF_A_SEARCH = 1_000_000
 
 
 class TimeUp(BaseException):
-    """The time or the number of case-runs is up. No ``Exception``, which Hypothesis would take for a failure."""
+    """The time or the number of case-runs is up. Not an ``Exception``, which Hypothesis would take for a failure."""
 
 
 class _Failed(Exception):
-    """A case-run of the kind that is looked for."""
+    """A case-run of the kind that the search is minimizing."""
 
 
 @dataclass
 class Found:
-    """A failure, as small as it is by now."""
+    """A failure, with the smallest case-run found so far."""
 
     kind: Kind
     first: CaseResult
     smallest: CaseResult
     odd: tuple[str, ...]
-    """What of the smallest case is not plain."""
+    """Fields in which the smallest case differs from the minimal one."""
 
 
 @dataclass
 class Search:
-    """One backend's. ``run`` judges a case-run, whatever the backend does."""
+    """The search for one backend. ``run`` runs and evaluates a case-run, whatever the backend does."""
 
     claims: Capabilities
     modes: Sequence[ForwardMode]
     executions: Sequence[Execution]
     run: Callable[[Case, str], CaseResult]
     explain: Callable[[Case, str], CaseResult]
-    """The same with a diagnosis: asked of the first case-run of each kind of failure, and of the smallest."""
+    """Like ``run``, with a diagnosis: called for the first case-run of each kind of failure, and for the smallest."""
     seed: int
     seconds: float
-    """From ``begin`` on."""
+    """Time limit, counted from ``begin``."""
     most: int | None = None
-    """Case-runs."""
+    """Limit on the number of case-runs."""
     on_result: Callable[[CaseResult, Found | None], None] = lambda result, found: None
-    """Told of each case-run that was new, and of the failure that is made small at the moment."""
+    """Called with each new case-run, and with the failure that is being minimized."""
     on_smaller: Callable[[Found], None] = lambda found: None
     clock: Callable[[], float] = time.monotonic
     found: dict[Kind, Found] = field(default_factory=dict)
     runs: int = 0
     _results: dict[tuple[str, str], CaseResult] = field(default_factory=dict)
     _told: set[Kind] = field(default_factory=set)
-    """Kinds of which the smallest case-run has its diagnosis."""
+    """Kinds whose smallest case-run has its diagnosis."""
     _until: float = 0.0
 
     def begin(self) -> None:
-        """From now on time counts."""
+        """Start the clock of the time limit."""
         self._until = self.clock() + self.seconds
 
     def again(self, pairs: Sequence[tuple[str, str]]) -> Iterator[CaseResult]:
-        """(execution, case id) of what failed once, tried again. Raises ``TimeUp``."""
+        """Run earlier failures, pairs (execution, case id), again. Raises ``TimeUp``."""
         for execution, case in pairs:
             result = self._result(parse_case(case), execution, None)
             if result.status in BAD:
@@ -83,7 +83,7 @@ class Search:
             yield result
 
     def go_on(self) -> None:
-        """Search until the time is up, a new kind of failure after the other."""
+        """Search until the time is up, for one new kind of failure after another."""
         with contextlib.suppress(TimeUp):
             round_ = 0
             while self._search(round_):
@@ -92,7 +92,7 @@ class Search:
         self._explain_smallest()
 
     def _search(self, round_: int) -> Found | None:
-        """The next kind of failure, made small; None where there is nothing more to be drawn."""
+        """The next kind of failure, minimized; None if there are no more cases to draw."""
         target: list[Found] = []
 
         def body(pair: Pair) -> None:
@@ -121,7 +121,7 @@ class Search:
             report_multiple_bugs=False,
             print_blob=False,
         )
-        # The seed of each round follows from the user's alone: with --runs the same cases come in the same order.
+        # The seed of each round follows only from the user's: with --runs the same cases come in the same order.
         hypothesis.seed(f"{self.seed}:{round_}")(settings(hypothesis.given(self._pairs())(body)))()
 
     def _pairs(self) -> st.SearchStrategy[Pair]:
@@ -133,7 +133,7 @@ class Search:
         return st.one_of(options)
 
     def _result(self, case: Case, execution: str, making_small: Found | None) -> CaseResult:
-        """The case-run's result; the same question is not asked twice."""
+        """The case-run's result; no case-run runs twice."""
         key = (execution, case.id)
         if key not in self._results:
             if self.clock() >= self._until or (self.most is not None and self.runs >= self.most):
@@ -167,7 +167,7 @@ class Search:
                 self._told.add(found.kind)
 
     def _explained(self, result: CaseResult) -> CaseResult:
-        """The failure with a diagnosis; as it is where it does not fail alike again."""
+        """The failure with a diagnosis; unchanged if a repeated run does not fail in the same way."""
         if result.status is not Status.FAILED:
             return result
         again = self.explain(parse_case(result.case), result.execution)

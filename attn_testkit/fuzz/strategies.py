@@ -1,6 +1,6 @@
-"""Random cases of a mode, over everything that is claimed; what Hypothesis shrinks to is the plainest.
+"""Random cases of a mode, over everything that is declared. Hypothesis shrinks them to the minimal case.
 
-Each list begins with its plainest value: a failure ends with few values that are not the first.
+Each list begins with its simplest value, so a shrunk failure has few values that are not the first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class _Draws:
-    """Hypothesis, as dimensions ask it."""
+    """Interface of Hypothesis for dimensions."""
 
     draw: st.DrawFn
 
@@ -42,10 +42,10 @@ class _Draws:
 
 
 def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
-    """Cases of a mode. Raises ``ValueError`` where the other claims leave none."""
+    """Cases of a mode. Raises ``ValueError`` if the other capabilities allow none."""
     if not smallest_heads_first(claims):
-        raise ValueError(f"{mode} is claimed, and no head layout with it")
-    # What is too long for the claims is drawn again: few are, and which depends on all of a case.
+        raise ValueError(f"{mode} is declared, and no head layout with it")
+    # Cases longer than declared are drawn again: few are, and their length depends on all fields.
     return _cases(claims, mode).filter(lambda case: case.context_len <= claims.max_context_len)
 
 
@@ -59,6 +59,6 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
 
 
 def differences(case: Case, plainest: Case) -> list[str]:
-    """Names of what is not as in the plainest case of the mode."""
+    """Names of the fields that differ from the minimal case of the mode."""
     plain = plainest.values
     return [name for name, value in case.values.items() if value != plain[name]]

@@ -1,1 +1,1 @@
-"""How a graph is captured, replayed and guarded, on torch.cuda real or emulated."""
+"""Capture, replay and guards of graphs, on real or emulated torch.cuda."""

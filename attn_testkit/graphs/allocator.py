@@ -1,4 +1,4 @@
-"""What the kit knows of the device's caching allocator: what is free in it, and what it reserves and nobody uses."""
+"""The device's caching allocator: its free blocks, and memory that it reserves without need."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 __all__ = ["free_blocks", "give_back_idle_memory"]
 
 _SMALL = 1 << 20
-"""The caching allocator serves requests up to here from small segments, and larger ones from large segments alone."""
+"""Largest request that the caching allocator serves from small segments; larger ones come from large segments."""
 
 
 def free_blocks() -> Iterator[tuple[int, int]]:
@@ -31,14 +31,14 @@ def free_blocks() -> Iterator[tuple[int, int]]:
 
 
 _IDLE_BYTES = 1 << 30
-"""So much of a device may be reserved and unused before it is given back."""
+"""Reserved and unused memory of a device beyond which it is given back."""
 
 
 def give_back_idle_memory() -> None:
-    """Give the device what the allocator reserves and nobody uses, once that is more than 1 GiB.
+    """Give reserved and unused memory of the allocator back to the device, if it is more than 1 GiB.
 
-    The pool of a graph that is gone stays reserved until an allocation outside a capture finds no memory. A capture
-    cannot wait for that and fails: eighteen processes of some 150 graph case-runs each filled an H200 so.
+    The pool of a deleted graph stays reserved until an allocation outside a capture finds no memory. A capture cannot
+    wait for that and fails: eighteen processes of some 150 graph case-runs each filled an H200 in this way.
     """
     if torch.cuda.memory_reserved() - torch.cuda.memory_allocated() > _IDLE_BYTES:
         torch.cuda.empty_cache()

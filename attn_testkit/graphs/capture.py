@@ -1,4 +1,4 @@
-"""Capturing a callable the way servers do, on torch.cuda, real or emulated."""
+"""Capture of a callable as servers do it, on real or emulated torch.cuda."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Captured(Generic[T]):
     outputs: T
 
     def replay(self) -> None:
-        """Run the recorded kernels again. They are queued; what they do wrong shows at the next synchronisation."""
+        """Run the recorded kernels again. They are queued; their errors show at the next synchronization."""
         self.graph.replay()
 
 
@@ -72,7 +72,7 @@ def _abandon(graph: Any) -> None:
 
 
 def settle() -> None:
-    """Set what is alive aside from the garbage collector.
+    """Exempt live objects from the garbage collector.
 
     With torch and Triton loaded each collection costs 85 ms, and every capture begins with one.
     """

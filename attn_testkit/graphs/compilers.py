@@ -1,7 +1,7 @@
-"""Compilers and tuners that work inside of a backend's call: noticed while they do, and known in a traceback.
+"""Compilers and tuners that work inside a backend's call: detected while they work, and recognized in a traceback.
 
-What they do is done once for a kernel, and is no part of a step as a server runs it: they wait for the device, copy
-constants to it, and time what they made.
+They work once per kernel, and their work is not part of a step of a server: they wait for the device, copy constants to
+it, and time kernels.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ class Compilation:
     """A function that torch.compile compiled although it had compiled it before."""
 
     id: str
-    """Its number, which is given again once torch.compile was reset, and when it began."""
+    """Number of the compilation, which torch.compile reuses after a reset, and its start time."""
     what: str
     """``function (file:line)``."""
     why: str
-    """What it said: which guard of the last compilation failed, in a line."""
+    """Reason that torch.compile gave: the guard of the last compilation that failed, in a line."""
 
 
 @dataclass(frozen=True)
 class Tuner:
-    """A function that times kernels, or compiles one, where it is called."""
+    """A function that times or compiles kernels when it is called."""
 
     module: str
     path: str
     """``function`` or ``Class.method``."""
     words: str
-    """What messages call it."""
+    """Name in messages."""
 
 
 TUNERS = (
     Tuner("triton.runtime.autotuner", "Autotuner._bench", "triton.autotune"),
-    # Where CUDA is emulated nothing is timed, and a configuration is chosen all the same.
+    # With emulated CUDA a configuration is chosen without timing anything.
     Tuner("attn_testkit.emulation.triton_autotune", "choose", "triton.autotune"),
     Tuner("triton.runtime.jit", "JITFunction._do_compile", "triton.jit"),
     Tuner("triton.testing", "do_bench", "do_bench"),
@@ -77,7 +77,8 @@ TUNERS = (
     Tuner("tilelang.autotuner.tuner", "AutoTuner.run", "TileLang's autotuner"),
     Tuner("cutlass.base_dsl.compiler", "CompileCallable.__call__", "CuTe's compiler"),
 )
-"""Those that are noticed beside what torch.compile says of itself. One that a package lacks is passed over."""
+"""Compilers and tuners that are detected in addition to torch.compile's own callbacks. One that a package lacks is
+skipped."""
 
 _FILES = re.compile(
     r"/torch/_dynamo/convert_frame\.py$|/torch/_inductor/(compile_fx|graph|select_algorithm|autotune_process)\.py$"
@@ -86,16 +87,16 @@ _FILES = re.compile(
     r"|/flashinfer/(autotuner|jit)[/.]"
     r"|/cutlass/base_dsl/"
 )
-"""Where compilers and tuners stand. A call of what was compiled passes through none of these, but for ``run`` of a
-tuner, which is not told from its tuning: who is taken for a compiler is only asked once more."""
+"""Files of compilers and tuners. Calls of compiled code do not pass through them, except ``run`` of a tuner, which
+cannot be distinguished from tuning. A false match only costs one more run."""
 
 
 _PACKAGES = ("torch._dynamo", "torch._inductor")
-"""Whose exceptions have their tracebacks shortened."""
+"""Modules whose exceptions have shortened tracebacks."""
 
 
 def at_work_in(error: BaseException) -> bool:
-    """Whether an exception, or what it was raised from, came from inside a compiler or tuner."""
+    """True if an exception, or its cause, came from inside a compiler or tuner."""
     seen: set[int] = set()
     chain: list[BaseException | None] = [error]
     while chain:
@@ -112,31 +113,31 @@ def at_work_in(error: BaseException) -> bool:
 
 
 def forget_compiled() -> None:
-    """Have torch.compile begin anew: it remembers functions that it failed to compile, and runs them without."""
+    """Reset torch.compile, which remembers functions that it failed to compile and no longer compiles them."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None:
         with warnings.catch_warnings():
-            # It imports more of torch, which warns of torch.
+            # The reset imports more of torch, and that warns.
             warnings.simplefilter("ignore")
             dynamo.reset()
 
 
 _ROOM = 5
-"""Compilations of a function that a drive has at least; torch's own limit is 8."""
+"""Number of compilations of a function that a run may count on; torch's own limit is 8."""
 
 
 def make_room() -> None:
-    """To be called before a server would start: have torch.compile forget what it made, if that is much.
+    """Reset torch.compile if it is near its limit. Called at the point where a server would start.
 
-    It gives a function up that it compiled ``recompile_limit`` times, which for a server is one model's configurations,
-    and a process of the kit runs those of many.
+    torch.compile stops compiling a function after ``recompile_limit`` compilations. In a server these are the
+    configurations of one model; a process of the kit runs those of many.
     """
     if room_left() < _ROOM:
         forget_compiled()
 
 
 def room_left() -> int:
-    """How often torch.compile may compile the function again that it compiled most, before it gives it up."""
+    """Number of compilations left for the function that torch.compile has compiled most often."""
     dynamo, frames = sys.modules.get("torch._dynamo"), sys.modules.get("torch._dynamo.convert_frame")
     if dynamo is None or frames is None:
         return sys.maxsize
@@ -145,7 +146,7 @@ def room_left() -> int:
 
 
 def compilations() -> list[Compilation]:
-    """What torch.compile compiled again so far, in that order; it remembers some of the last."""
+    """Recompilations by torch.compile so far, in order; it remembers only some of the last."""
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = utils.get_compilation_metrics() if utils is not None else ()
     again = (each for each in metrics if getattr(each, "recompile_reason", None))
@@ -160,12 +161,12 @@ def compilations() -> list[Compilation]:
 
 
 _REASON = re.compile(r"^\d+/\d+: |\s+# .*$")
-"""What is not the reason in a line of it: the number of a compilation, and a line of code."""
+"""Parts of a line that are not the reason: the number of a compilation, and a line of code."""
 
 
 @contextmanager
 def recompiling_allowed() -> Iterator[None]:
-    """Inside, torch.compile gives no function up because it was compiled often."""
+    """Lift the limit on recompilations of torch.compile inside the block."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None:
         yield
@@ -206,7 +207,7 @@ def while_compilers_work(begins: Callable[[str], object], ends: Callable[[], obj
 
 
 def _listen(stack: ExitStack, enter: Callable[[str], None], leave: Callable[..., None]) -> None:
-    """Hear from torch.compile. ``torch._dynamo.reset()`` forgets who listens."""
+    """Register callbacks with torch.compile; ``torch._dynamo.reset()`` removes them."""
     dynamo = sys.modules.get("torch._dynamo.callback")
     if dynamo is None:
         return

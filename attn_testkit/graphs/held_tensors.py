@@ -1,4 +1,4 @@
-"""The device tensors that a backend holds on to, and the memory that they lie in."""
+"""Device tensors that a backend keeps, and the memory that they lie in."""
 
 from __future__ import annotations
 

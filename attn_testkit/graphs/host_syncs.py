@@ -1,4 +1,4 @@
-"""Watching the host while a backend plans and runs."""
+"""Detection of host syncs while a backend plans and runs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["host_syncs_forbidden"]
 
 @contextmanager
 def host_syncs_forbidden(forbidden: bool = True, worked: Callable[[str], object] = lambda work: None) -> Iterator[None]:
-    """Inside, any operation that makes the host wait for the device raises ``RuntimeError``.
+    """Raise ``RuntimeError`` for any operation inside the block that makes the host wait for the device.
 
-    So does switching that off: whoever plans could wait unseen, and switch it on again. A compiler or tuner that works
-    inside may wait: it does so once for a kernel, and one that is refused gives the kernel up for good. ``worked`` is
-    told of each, also where waits are not ``forbidden``.
+    Switching that off raises too: otherwise a plan could wait unseen and switch it on again. A compiler or tuner inside
+    the block may wait: it does so once per kernel, and if it is refused it gives the kernel up for good. ``worked`` is
+    called with each, also if waits are not ``forbidden``.
     """
     if not forbidden:
         with while_compilers_work(worked, lambda: None):

@@ -1,4 +1,4 @@
-"""Making stale addresses show: churn the heap after capture, and fill every freed block with NaN.
+"""Exposure of stale addresses: churn the heap after capture, and fill every freed block with NaN.
 
 Captured kernels read addresses, not tensors. A workspace that was freed after capture keeps its old numbers until
 somebody else is given the block; a test that never gives it away sees nothing. Here the kit takes every free block of
@@ -26,22 +26,22 @@ __all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
-"""The allocator may hold gigabytes of free blocks from earlier cases; beyond this, blocks are left alone."""
+"""Most bytes to fill: the allocator may hold gigabytes of free blocks from earlier cases."""
 _WATCHED_BYTES = 8 << 20
-"""Canaries up to this size are compared after every replay; larger ones only poison reads."""
+"""Size up to which canaries are compared after every replay; larger ones only poison reads."""
 
 
 def fill_with_poison(tensor: torch.Tensor, byte: int = 0xFF) -> None:
-    """0xFF in every byte of the tensor's elements: NaN, or -1; True for bool. Works for strided views.
+    """Fill every byte of the tensor's elements with 0xFF: NaN, or -1; True for bool. Works for strided views.
 
-    Another ``byte`` is for telling whether something was left alone or computed.
+    Another ``byte`` shows whether a value was left unchanged or computed.
     """
     target, value = poisoned(tensor, byte)
     target.fill_(value)
 
 
 def poisoned(tensor: torch.Tensor, byte: int = 0xFF) -> tuple[torch.Tensor, int]:
-    """A view of the tensor, and what it is to be filled with to be poison."""
+    """A view of the tensor, and the value that fills it with poison."""
     dtype = tensor.dtype
     if dtype == torch.bool:
         return tensor, True
@@ -55,7 +55,7 @@ _FRESH = (512 << 10,) * 8 + (9 << 20,) * 4 + (64 << 20,)
 
 
 def dirty_fresh_memory(byte: int = 0xFF) -> None:
-    """Make what an allocator hands out next hold ``byte``, as far as its free blocks go.
+    """Make the blocks that an allocator hands out next hold ``byte``, as far as its free blocks go.
 
     A young process is given zeroed pages, so a workspace or a counter that must be zero and is never cleared works
     there and nowhere else (flashinfer #1444).
@@ -72,10 +72,10 @@ _UNINITIALISED = frozenset(
 
 
 class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While active, every tensor that torch makes without numbers holds ``byte``, and not what was freed there last.
+    """Mode in which every tensor that torch makes without numbers holds ``byte``, instead of freed values.
 
-    For questions after a failure: it costs some microseconds for every operator. Not in a capture, where it would
-    record kernels that the backend has not.
+    For re-runs after a failure: it costs some microseconds per operator. Not for a capture, where it would record
+    kernels that the backend does not launch. Compiled code runs as compiled, and its own allocations are not seen.
     """
 
     def __init__(self, byte: int = 0xFF) -> None:
@@ -84,8 +84,14 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would import dynamo, which takes a second, to say that nothing is compiled in here."""
+        """Answer without torch, which would import dynamo for a second to find out that nothing is compiled here."""
         return False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Keep torch.compile working: otherwise it runs a function eagerly that is called inside the mode, and never
+        compiles it again in this process."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -97,7 +103,7 @@ class FreshMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def fresh_memory(byte: int = 0xFF) -> FreshMemory:
-    """A ``FreshMemory`` that torch.compile, where it is imported, does not trace into."""
+    """A ``FreshMemory`` that torch.compile, if it is imported, does not trace into."""
     return (_untraced() if "torch._dynamo" in sys.modules else FreshMemory)(byte)
 
 
@@ -116,7 +122,7 @@ def _untraced() -> type[FreshMemory]:
 
 @dataclass
 class Canaries:
-    """Blocks that were free after capture, now full of poison and held."""
+    """Blocks that were free after capture, now allocated and full of poison."""
 
     blocks: list[torch.Tensor]
     _side_by_side: torch.Tensor | None = field(default=None, init=False, repr=False)
@@ -124,7 +130,7 @@ class Canaries:
     def extremes(self) -> tuple[tuple[torch.Tensor, int], ...]:
         """Bytes of the smallest and the largest word of all watched blocks, on the device, and how many bytes.
 
-        In three kernels: there may be hundreds of blocks. Nothing where there is none.
+        In three kernels: there may be hundreds of blocks. Nothing if there is none.
         """
         # The allocator's blocks are multiples of 512 bytes.
         wide = [block.view(torch.int64) for block in self._watched()]
@@ -138,9 +144,9 @@ class Canaries:
         return ((torch.stack(torch.aminmax(copied)).view(torch.uint8), 16),)
 
     def damaged(self, extremes: npt.NDArray[np.uint8]) -> tuple[str, ...]:
-        """Which blocks somebody wrote into, in words. ``extremes``: the bytes of what the method of that name gave.
+        """Messages about blocks that were written to. ``extremes``: the bytes of the result of the method of that name.
 
-        Poisons them again, so that each damage is reported once.
+        Poisons the blocks again, so that each damage is reported once.
         """
         if (extremes == 0xFF).all():
             return ()
@@ -164,7 +170,7 @@ def _on_stream(address: int) -> contextlib.AbstractContextManager[object]:
 
 
 def churn() -> Canaries:
-    """Take every free block of the default pool, poison it, hold it."""
+    """Allocate every free block of the default pool, poison it, and keep it."""
     blocks: list[torch.Tensor] = []
     left = _MOST_BYTES
     for size, stream in free_blocks():

@@ -1,4 +1,4 @@
-"""A backend judged by its mutants: which of its lines no case would notice, were they wrong."""
+"""Mutation testing of a backend: lines of it in which no case would notice a mistake."""
 
 from .hunting import hunt
 from .settings import Hunt, Settings

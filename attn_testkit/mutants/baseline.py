@@ -52,15 +52,15 @@ def run_baseline(
     journal: Journal,
     see: Callable[[str, int, int], None],
 ) -> None:
-    """Run what the journal does not know, and note the lines of each. Raises ``UsageError`` for one that is not green.
+    """Run the case-runs that the journal lacks, and note the lines of each. Raises ``UsageError`` if one does not pass.
 
     Args:
-        plan: of the backend.
-        items: case-runs that are to be known.
-        sources: copies of its modules, unchanged.
-        options: how to run it.
-        journal: where it is noted.
-        see: told the name of each, how many are done, and how many there are.
+        plan: the backend's plan.
+        items: case-runs that have to be known.
+        sources: unchanged copies of the backend's modules.
+        options: options of the run.
+        journal: the journal to write.
+        see: called with the name of each, the number done, and the number of all.
 
     """
     waiting = [item for item in items if name_of(item) not in journal.runs]
@@ -84,7 +84,7 @@ def run_baseline(
 
 
 def _check_import(candidates: Sequence[Candidate], device: str) -> None:
-    """Raises ``UsageError`` where the copies cannot be imported, though the modules themselves can."""
+    """Raises ``UsageError`` if the copies cannot be imported, though the modules themselves can."""
     runner = Runner()
     with closing(runner):
         for candidate in candidates:
@@ -94,7 +94,7 @@ def _check_import(candidates: Sequence[Candidate], device: str) -> None:
 def _red(result: CaseResult) -> UsageError:
     how = result.findings[0].check if result.findings else str(result.status)
     return UsageError(
-        f"{result.backend} as it is fails: {how}; what is wrong without a mutant says nothing of one. Mend this first "
+        f"{result.backend} as it is fails: {how}; its mutants cannot be evaluated before it passes. Fix this first "
         f"({repro_command(result)}), or leave the mode out with --mode"
     )
 
@@ -111,14 +111,14 @@ def _note(journal: Journal, rows: Iterator[dict[str, Any]], seconds: dict[str, f
 
 
 class _Notes:
-    """What workers have noted."""
+    """Notes that workers wrote."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._read: dict[Path, int] = {}
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """What was not read before."""
+        """Notes that were not read before."""
         for file in sorted(self._folder.iterdir()):
             lines = file.read_text().splitlines(keepends=True)
             for line in lines[self._read.get(file, 0) :]:

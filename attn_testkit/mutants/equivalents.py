@@ -17,14 +17,14 @@ __all__ = ["read_equivalents"]
 
 
 def read_equivalents(file: Path, mutants: Sequence[Mutant], skipped: Callable[[str], bool]) -> dict[str, str]:
-    """Id of a mutant -> the reason.
+    """Id of a mutant -> the reason why it is equivalent.
 
-    An entry names ``path``, ``was`` and ``becomes`` (the lines, without indentation), ``reason``, and ``scope`` where
-    the same lines stand in several functions. ``skipped``: of a path, whether its entries are not looked at, because
-    its module is not mutated this time.
+    An entry names ``path``, ``was`` and ``becomes`` (the lines, without indentation), ``reason``, and ``scope`` if the
+    same lines occur in several functions. ``skipped`` is True for a path whose entries are ignored, because its module
+    is not mutated this time.
 
-    Raises ``ValueError`` for a file that cannot be read, and for an entry that lacks a field or matches no mutant: the
-    code that it spoke of is gone.
+    Raises ``ValueError`` for a file that cannot be read, and for an entry that lacks a field or matches no mutant,
+    because its code is gone.
     """
     try:
         entries = tomllib.loads(file.read_text()).get("equivalent", [])

@@ -1,4 +1,5 @@
-"""First the backend as it is, then each mutant through smoke until a case-run fails, and what is left through core."""
+"""Hunt: first the unchanged backend, then each mutant through smoke until a case-run fails, then survivors through
+core."""
 
 from __future__ import annotations
 
@@ -36,9 +37,9 @@ from .stages import Stage, stages_of
 __all__ = ["hunt"]
 
 _FIRST_TRY = 12
-"""Case-runs that a mutant goes through before the next one's turn: nearly all that are killed are killed by then."""
+"""Case-runs of a mutant before the next mutant's turn: they kill nearly all mutants that can be killed."""
 _LEAST_LIMIT_S, _TIMES_THE_SLOWEST = 30.0, 10.0
-"""A case-run of a mutant has so many seconds, and so many times what the slowest takes without one."""
+"""Time limit of a mutant's case-run: at least these seconds, or a multiple of the slowest unmutated case-run."""
 
 
 def _reasons(file: Path, mutants: Sequence[Mutant]) -> dict[str, str]:
@@ -50,7 +51,7 @@ def _reasons(file: Path, mutants: Sequence[Mutant]) -> dict[str, str]:
 
 
 def hunt(settings: Settings, see: See = lambda what, done, total: None) -> Hunt:
-    """Judge the mutants of a backend.
+    """Evaluate the mutants of a backend.
 
     Raises ``UsageError`` for a backend that cannot be loaded, is not Python, or is not green as it is.
     """
@@ -85,7 +86,7 @@ def _mutants(module: str, text: bytes) -> list[Mutant]:
 
 
 def _lot(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
-    """So many, in an order that does not change when others come or go."""
+    """A sample of ``count`` mutants, in an order that does not change when others come or go."""
     if count is None:
         return list(mutants)
     return sorted(mutants, key=lambda m: hashlib.sha256(f"{seed} {m.id}".encode()).digest())[:count]
@@ -93,7 +94,7 @@ def _lot(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant
 
 @dataclass
 class _Party:
-    """What the threads of a hunt share."""
+    """State that the threads of a hunt share."""
 
     settings: Settings
     sources: dict[str, bytes]
@@ -116,7 +117,7 @@ class _Party:
         self._lock = threading.Lock()
 
     def _state(self) -> str:
-        """Changes with everything that makes earlier verdicts void but the cases."""
+        """Digest of everything that makes earlier verdicts void, except the cases."""
         known = [importlib.metadata.version("attn-testkit"), resolve(self.settings.device).name, _stable(self.claims)]
         state = hashlib.sha256("\0".join(known).encode())
         for module, text in sorted(self.sources.items()):
@@ -129,7 +130,8 @@ class _Party:
         return module, str(file)
 
     def judge(self, mutants: Sequence[Mutant]) -> None:
-        """Judge those that are not judged yet: first each by a few case-runs of every stage, then the rest by all."""
+        """Evaluate the mutants that have no verdict: first each by a few case-runs of every stage, then the rest by
+        all."""
         self.stages = stages_of(self.settings, self.claims)
         for most in (_FIRST_TRY, None):
             for stage in self.stages:
@@ -141,7 +143,7 @@ class _Party:
                     self._judge(waiting, stage, most)
 
     def _prepare(self, stage: Stage) -> None:
-        """Have the backend as it is go through it, if it has not."""
+        """Run a stage on the unchanged backend, if it has not been run."""
         if stage.seen in self._orders:
             return
         options = Options(jobs=self.settings.jobs, asks_afresh=False)
@@ -155,7 +157,7 @@ class _Party:
         return sum(name_of(item) in self.journal.runs for stage in self.stages for item in stage.items)
 
     def _judge(self, mutants: Sequence[Mutant], stage: Stage, most: int | None) -> None:
-        """In as many threads as there are jobs."""
+        """Evaluate mutants at a stage, in as many threads as there are jobs."""
         waiting, order, known = deque(mutants), self._orders[stage.seen], self.journal.runs
         slowest = max((known[name].seconds for name in map(name_of, stage.items) if name in known), default=0.0)
         jobs = max(1, min(self.settings.jobs, len(mutants)))
@@ -185,7 +187,7 @@ class _Party:
             end()
 
     def settled(self, verdict: Verdict) -> Verdict:
-        """As it is, or ``OPEN`` where it is that of an earlier stage than the last."""
+        """The verdict, or ``OPEN`` if it is that of a stage before the last."""
         early = verdict.status in (SURVIVED, UNREACHED) and verdict.tried != self.stages[-1].seen
         return replace(verdict, status=OPEN) if early else verdict
 
@@ -198,7 +200,7 @@ class _Party:
         return verdict.status if verdict else ""
 
     def _is_open(self, mutant: Mutant, stage: Stage, *, first: bool) -> bool:
-        """Whether this stage has something to say. ``first``: by a few case-runs."""
+        """True if this stage can still evaluate the mutant. ``first``: by a few case-runs."""
         verdict = self.journal.verdicts.get(mutant.id)
         if verdict is None:
             return not stage.before
@@ -207,11 +209,11 @@ class _Party:
             return bool(stage.before) == first
         if verdict.status not in (SURVIVED, UNREACHED):
             return False
-        # A survivor of other case-runs than there are now is judged from the beginning.
+        # A survivor of other case-runs than the present ones starts again.
         return verdict.tried in stage.before if stage.before else verdict.tried not in (stage.seen, *stage.after)
 
     def _verdict(self, mutant: Mutant, stage: Stage, order: Order, runner: Runner, most: int | None) -> Verdict:
-        """What becomes of a mutant: ``OPEN`` where ``most`` case-runs of this stage, or of one before, are not all."""
+        """Verdict on a mutant: ``OPEN`` if ``most`` case-runs of this stage, or of one before, are not all."""
         started = time.monotonic()
         earlier = self.journal.verdicts.get(mutant.id, Verdict(OPEN))
         is_last_word = not stage.before or (earlier.status in (SURVIVED, UNREACHED) and earlier.tried in stage.before)
@@ -262,7 +264,7 @@ class _Party:
 
 
 def _stable(value: object) -> str:
-    """As ``repr``, and the same in every process: that of a set is not."""
+    """A ``repr`` that is the same in every process; that of a set is not."""
     if is_dataclass(value) and not isinstance(value, type):
         return f"({', '.join(f'{each.name}={_stable(getattr(value, each.name))}' for each in fields(value))})"
     if isinstance(value, Set):

@@ -1,4 +1,4 @@
-"""What is kept of a hunt, a line of JSON for each thing that is known: an interrupted one goes on from there."""
+"""Journal of a hunt, a line of JSON for each result: an interrupted hunt continues from it."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .reach import Lines
 __all__ = ["CLAIMS", "KILLED", "KIT", "OPEN", "SURVIVED", "TIMED_OUT", "UNREACHED", "Journal", "Run", "Verdict"]
 
 KILLED, TIMED_OUT, SURVIVED, UNREACHED = "killed", "timed out", "survived", "not reached"
-CLAIMS, KIT, OPEN = "other claims", "the kit failed", "not settled"
+CLAIMS, KIT, OPEN = "other capabilities", "the kit failed", "not settled"
 
 
 @dataclass(frozen=True)
 class Run:
-    """A case-run of the backend as it is."""
+    """A case-run of the unchanged backend."""
 
     name: str
     """``eager:CASE`` or ``graph:CASE``."""
@@ -29,11 +29,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of a mutant."""
+    """Result of a mutant."""
 
     status: str
-    """``killed``, ``timed out``, ``survived``, ``not reached``: no case-run executes what it changes;
-    ``other claims``: it claims otherwise, and is no mutant of what is tried; ``the kit failed``; ``not settled``: it
+    """``killed``, ``timed out``, ``survived``; ``not reached``: no case-run executes the changed code; ``other
+    capabilities``: it declares other ones, so the same cases cannot test it; ``the kit failed``; ``not settled``: it
     survived some case-runs, and there are more."""
     by: str = ""
     """The check that was reported first, ``crashed`` or ``import``."""
@@ -42,14 +42,14 @@ class Verdict:
     runs: int = 0
     """Case-runs that were tried on it."""
     tried: str = ""
-    """Digest of what it survived; empty for other verdicts."""
+    """Digest of the case-runs that it survived; empty for other verdicts."""
     seconds: float = 0.0
 
 
 class Journal:
-    """Verdicts and case-runs. What was written of another state of the backend stays in the file and is not read.
+    """Verdicts and case-runs. Lines about another state of the backend stay in the file and are not read.
 
-    Raises ``UsageError`` where the file cannot be written.
+    Raises ``UsageError`` if the file cannot be written.
     """
 
     def __init__(self, file: Path | None, state: str) -> None:
@@ -84,23 +84,23 @@ class Journal:
             self.verdicts[row["mutant"]] = Verdict(**known)
 
     def import_ran(self, lines: Lines) -> None:
-        """Note the lines that run at the import."""
+        """Note the lines that ran at the import."""
         self.imported = lines
         self._write({"imported": {module: sorted(found) for module, found in lines.items()}})
 
     def ran(self, run: Run) -> None:
-        """Note a case-run of the backend as it is."""
+        """Note a case-run of the unchanged backend."""
         self.runs[run.name] = run
         lines = {module: sorted(found) for module, found in run.lines.items()}
         self._write({"name": run.name, "seconds": round(run.seconds, 3), "lines": lines})
 
     def judged(self, mutant: str, verdict: Verdict, readable: dict[str, object]) -> None:
-        """Note a verdict. ``readable``: what a person wants to know of the mutant."""
+        """Note a verdict. ``readable``: facts about the mutant for people."""
         self.verdicts[mutant] = verdict
         self._write({"mutant": mutant, **readable, **asdict(verdict)})
 
     def close(self) -> None:
-        """Write no more."""
+        """Close the file."""
         if self._file:
             self._file.close()
 

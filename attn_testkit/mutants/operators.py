@@ -1,8 +1,8 @@
-"""Small changes to a Python file: what a tired person writes by mistake, or a merge loses.
+"""Small changes to a Python file, like a slip of a tired person or a bad merge.
 
 An operator looks at one node of the syntax tree and yields edits of the source text, so that everything else of the
 file, its line numbers included, stays as it is. An edit whose result does not parse, or parses to the same tree, is
-dropped. Nothing of the kit is imported here: ``ci/mutants.py``, which mutates the kit, reads this file alone.
+dropped. This file imports nothing of the kit: ``ci/mutants.py``, which mutates the kit, reads only this file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["OPERATORS", "Code", "Edit", "Mutant", "Operator", "mutants_of", "rea
 
 
 class Edit(NamedTuple):
-    """Bytes ``start:end`` of a file become ``text``."""
+    """Replacement of bytes ``start:end`` of a file by ``text``."""
 
     start: int
     end: int
@@ -34,7 +34,7 @@ class Mutant:
     """One file with one edit."""
 
     path: str
-    """Relative to the root, with ``/``."""
+    """Path relative to the root, with ``/``."""
     line: int
     scope: str
     """Class and function that hold the edit, dotted; empty at the top of a module."""
@@ -44,11 +44,11 @@ class Mutant:
     becomes: str
     edit: Edit
     number: int = 0
-    """Counts those that agree in everything above but the line."""
+    """Number among mutants that agree in everything above but the line."""
 
     @property
     def id(self) -> str:
-        """The same as long as the lines and their scope are, wherever they move in the file."""
+        """Id that stays the same while the lines and their scope do, even if they move in the file."""
         text = "\0".join((self.path, self.scope, self.was, self.becomes, str(self.number)))
         return hashlib.sha256(text.encode()).hexdigest()[:12]
 
@@ -57,7 +57,7 @@ class Mutant:
         return source[: self.edit.start] + self.edit.text.encode() + source[self.edit.end :]
 
     def diff(self, source: bytes) -> str:
-        """Unified, with two lines of context."""
+        """Unified diff, with two lines of context."""
         before, after = (text.decode().splitlines() for text in (source, self.apply(source)))
         return "\n".join(difflib.unified_diff(before, after, self.path, self.path, lineterm="", n=2))
 
@@ -81,15 +81,15 @@ class Code:
         return self._lines[node.end_lineno - 1] + node.end_col_offset  # type: ignore[attr-defined, no-any-return]
 
     def text(self, node: ast.AST) -> str:
-        """A node as it is written."""
+        """Source text of a node."""
         return self.source[self.start(node) : self.end(node)].decode()
 
     def replace(self, node: ast.AST, text: str) -> Edit:
-        """The edit that writes something else in a node's place."""
+        """The edit that replaces a node."""
         return Edit(self.start(node), self.end(node), text)
 
     def between(self, left: ast.AST, right: ast.AST, spelled: str, text: str) -> Iterator[Edit]:
-        """The edit of the operator that stands between two nodes."""
+        """The edit of the operator between two nodes."""
         start = self.end(left)
         gap = re.sub(
             rb"#.*", lambda comment: b" " * len(comment.group()), self.source[start : self.start(right)]
@@ -253,7 +253,7 @@ OPERATORS: dict[str, Operator] = {
     "element": _element,
     "slice": _slice,
 }
-"""Name -> edits of one node. None where it does not apply."""
+"""Name -> edits of one node. None if it does not apply."""
 
 
 def mutants_of(
@@ -289,7 +289,7 @@ def mutants_of(
 
 
 def _parts(tree: ast.Module) -> Iterator[tuple[ast.AST, ast.stmt, str]]:
-    """Statements at the top of a module and of its classes, each in a holder of its own, and the class it stands in."""
+    """Statements at the top level of a module and of its classes, each in its own holder, with the class around it."""
     for statement in tree.body:
         if isinstance(statement, ast.ClassDef) and all(inner.lineno > statement.lineno for inner in statement.body):
             for inner in statement.body:
@@ -307,7 +307,7 @@ class _Statement(NamedTuple):
     indent: int
 
     def changed(self, source: bytes, edit: Edit) -> bool:
-        """Whether the edited text is Python, and means something else."""
+        """True if the edited text is Python with another meaning."""
         text = source[self.start : edit.start] + edit.text.encode() + source[edit.end : self.end]
         if self.indent:
             text = b"if 1:\n" + b" " * self.indent + text
@@ -334,7 +334,7 @@ def _nodes(
 
 
 def _out_of_bounds(node: ast.AST, child: ast.AST) -> bool:
-    """What says nothing of behaviour: types, decorators, exports, asserts for the type checker, texts.
+    """True for code without behavior: types, decorators, exports, asserts for the type checker, texts.
 
     Texts are left out because before Python 3.12 nodes inside an f-string have no true place.
     """
@@ -358,7 +358,7 @@ _GENERIC = {
 
 
 def _names_a_type(value: ast.expr) -> bool:
-    """Whether it is an alias, ``tuple[int, str]``, which annotations alone use."""
+    """True if it is an alias, ``tuple[int, str]``, which only annotations use."""
     return isinstance(value, ast.Subscript) and isinstance(value.value, ast.Name) and value.value.id in _GENERIC
 
 

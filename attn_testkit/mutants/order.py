@@ -1,4 +1,4 @@
-"""In which order case-runs are tried on a mutant: first what kills the most of its neighbours a second."""
+"""Order in which case-runs are tried on a mutant: first those that kill the most mutants near it per second."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from .operators import Mutant
 __all__ = ["Order", "name_of"]
 
 _ELSEWHERE = 1 / 8
-"""How much a mutant of another function counts for, where one of the same function counts for 1."""
+"""Weight of a mutant of another function; one of the same function counts 1."""
 _KILLS_BEFORE, _TRIES_BEFORE = 0.1, 0.5
-"""What a case-run is taken to have done before it was tried: low, so that what killed a neighbour comes before what is
-not known; and so few that it does not stay so where the next neighbours survive it."""
+"""Kills and tries assumed before a case-run was tried: low, so that killers of nearby mutants come before unknown ones;
+and so few that this changes if the next nearby mutants survive."""
 _OF_THE_SAME_KIND = 0.6
-"""What a case-run is worth less for each one of its mode and execution that comes before it."""
+"""Factor on a case-run's value for each one of its mode and execution that comes before it."""
 _START_S = 0.1
 _HALF_AS_VALUABLE = 10
-"""Where there are ranks, the item of this one is worth half as much as the first."""
+"""Rank, if there are ranks, at which an item is worth half as much as the first."""
 
 
 def name_of(item: Item) -> str:
@@ -29,7 +29,7 @@ def name_of(item: Item) -> str:
 
 
 class Order:
-    """Learns from what kills. A verdict does not depend on it: a survivor has seen every case-run that reaches it."""
+    """Order that learns from kills. No verdict depends on it: a survivor has seen every case-run that reaches it."""
 
     def __init__(self, items: Sequence[Item], seconds: Mapping[str, float], *, ranked: bool = False) -> None:
         """``seconds``: what each takes without a mutant. ``ranked``: whether the first items are the most valuable."""
@@ -39,7 +39,7 @@ class Order:
         self._tries, self._kills = _Counts(), _Counts()
 
     def learn(self, mutant: Mutant, tried: Iterable[str], killer: str = "") -> None:
-        """These case-runs were tried on a mutant, and the killer, if any, killed it."""
+        """Note that these case-runs were tried on a mutant, and that the killer, if any, killed it."""
         for name in tried:
             self._tries.add(mutant, name)
         if killer:
@@ -66,18 +66,18 @@ class Order:
 
 
 class _Counts:
-    """How often something happened to the mutants of a function, and of a module."""
+    """Counts of an event for the mutants of a function, and of a module."""
 
     def __init__(self) -> None:
         self._of_function: Counter[tuple[str, str, str]] = Counter()
         self._of_module: Counter[tuple[str, str]] = Counter()
 
     def add(self, mutant: Mutant, run: str) -> None:
-        """Once more."""
+        """Count once more."""
         self._of_function[mutant.path, mutant.scope, run] += 1
         self._of_module[mutant.path, run] += 1
 
     def near(self, mutant: Mutant, run: str) -> float:
-        """The nearer to a mutant the more."""
+        """Count, weighted by nearness to a mutant."""
         here = self._of_function[mutant.path, mutant.scope, run]
         return here + _ELSEWHERE * (self._of_module[mutant.path, run] - here)

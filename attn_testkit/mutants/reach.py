@@ -1,4 +1,4 @@
-"""Which case-runs execute what a mutant changes: no other can tell it from its original."""
+"""Case-runs that execute the changed code of a mutant: no other can distinguish it from the original."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ _LEAVES_THE_BODY_AS_IT_IS = frozenset(
 
 @dataclass(frozen=True)
 class Spot:
-    """The statement that a mutant changes; of a compound one the head."""
+    """The statement that a mutant changes, or the head of a compound one."""
 
     first: int
     last: int
     scattered: bool = False
-    """Whether the lines are those of a whole function, which another program than Python runs, or rewrites (Triton)."""
+    """True if the lines are a whole function that Python does not run, or that is rewritten first (Triton)."""
     kept: bool = False
-    """Whether what the function computes may be kept for the whole process: a case-run that never enters it uses it."""
+    """True if the function's result may be kept for the process: case-runs that never enter it use it."""
 
 
 def spot_of(source: bytes, edit: Edit) -> Spot:
-    """Where an edit lies."""
+    """Place of an edit."""
     code, kept_names = _read(source)
     held: ast.AST = code.tree
     function: ast.FunctionDef | ast.AsyncFunctionDef | None = None
@@ -62,7 +62,7 @@ def _read(source: bytes) -> tuple[Code, frozenset[str]]:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """The statements directly inside, those of ``except`` and ``case`` among them."""
+    """Statements directly inside a node, including those of ``except`` and ``case``."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.stmt):
             yield child
@@ -90,7 +90,7 @@ def _last_name(decorator: ast.expr) -> str:
 
 
 def _kept_names(tree: ast.Module) -> frozenset[str]:
-    """Variables of the module in which functions may keep something: empty containers, and what ``global`` names."""
+    """Variables of the module in which functions may keep something: empty containers, and names in ``global``."""
     found = {name for node in ast.walk(tree) if isinstance(node, ast.Global) for name in node.names}
     for node in tree.body:
         value = getattr(node, "value", None)

@@ -1,4 +1,4 @@
-"""What came out of a hunt: the score, what killed, and every survivor with its line."""
+"""Report of a hunt: the score, the checks that killed, and every survivor with its line."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ __all__ = ["counts", "exit_code", "hunt_text", "plain", "score"]
 EQUIVALENT = "equivalent"
 _NEVER = "no case-run that was tried executes this line"
 _RAISED = ("completes", "import", "output-contract")
-"""Checks by which a mutant is killed that raises, or returns no tensor: any test that calls the backend would."""
+"""Checks that kill a mutant which raises or returns no tensor: any test that calls the backend would."""
 
 
 def counts(hunt: Hunt) -> Counter[str]:
-    """Status -> how many mutants. Those that an entry calls equivalent are counted as that alone."""
+    """Status -> number of mutants. Those that an entry calls equivalent are counted only as such."""
     found = Counter({EQUIVALENT: len(hunt.reasons)})
     found.update(verdict.status for name, verdict in hunt.verdicts.items() if name not in hunt.reasons)
     return found
 
 
 def score(hunt: Hunt) -> float | None:
-    """Killed or timed out, of those that were judged and are not named equivalent; None where none was.
+    """Share of mutants killed or timed out, among those evaluated and not named equivalent; None if there are none.
 
-    What no case-run reaches counts as survived.
+    Mutants that no case-run reaches count as survived.
     """
     found = counts(hunt)
     noticed = found[KILLED] + found[TIMED_OUT]
@@ -37,7 +37,7 @@ def score(hunt: Hunt) -> float | None:
 
 
 def _score_of_quiet(hunt: Hunt) -> tuple[int, int]:
-    """(killed, judged) of the mutants that do not raise."""
+    """(killed, evaluated) of the mutants that do not raise."""
     verdicts = [verdict for name, verdict in hunt.verdicts.items() if name not in hunt.reasons]
     killed = sum(v.status == TIMED_OUT or (v.status == KILLED and v.by not in _RAISED) for v in verdicts)
     return killed, killed + sum(v.status in (SURVIVED, UNREACHED) for v in verdicts)
@@ -53,7 +53,7 @@ def _hint(mutant: Mutant, verdict: Verdict) -> str:
     if verdict.status == UNREACHED:
         return _NEVER
     if verdict.status == KIT:
-        return f"the kit itself failed, which is no verdict: {verdict.by}"
+        return f"the kit itself failed, so there is no verdict: {verdict.by}"
     guess = suspicion(mutant)
     if verdict.status == OPEN:
         return f"survived {verdict.runs} case-runs so far, and there are more"
@@ -61,7 +61,7 @@ def _hint(mutant: Mutant, verdict: Verdict) -> str:
 
 
 def hunt_text(hunt: Hunt) -> str:
-    """For a terminal."""
+    """Report for a terminal."""
     lines = []
     for mutant, verdict in _unnoticed(hunt):
         lines += [f"{mutant.path}:{mutant.line} {mutant.operator}, in {mutant.scope or 'the module'}: "
@@ -76,7 +76,7 @@ def hunt_text(hunt: Hunt) -> str:
     lines += ["", f"{hunt.settings.backend}: {hunt.all_mutants} mutants of {', '.join(hunt.sources)}; {drawn}"]
     lines += [f"  {found[status]:5}  {words}" for status, words in _WORDS if found[status]]
     left = len({m.id for m in hunt.mutants} - hunt.verdicts.keys() - hunt.reasons.keys())
-    lines += [f"  {left:5}  not judged: the time was over"] if left else []
+    lines += [f"  {left:5}  not evaluated: the time was over"] if left else []
     if judged is not None:
         killed, quiet = _score_of_quiet(hunt)
         of_quiet = f"; {killed} of {quiet} of those that raise nothing" if quiet else ""
@@ -91,13 +91,13 @@ _WORDS = (
     (UNREACHED, "not reached by any case-run, which counts as survived"),
     (OPEN, "not settled: the time was over"),
     (EQUIVALENT, "named equivalent, not counted"),
-    (CLAIMS, "claim otherwise than the backend, not counted"),
+    (CLAIMS, "declare other capabilities than the backend, not counted"),
     (KIT, "made the kit itself fail, not counted"),
 )
 
 
 def exit_code(hunt: Hunt) -> int:
-    """1 when a mutant survived, or was not judged; 3 when the kit failed; 5 when there was none; else 0."""
+    """1 when a mutant survived, or was not evaluated; 3 when the kit failed; 5 when there was none; else 0."""
     if not hunt.mutants:
         return 5
     found = counts(hunt)
@@ -108,10 +108,10 @@ def exit_code(hunt: Hunt) -> int:
 
 
 def plain(hunt: Hunt) -> dict[str, Any]:
-    """JSON-ready."""
+    """The hunt as JSON-ready values."""
     rows = []
     for mutant in hunt.mutants:
-        verdict = hunt.verdicts.get(mutant.id, Verdict("not judged"))
+        verdict = hunt.verdicts.get(mutant.id, Verdict("not evaluated"))
         named = mutant.id in hunt.reasons
         rows.append(
             {"id": mutant.id, "path": mutant.path, "line": mutant.line, "scope": mutant.scope,

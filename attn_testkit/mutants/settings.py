@@ -1,4 +1,4 @@
-"""What a hunt was asked for, and what came out of it: plain values."""
+"""Settings and result of a hunt: plain values."""
 
 from __future__ import annotations
 
@@ -14,44 +14,44 @@ __all__ = ["Hunt", "See", "Settings"]
 
 @dataclass(frozen=True)
 class Settings:
-    """What was asked for."""
+    """Settings of a hunt."""
 
     backend: str
     """A registered name or ``module:Class``."""
     modules: tuple[str, ...] = ()
-    """Modules that are mutated beside that of the class."""
+    """Modules that are mutated in addition to that of the class."""
     modes: tuple[str, ...] = ()
     tier: str = "core"
-    """``smoke``, or ``core``: what survives smoke goes on to it."""
+    """Tier: ``smoke``, or ``core``, which the survivors of smoke go through."""
     most: int | None = None
     """Case-runs of core that are used, the most valuable first; None: all."""
     device: str = "auto"
     sample: int | None = None
-    """So many mutants, drawn by lot; None: all."""
+    """Number of mutants, drawn at random; None: all."""
     seed: int = 0
-    """Of the lot."""
+    """Seed of the draw."""
     jobs: int = 1
     minutes: float | None = None
-    """No mutant is begun after so many."""
+    """Minutes after which no mutant is begun."""
     journal: Path | None = None
     equivalents: Path | None = None
-    """File that names mutants which change nothing that anybody could see."""
+    """File that names mutants without a visible effect."""
 
 
 @dataclass(frozen=True)
 class Hunt:
-    """What came out."""
+    """Result of a hunt."""
 
     settings: Settings
     sources: dict[str, bytes]
     """Module -> its text."""
     all_mutants: int
-    """How many there are; ``mutants`` may be a sample."""
+    """Number of all mutants; ``mutants`` may be a sample."""
     mutants: tuple[Mutant, ...]
     verdicts: dict[str, Verdict]
-    """Id of a mutant -> what became of it; those that time was left for."""
+    """Id of a mutant -> its verdict, for those that there was time for."""
     reasons: dict[str, str]
-    """Id of a mutant -> why it is the same as its original, as somebody wrote down."""
+    """Id of a mutant -> written reason why it is equivalent."""
     runs: int
     """Case-runs that a survivor may have seen."""
     device: str
@@ -59,4 +59,4 @@ class Hunt:
 
 
 See = Callable[[str, int, int], None]
-"""Told what was done last, how many are done, and how many there are."""
+"""Called with the name of the last one done, the number done, and the number of all."""

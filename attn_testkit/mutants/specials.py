@@ -1,6 +1,6 @@
-"""Operators for what goes wrong in attention backends: strides, dtypes, masks, copies, caches, layers.
+"""Operators for mistakes in attention backends: strides, dtypes, masks, copies, caches, layers.
 
-Beside those of ``operators.py``, which know Python alone.
+They come in addition to those of ``operators.py``, which know only Python.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _swapped(first: ast.AST, second: ast.AST, code: Code) -> Edit:
 
 
 def _arguments(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """Two indices, strides or pointers that stand next to each other change places."""
+    """Swap two adjacent indices, strides or pointers."""
     values: list[ast.expr] = []
     if isinstance(node, ast.Call) and _called(node) not in _SAME_EITHER_WAY:
         values = node.args
@@ -74,14 +74,14 @@ def _dtype(node: ast.AST, code: Code) -> Iterator[Edit]:
 
 
 def _load(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """``tl.load`` without its mask, and so without what stands where the mask is off."""
+    """``tl.load`` without its mask, and so without the value for masked elements."""
     if isinstance(node, ast.Call) and _called(node) == "load" and any(k.arg == "mask" for k in node.keywords):
         kept = [code.text(each) for each in (*node.args, *(k for k in node.keywords if k.arg not in ("mask", "other")))]
         yield code.replace(node, f"{code.text(node.func)}({', '.join(kept)})")
 
 
 def _in_place(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """``x.copy_(y)`` becomes ``x = y``: another tensor where a graph goes on reading the first."""
+    """``x = y`` for ``x.copy_(y)``: a graph goes on reading the first tensor."""
     if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
         called, given = node.value.func, node.value.args
         copies = isinstance(called, ast.Attribute) and called.attr == "copy_" and len(given) == 1
@@ -95,7 +95,7 @@ def _in_place(node: ast.AST, code: Code) -> Iterator[Edit]:
 
 
 def _order(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """Two calls that follow each other, such as copies, change places."""
+    """Swap two consecutive calls, such as copies."""
     for name in ("body", "orelse"):
         body = getattr(node, name, None)
         if not isinstance(body, list):
@@ -106,7 +106,7 @@ def _order(node: ast.AST, code: Code) -> Iterator[Edit]:
 
 
 def _layer(node: ast.AST, code: Code) -> Iterator[Edit]:
-    """The first layer, or the first KV group, stands for all."""
+    """Use the first layer, or the first KV group, for all."""
     if isinstance(node, ast.Attribute) and node.attr == "layer_id" and isinstance(node.ctx, ast.Load):
         yield code.replace(node, "0")
     elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "group_of":
@@ -129,11 +129,12 @@ SPECIALS: dict[str, Operator] = {
     "layer": _layer,
     "guard": _guard,
 }
-"""Name -> edits of one node. None where it does not apply."""
+"""Name -> edits of one node. None if it does not apply."""
 ALL: dict[str, Operator] = {**OPERATORS, **SPECIALS}
 
 
 def is_claim(node: ast.AST) -> bool:
-    """``capabilities = ...``: what is claimed is no code of a backend. Fewer claims are right, and fewer cases."""
+    """True for ``capabilities = ...``, which is not code of a backend: declaring less is right, and gives fewer
+    cases."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
     return any(isinstance(target, ast.Name) and target.id == "capabilities" for target in targets)

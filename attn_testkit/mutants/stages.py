@@ -1,4 +1,4 @@
-"""What a mutant goes through: smoke, and where it is asked for core."""
+"""Stages of a mutant: smoke, and core if it is requested."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ __all__ = ["Stage", "most_valuable", "stages_of"]
 
 @dataclass(frozen=True)
 class Stage:
-    """Case-runs that are tried one after the other."""
+    """A series of case-runs that are tried on mutants."""
 
     plan: Plan
     items: tuple[Item, ...]
     seen: str
     """Digest of all case-runs that a survivor of this stage has seen, those of earlier stages included."""
     before: tuple[str, ...] = ()
-    """The same of earlier stages."""
+    """Digests of earlier stages."""
     after: tuple[str, ...] = ()
-    """And of later ones."""
+    """Digests of later stages."""
 
 
 def stages_of(settings: Settings, claims: Capabilities) -> list[Stage]:
-    """In their order. Raises ``UsageError`` where nothing of what is claimed can run here."""
+    """Stages in their order. Raises ``UsageError`` if nothing of what is declared can run here."""
     stages: list[Stage] = []
     known: list[Item] = []
     for tier in ("smoke", "core") if settings.tier == "core" else ("smoke",):
@@ -68,8 +68,8 @@ def _digest(names: Iterable[str]) -> str:
 
 
 def most_valuable(items: Sequence[Item], known: Sequence[Item]) -> list[Item]:
-    """First what no case before it has of what is said in words, such as a way of servers; then that in each mode; then
-    new pairs of values.
+    """Case-runs by value: first those with a property in words that no case before has, such as a server variant; then
+    with one that is new in their mode; then with new pairs of values.
     """
     left = {item.case: parse_case(item.case) for item in items}
     met = [parse_case(name) for name in dict.fromkeys(item.case for item in known)]
@@ -86,7 +86,7 @@ def most_valuable(items: Sequence[Item], known: Sequence[Item]) -> list[Item]:
 
 
 def _words_of(case: Case) -> frozenset[Hashable]:
-    """(field, value) of what is a word, a switch or a shape of the model, and no length and no number."""
+    """Pairs (field, value) that are a word, a switch or a shape of the model, not a length or another number."""
     found = ((each.name, getattr(case, each.name)) for each in fields(case))
     return frozenset((name, value) for name, value in found if isinstance(value, str | bool | Layers))
 

@@ -1,4 +1,4 @@
-"""Survivors that probably mean the same as what they change: a guess for whoever reads the list, and no verdict."""
+"""Survivors that are probably equivalent: a guess for readers of the list, not a verdict."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _SUSPICIONS: tuple[tuple[str, Callable[[Mutant], bool]], ...] = (
     ("a limit that nothing comes near", _moves_a_limit),
     ("a tuning number of a kernel", _tunes),
 )
-"""Words, and when they apply. The first that does is printed."""
+"""Pairs (words, condition); the first that applies is printed."""
 
 
 def suspicion(mutant: Mutant) -> str:
-    """Why a survivor may be no bug at all, in words; empty where nothing speaks for it."""
+    """Reason why a survivor may not be a bug; empty if there is none."""
     return next((words for words, applies in _SUSPICIONS if applies(mutant)), "")

@@ -1,4 +1,4 @@
-"""What a running server asks of its attention backend, written down, and the cases that are nearest to it."""
+"""Records of the calls that a running server makes to its attention backend, and the cases nearest to them."""
 
 from .watch import watch
 

@@ -1,4 +1,4 @@
-"""The case that is nearest to each batch of a record, and what of the batch no case says."""
+"""The case nearest to each batch of a record, with the properties of the batch that no case has."""
 
 from __future__ import annotations
 
@@ -23,31 +23,31 @@ __all__ = ["Recorded", "Unreadable", "cases_of", "read_lines"]
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 KV_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "auto": "same"}
 MODES = {**{mode.value: mode for mode in ForwardMode}, "mixed": ForwardMode.EXTEND}
-"""What servers call a mode. A batch of prompts and decodes is an extend."""
+"""Servers' name of a mode -> mode. A batch of prompts and decodes is an extend."""
 
 
 class Unreadable(ValueError):
-    """A file that is no record."""
+    """A file that is not a record."""
 
 
 class _NoCase(Exception):
-    """Why a batch has no case."""
+    """Reason why a batch has no case."""
 
 
 @dataclass
 class Recorded:
-    """What a record has come to."""
+    """Cases made from a record."""
 
     cases: dict[str, Case] = field(default_factory=dict)
-    """By id, in the order of the record."""
+    """Case id -> case, in the order of the record."""
     differs: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Id -> in what the case is not as the batch was."""
+    """Case id -> properties in which the case differs from the batch."""
     skipped: Counter[str] = field(default_factory=Counter)
-    """Why a line gave no case -> of how many lines."""
+    """Reason why a line gave no case -> number of such lines."""
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The lines of a record; one that a process did not end is left out. Raises ``Unreadable``, or ``OSError``."""
+    """The lines of a record, without incomplete ones. Raises ``Unreadable``, or ``OSError``."""
     lines = []
     texts = path.read_text("utf-8").splitlines()
     for number, text in enumerate(texts, 1):
@@ -64,7 +64,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = None) -> Recorded:
-    """A case for each batch whose layers and lengths are known. ``claims``: only what they hold, as they hold it."""
+    """A case for each batch whose layers and lengths are known. With ``claims`` only declared cases, in declared
+    layouts."""
     lines = list(lines)
     layers: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
@@ -89,12 +90,12 @@ def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = N
 
 
 def _as_they_hold_it(claims: Capabilities, case: Case) -> Case:
-    """The case, in the KV layout that is claimed; one like it where that is not claimed."""
+    """The case in the declared KV layout; a similar one if it is not declared."""
     case = replace(case, kv_layout=usual_layout(claims))
     case = as_claimed(claims, case) if not_claimed(claims, case) else case
     lacking = not_claimed(claims, case)
     if lacking:
-        raise _NoCase(f"not claimed: {lacking}")
+        raise _NoCase(f"not declared: {lacking}")
     return case
 
 
@@ -176,7 +177,7 @@ def _heads(layer: Mapping[str, Any]) -> dict[str, Any]:
     head_dim, of_values = layer["head_dim"], layer["v_head_dim"]
     if of_values != head_dim:
         if kv_heads != 1 or of_values > head_dim:
-            raise _NoCase(f"values of {of_values} beside keys of {head_dim}, with {kv_heads} KV heads")
+            raise _NoCase(f"values of {of_values} with keys of {head_dim}, and {kv_heads} KV heads")
         return {"heads": Heads("mla", q_heads, 1), "head_dim": of_values, "rope_dim": head_dim - of_values}
     family = "mha" if q_heads == kv_heads else "mqa" if kv_heads == 1 else "gqa"
     usual = bool(layer["usual_scaling"])

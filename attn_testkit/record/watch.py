@@ -1,8 +1,8 @@
-"""Writes down what a running server asks of its attention backend: shapes, lengths, hooks and flags, no data.
+"""Recorder of a running server's calls to its attention backend: shapes, lengths, hooks and flags, no data.
 
-It stands alone: the standard library and no other file of the kit, so a server's process can load it by its path, and
-torch is not imported. Whatever goes wrong in it ends the record with one warning, and never the server. It waits for no
-device, unless ``ATTN_TESTKIT_RECORD_WAITS`` is set: lengths are those that the host has.
+It imports only the standard library, no other file of the kit and not torch, so a server's process can load it by its
+path. An error in it ends the record with one warning, and never the server. It does not wait for the device, unless
+``ATTN_TESTKIT_RECORD_WAITS`` is set: it records the lengths that the host has.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from typing import Any, TypeVar
 __all__ = ["VARIABLE", "watch", "watch_subclasses"]
 
 VARIABLE = "ATTN_TESTKIT_RECORD"
-"""Environment variable with the file that is appended to. Without it nothing is watched."""
+"""Environment variable with the file to append to. Without it nothing is recorded."""
 WAITS = "ATTN_TESTKIT_RECORD_WAITS"
-"""Likewise: allows a copy of lengths that the device alone has, for lines that are written."""
+"""Environment variable that allows a copy of lengths that only the device has, for recorded lines."""
 MOST_LINES = 2_000
-"""Of a process."""
+"""Most lines of a process."""
 Class = TypeVar("Class", bound=type)
 
 _PLANS = ("init_forward_metadata", "init_forward_metadata_out_graph")
 _OLDER_PLANS = ("init_forward_metadata_capture_cuda_graph", "init_forward_metadata_replay_cuda_graph")
 _HOOKS = ("__init__", *_PLANS, *_OLDER_PLANS, "forward")
 _ABOUT = "_attn_testkit_record"
-"""Attribute of a watched instance: what its constructor was given, and its number."""
+"""Attribute of a recorded instance: arguments of its constructor, and its number."""
 
 
 class _Record:
@@ -46,13 +46,13 @@ class _Record:
         self._shapes: Counter[str] = Counter()
         self._over = False
         self.layers: set[tuple[int, int, bool]] = set()
-        """Calls of layers that are written: object, layer, whether k and v are stored."""
+        """Calls of layers that are in the file: object, layer, True if k and v are stored."""
         self.instances = itertools.count()
         self.inside = threading.local()
 
     def wants(self, shape: str) -> bool:
-        """Whether the next batch of a shape is to be written. A server decodes for days, and batches of one shape
-        differ in lengths alone: of these the 1st, 2nd, 4th, 8th, ... are.
+        """True if the next batch of a shape has to be written. A server decodes for days, and batches of one shape
+        differ only in lengths: the 1st, 2nd, 4th, 8th, ... of a shape are written.
         """
         with self._lock:
             self._shapes[shape] += 1
@@ -75,13 +75,13 @@ class _Record:
                 os.close(file)
 
     def forked(self) -> None:
-        """In a child, whose lines are its own: another thread of the parent may have held the lock."""
+        """Reset the record in a child process: another thread of the parent may have held the lock."""
         self._lock = threading.Lock()
         self.inside = threading.local()
         self.layers.clear()
 
     def end(self, error: Exception) -> None:
-        """Give up, and say so once."""
+        """Stop recording, and print one warning."""
         if not self._over:
             self._over = True
             print(
@@ -94,7 +94,7 @@ os.register_at_fork(after_in_child=_record.forked)
 
 
 def watch(backend: Class) -> Class:
-    """Have the calls of a backend class written down; returns the class, so that it is a decorator too.
+    """Record the calls of a backend class. Returns the class, so it works as a decorator.
 
     Nothing is changed unless the environment names a file in ``ATTN_TESTKIT_RECORD``.
     """
@@ -107,7 +107,7 @@ def watch(backend: Class) -> Class:
 
 
 def watch_subclasses(base: type) -> None:
-    """Have the calls of a base class and of all classes that are derived from it from now on written down."""
+    """Record the calls of a base class and of all classes derived from it from now on."""
     own = base.__dict__.get("__init_subclass__")
 
     def begin(cls: Any, /, **given: Any) -> None:
@@ -149,7 +149,7 @@ def _watched(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _is_known(self: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> bool:
-    """Whether this layer was called like this before: every layer of every eager step asks, so it is quick."""
+    """True if this layer was called like this before. It has to be quick: every layer of every eager step calls it."""
     layer = args[3] if len(args) > 3 else given.get("layer")
     stored = args[5] if len(args) > 5 else given.get("save_kv_cache", True)
     key = (id(self), id(layer), bool(stored))
@@ -161,7 +161,7 @@ def _is_known(self: Any, args: tuple[Any, ...], given: Mapping[str, Any]) -> boo
 
 
 def _write(name: str, signature: inspect.Signature, self: Any, args: tuple[Any, ...], given: dict[str, Any]) -> None:
-    """Before the hook runs: what a crash is about is in the file."""
+    """Write a call before the hook runs, so that the file has it if the hook crashes."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -271,7 +271,7 @@ _WRITERS: Mapping[str, _Writer] = {
 
 
 def _lens(values: Any, count: int) -> list[int] | None:
-    """Lists, and tensors that are on the host; None for one on the device, unless the record may wait for it."""
+    """Numbers of a list or of a tensor on the host; None for one on the device, unless the record may wait for it."""
     if isinstance(values, (list, tuple)):
         return [int(value) for value in values[:count]]
     where = getattr(getattr(values, "device", None), "type", None)
@@ -281,7 +281,7 @@ def _lens(values: Any, count: int) -> list[int] | None:
 
 
 def _first(values: Iterable[Any]) -> Any:
-    """The first that is known."""
+    """The first value that is known."""
     return next((value for value in values if value is not None), None)
 
 

@@ -48,7 +48,7 @@ def test_a_version_that_nobody_tried_is_refused_with_those_that_are_supported(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     _installed(monkeypatch, version)
-    with pytest.raises(BackendNotFound, match=f"SGLang {version} is installed; the kit drives .*{CURRENT}"):
+    with pytest.raises(BackendNotFound, match=f"SGLang {version} is installed; the kit runs .*{CURRENT}"):
         load_backend("sglang:triton")
 
 
@@ -61,7 +61,7 @@ def test_a_torch_for_cuda_without_a_gpu_is_refused_before_sglang_is_imported(mon
 
 
 @pytest.mark.parametrize(
-    ("name", "why"), [("flex_attention", "which the kit does not drive"), ("tritn", "which SGLang does not have")]
+    ("name", "why"), [("flex_attention", "which the kit does not run"), ("tritn", "which SGLang does not have")]
 )
 def test_another_name_is_answered_with_all_there_are(name: str, why: str) -> None:
     with pytest.raises(BackendNotFound) as raised:
@@ -91,7 +91,7 @@ def test_a_name_that_sglang_has_changed_is_answered_with_the_new_one() -> None:
 
 def test_of_the_older_release_only_what_is_driven_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     _installed(monkeypatch, OLDER)
-    with pytest.raises(BackendNotFound, match=f"of SGLang {OLDER} the kit drives triton; flashinfer it drives of"):
+    with pytest.raises(BackendNotFound, match=f"the kit runs triton of SGLang {OLDER}, and flashinfer of"):
         load_backend("sglang:flashinfer")
 
 

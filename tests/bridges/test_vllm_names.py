@@ -52,12 +52,12 @@ def test_another_version_is_refused_with_the_one_that_is_supported(
     _installed(monkeypatch, version)
     with pytest.raises(BackendNotFound) as raised:
         load_backend("vllm:triton")
-    assert f"vLLM {version} is installed; the kit drives {SUPPORTED} alone" in str(raised.value)
+    assert f"vLLM {version} is installed; the kit runs only {SUPPORTED}" in str(raised.value)
 
 
 @pytest.mark.parametrize(
     ("name", "why"),
-    [("flashmla", "which the kit does not drive"), ("tritn", "which vLLM does not have"), ("", None)],
+    [("flashmla", "which the kit does not run"), ("tritn", "which vLLM does not have"), ("", None)],
 )
 def test_another_name_is_answered_with_all_there_are(name: str, why: str | None) -> None:
     """Before vLLM is asked for: a typing mistake is not answered with an installation."""

@@ -15,9 +15,9 @@ from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import StepData, make_step_data, new_kv, pool_image
-from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens, room_for
+from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens
 from attn_testkit.cases.plans import context_len
-from attn_testkit.cases.rows import Extend
+from attn_testkit.cases.rows import Extend, room_for
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
 from attn_testkit.cases.untried import says_untried
 from attn_testkit.contract import Capabilities, ForwardMode

@@ -139,7 +139,7 @@ def test_explain_says_which_parts() -> None:
         ({"base": "e"}, "names no mode; write whole="),
         ({"base": "e", "whole": "decode"}, "must be a set of modes, got 'decode'"),
         ({"base": "e", "whole": {"decod"}}, "unknown LogSumExp.whole 'decod'; did you mean 'decode'"),
-        ({"base": "e", "pages": {"draft-decode"}}, "a draft-decode's keys are not attended in parts"),
+        ({"base": "e", "pages": {"draft-decode"}}, "draft-decode has no KV splits"),
         ({"base": "e", "whole": {"decode"}, "merges": 1}, "merges must be True or False, got 1"),
     ],
 )

@@ -85,7 +85,7 @@ def test_a_kv_layout_that_is_not_claimed(layouts: set[str], name: str | None) ->
     assert [key for key in found if key.startswith("KV layout")] == ([f"KV layout {name}"] if name else [])
     if name:
         assert found[f"KV layout {name}"].kv_pool.layout == name
-        with pytest.raises(Unsupported, match=f"KV layout {name} is not claimed"):
+        with pytest.raises(Unsupported, match=f"KV layout {name} is not declared"):
             refuse_unclaimed(CLAIMS.with_changes(kv_layouts=layouts), found[f"KV layout {name}"])
 
 
@@ -145,7 +145,7 @@ def test_a_window_below_the_smallest_that_is_claimed(smallest: int, asked: int |
     assert list(found) == ([] if asked is None else [f"a sliding window of size {asked}"])
     for name, each in found.items():
         assert {layer.sliding_window_size for layer in each.layers} == {asked}
-        with pytest.raises(Unsupported, match=f"sliding window of size {asked} is not claimed"):
+        with pytest.raises(Unsupported, match=f"sliding window of size {asked} is not declared"):
             refuse_unclaimed(claims, each)
         refuse_unclaimed(claims.with_changes(min_window=smallest - 1), each)
         assert name not in outside(claims.with_changes(sliding_window=("target-verify",)))
@@ -196,7 +196,7 @@ def test_layers_that_are_not_causal_where_they_are_not_claimed(
     assert list(found) == (["a layer that is not causal"] if is_asked else [])
     for each in found.values():
         assert not each.causal
-        with pytest.raises(Unsupported, match=f"layers that are not causal in {mode} is not claimed"):
+        with pytest.raises(Unsupported, match=f"layers that are not causal in {mode} is not declared"):
             refuse_unclaimed(claims, each)
         refuse_unclaimed(claims.with_changes(non_causal={mode}), each)
         windowed = replace(each, layers=tuple(replace(layer, sliding_window_size=4) for layer in each.layers))
@@ -325,7 +325,7 @@ def test_a_layer_of_other_heads_than_the_first(
         first = layers[0].head_shape
         assert [layer.head_shape for layer in asked.layers] == [first, first, shape]
         assert asked.kv_pool.get_key_buffer(7).shape[1:] == asked.layers[2].head_shape[1:]
-        with pytest.raises(Unsupported, match="number of head shapes 2 is not claimed"):
+        with pytest.raises(Unsupported, match="number of head shapes 2 is not declared"):
             refuse_unclaimed(unclaimed.with_changes(families={"mha", "gqa", "mqa"}), asked)
         refuse_unclaimed(CLAIMS.with_changes(**claims), asked)
 

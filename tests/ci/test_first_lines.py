@@ -53,7 +53,7 @@ def test_a_fault_is_run_and_its_mechanism_stands_above_what_its_failure_says(scr
     result = CliRunner().invoke(script.first_lines, ["--fault", "query-scaled-in-place"])
     assert result.exit_code == 0, result.output
     title, first, *_ = result.output.splitlines()
-    assert title.startswith("[1 of 1] query-scaled-in-place: The softmax scale is multiplied into q where it lies")
+    assert title.startswith("[1 of 1] query-scaled-in-place: The softmax scale is multiplied into q in place")
     assert "(inputs-unchanged)" in first
     whole = CliRunner().invoke(script.first_lines, ["--fault", "query-scaled-in-place", "--whole"])
     assert "  repro    attn-testkit repro" in whole.output

@@ -181,7 +181,7 @@ def test_an_earlier_audit_that_cannot_be_read_is_said_so_in_a_line(tmp_path: Pat
         caught_before(str(tmp_path / "none.json"))
     for text in ("{", "[]", '{"faults": [{"slug": "a"}]}'):
         (tmp_path / "other.json").write_text(text)
-        with pytest.raises(UsageError, match="is no record of an audit"):
+        with pytest.raises(UsageError, match="is not a record of an audit"):
             caught_before(str(tmp_path / "other.json"))
 
 
@@ -209,7 +209,7 @@ def test_an_audit_of_hostile_backends_alone_speaks_of_them_alone() -> None:
         assert said in page or said in text
     assert page.count("bad-number") >= 2, "a green, and an honest one that fails"
     assert "faults caught" not in text
-    assert "hostile backends: 0 of 1 got no green" in text
+    assert "adversarial backends: 0 of 1 failed" in text
 
 
 def test_classes_choose_faults_without_controls() -> None:

@@ -94,7 +94,7 @@ def test_what_everything_is_shrunk_towards_is_the_plainest_case(claims: Capabili
 
 
 def test_what_no_claim_leaves_a_head_layout_for_is_said() -> None:
-    with pytest.raises(ValueError, match="decode is claimed, and no head layout with it"):
+    with pytest.raises(ValueError, match="decode is declared, and no head layout with it"):
         random_cases(CLAIMS.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
 
 

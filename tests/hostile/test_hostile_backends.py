@@ -91,8 +91,8 @@ NONE = HostileVerdict("a-cheat", "It cheats.", 1, "failed: matches-oracle", 0, "
 @pytest.mark.parametrize(
     ("change", "code", "line"),
     [
-        ({}, 0, "hostile backends: 1 of 1 got no green; 1 of 1 pass without the cheat"),
-        ({"exit_code": 0, "ending": "passed"}, 1, "GREEN  a-cheat: a hostile backend that is found right"),
+        ({}, 0, "adversarial backends: 1 of 1 failed; 1 of 1 pass without the cheat"),
+        ({"exit_code": 0, "ending": "passed"}, 1, "GREEN  a-cheat: an adversarial backend that passes"),
         (
             {"honest_exit_code": 1, "honest_ending": "failed: finite"},
             1,

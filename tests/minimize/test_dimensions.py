@@ -107,7 +107,7 @@ def test_requests_and_what_they_have_are_told_apart() -> None:
 def test_every_case_is_made_plain_dimension_by_dimension() -> None:
     for case in every_case():
         plain = plainest_case(CLAIMS, case.mode)
-        for name in ("layers", "parts", "way", "mixed", "loop", "requests", *DIMENSIONS):
+        for name in ("layers", "parts", "variants", "mixed", "loop", "requests", *DIMENSIONS):
             case = changed(case, DIMENSIONS[name].reset(case, plain))
         assert case == plain
 

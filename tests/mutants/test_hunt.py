@@ -154,7 +154,7 @@ def test_an_entry_takes_a_survivor_out_and_one_that_matches_nothing_is_refused(
     found = hunt(replace(settings(name, tmp_path), equivalents=file, minutes=1e-9))
     assert list(found.reasons.values()) == ["no page is so large"]
     assert (found.verdicts, exit_code(found)) == ({}, 1), "no time: nothing was judged, and that is no green"
-    assert "not judged: the time was over" in hunt_text(found)
+    assert "not evaluated: the time was over" in hunt_text(found)
     file.write_text(entry.format("if nothing:"))
     with pytest.raises(UsageError, match=r"entry 1 .* matches no mutant"):
         hunt(replace(settings(name, tmp_path), equivalents=file))

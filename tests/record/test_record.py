@@ -317,7 +317,7 @@ def test_a_batch_becomes_the_case_that_is_nearest(lines: list[dict[str, Any]], c
         ([batch(mode="extend"), layer()], "the host did not know its lengths"),
         ([batch(), layer(dtype="float64")], "dtype float64"),
         ([batch(), layer(kv_dtype="float8_e5m2")], "KV dtype float8_e5m2"),
-        ([batch(), layer(v_head_dim=128)], "values of 128 beside keys of 64, with 4 KV heads"),
+        ([batch(), layer(v_head_dim=128)], "values of 128 with keys of 64, and 4 KV heads"),
         ([batch(seq_lens=[7]), {"line": "layer", **layer(heads="4")}], "no case can be made of it: ValueError"),
     ],
 )
@@ -337,7 +337,7 @@ def test_with_claims_only_what_they_hold_is_left_as_they_hold_it() -> None:
     wide = cases_of([batch(), layer(window=3, usual_scaling=True)], CLAIMS.with_changes(kv_layouts={"hnd"}))
     assert list(wide.cases) == ["decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-kvhnd-w3same-usualscale-b2prod"]
     none = cases_of(lines, CLAIMS.with_changes(page_sizes={1}))
-    assert dict(none.skipped) == {"not claimed: page size 16": 2}
+    assert dict(none.skipped) == {"not declared: page size 16": 2}
 
 
 def test_a_line_that_a_killed_process_did_not_end_is_left_out_and_others_are_errors(tmp_path: Path) -> None:

@@ -346,7 +346,7 @@ def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
 
 
 def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
-    with pytest.raises(Unsupported, match="padded_requests nothing is not claimed"):
+    with pytest.raises(Unsupported, match="padded_requests nothing is not declared"):
         graph(replace(parse_case(DECODE), variants=frozenset({"norows"})), Spy)
 
 

@@ -180,5 +180,5 @@ def test_the_context_says_how_many_branches_and_steps_and_tokens_of_one_forward(
 
 def test_more_branches_than_are_claimed_are_refused() -> None:
     schedule = make_schedule(parse_case(CASE.format(padding="prod")))
-    with pytest.raises(Unsupported, match="draft branches 2 is not claimed"):
+    with pytest.raises(Unsupported, match="draft branches 2 is not declared"):
         ServerHarness(MinimalBackend, [schedule], torch.device("cuda"))

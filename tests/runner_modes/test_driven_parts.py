@@ -138,8 +138,8 @@ class NoMerge(InPartsBackend):
 
 
 def test_a_claim_without_its_method_says_which() -> None:
-    assert "NoMethod claims lse and has no forward_return_lse" in findings(NoMethod)[0].headline
-    assert "NoMerge claims lse with merges=True and has no merge_state" in findings(NoMerge, PAGES)[0].headline
+    assert "NoMethod declares lse and has no forward_return_lse" in findings(NoMethod)[0].headline
+    assert "NoMerge declares lse with merges=True and has no merge_state" in findings(NoMerge, PAGES)[0].headline
 
 
 class OneBuffer(InPartsBackend):
@@ -204,7 +204,7 @@ def test_a_constructor_refuses_parts_that_are_not_claimed(
     if fine:
         refuse_unclaimed(claims, context)
         return
-    with pytest.raises(Unsupported, match=f"log-sum-exp of {part} is not claimed"):
+    with pytest.raises(Unsupported, match=f"log-sum-exp of {part} is not declared"):
         refuse_unclaimed(claims, context)
 
 

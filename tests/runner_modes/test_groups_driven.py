@@ -203,5 +203,5 @@ def test_a_context_of_two_groups_is_refused_without_the_claim() -> None:
     harness, _ = loaded()
     claims = TorchNativeBackend.capabilities
     refuse_unclaimed(claims, harness.context)
-    with pytest.raises(Unsupported, match="number of KV groups 2 is not claimed"):
+    with pytest.raises(Unsupported, match="number of KV groups 2 is not declared"):
         refuse_unclaimed(claims.with_changes(kv_groups=False), harness.context)

@@ -168,7 +168,7 @@ def test_a_backend_without_the_claim_is_given_no_such_context_and_refuses_one() 
     class Unclaimed(TorchNativeBackend):
         capabilities = claims
 
-    with pytest.raises(Unsupported, match="number of head shapes 2 is not claimed"):
+    with pytest.raises(Unsupported, match="number of head shapes 2 is not declared"):
         loaded(WINDOWED, Unclaimed)
 
 
@@ -186,7 +186,7 @@ def test_heads_of_every_layer_have_to_be_claimed(claims: dict[str, Any], text: s
     class Narrow(TorchNativeBackend):
         capabilities = TorchNativeBackend.capabilities.with_changes(**claims)
 
-    with pytest.raises(Unsupported, match=f"{text} is not claimed"):
+    with pytest.raises(Unsupported, match=f"{text} is not declared"):
         loaded(WINDOWED, Narrow)
 
 

@@ -240,12 +240,15 @@ def shifted() -> list[KVLayer]:
 @pytest.mark.parametrize(
     ("made", "message"),
     [
-        (lambda: None, "must return a list of KVLayer, one a layer; it returned None"),
+        (lambda: None, "must return a list of KVLayer, one per layer; it returned None"),
         (lambda: [halves().key] * 2, "must return a list of KVLayer"),
         (lambda: [halves()], "returned 1 KVLayers for 2 layers"),
         (lambda: [halves(), KVLayer(halves().key)], "layer 1 has no values"),
-        (lambda: [KVLayer("k", halves().value), halves()], "the keys of layer 0 are no plain torch.Tensor: 'k'"),  # type: ignore[arg-type]
-        (lambda: [KVLayer(torch.nn.Parameter(halves().key), halves().value)] * 2, "the keys of layer 0 are no plain"),
+        (lambda: [KVLayer("k", halves().value), halves()], "the keys of layer 0 are not a plain torch.Tensor: 'k'"),  # type: ignore[arg-type]
+        (
+            lambda: [KVLayer(torch.nn.Parameter(halves().key), halves().value)] * 2,
+            "the keys of layer 0 are not a plain",
+        ),
         (lambda: [halves(dtype=torch.float16)] * 2, "are torch.float16 on cuda:0; the pool is torch.bfloat16"),
         (lambda: [halves(PAGES + 1)] * 2, "have shape [4, 4, 2, 8]; expected are dimensions that count 12 slots, "),
         (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 
 import pytest
@@ -12,7 +12,7 @@ from in_process import plan_run, run_item
 from attn_testkit.emulation import Policy, emulated_cuda
 from attn_testkit.environment import Environment
 from attn_testkit.faults import all_faults
-from attn_testkit.graphs.poison import FreshMemory
+from attn_testkit.graphs.poison import FreshMemory, fresh_memory
 from attn_testkit.results import Status
 
 
@@ -63,3 +63,18 @@ def test_unwritten_rows_are_told_from_nan_also_where_memory_comes_with_old_numbe
     )
     failed = [result for result in (run_item(item, plan) for item in plan.items[:20]) if result.status is Status.FAILED]
     assert "output-written" in {finding.check for result in failed for finding in result.findings}
+
+
+def test_compiled_code_is_compiled_inside_and_afterwards() -> None:
+    compiled = []
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiled.append(module)
+        return module.forward
+
+    function = torch.compile(lambda x: x + 1, backend=backend, dynamic=False)
+    with fresh_memory():
+        function(torch.zeros(3))
+    assert len(compiled) == 1
+    function(torch.zeros(4))
+    assert len(compiled) == 2, "torch compiles it again for another shape"

@@ -1,4 +1,4 @@
-"""The way to the vendors' packages: the real entry point where it can run, a torch fake of it elsewhere."""
+"""Access to the vendors' packages: the real entry point if it can run, else a torch fake of it."""
 
 from .provider import (
     EntryPoint,

@@ -211,7 +211,7 @@ def _mla_plan(
 ) -> list[int]:  # fmt: skip
     _int32("qo_indptr, kv_indptr, kv_len", qo_indptr, kv_indptr, kv_len)
     _grown("qo_indptr", qo_indptr)
-    # Two blocks share the rows of a request where there are many: the grid has another shape then.
+    # Two blocks share the rows of a request if there are many: the grid has another shape then.
     cluster = 2 if int(qo_indptr[-1]) * num_heads // kv_len.shape[0] > 64 else 1
     return [cluster, *_leave(int_workspace, qo_indptr, kv_indptr, kv_len, torch.tensor([cluster]))]
 
@@ -241,15 +241,15 @@ def _mla_run(
         torch.cat([q_nope, q_pe], -1), torch.cat([latent, rope], -1), latent, visible, sm_scale,
         round_to=q_nope.dtype, loaded=loaded,
     )  # fmt: skip
-    # A launch of another cluster size than the plan's leaves work without a block. NaN where that is left to chance.
+    # A launch of another cluster size than the plan's leaves work without a block. NaN if that is left to chance.
     result = torch.where(cluster == plan_info[0], result, torch.nan)
     out.copy_(torch.where(rows.valid[:, None, None], result.to(out.dtype), out))
     if lse is not None:
         lse.copy_(sums * 0.6931471805599453 if base_e else sums)
 
 
-# A module is compiled for one answer to "is there a window" and "is there a soft cap", given at the plan. What a run
-# says of something that was compiled out is ignored (sglang #31501, #33915).
+# A module is compiled with or without a window and a soft cap, as the plan says. A run's argument for something that
+# was compiled out is ignored (sglang #31501, #33915).
 
 
 @functools.cache
@@ -331,7 +331,7 @@ def merge_state(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``flashinfer.merge_state``, whose log-sum-exps are in base 2: empty states have weight 0, both together too.
 
-    Raises what the package raises where the heads of a row are more threads than a block has (``MergeState``,
+    Raises what the package raises if the heads of a row are more threads than a block has (``MergeState``,
     cascade.cuh).
     """
     dim = v_a.shape[-1]

@@ -1,7 +1,7 @@
-"""Attention over a padded page table in torch, one row of pages a request: how TensorRT-LLM-like kernels read it.
+"""Attention in torch over a padded page table with one row of pages per request, as TensorRT-LLM-like kernels read it.
 
-Fixed shapes and device work only, so that it may be captured: shapes depend on the widths of the buffers alone, and
-lengths are read on the device at every replay, as kernels do. Keys are gathered once a request, not once a row.
+Fixed shapes and device work only, so that it may be captured: shapes depend only on the widths of the buffers, and
+lengths are read on the device at every replay, as in kernels. Keys are gathered once per request, not once per row.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ FP8_MAX = torch.finfo(FP8).max
 
 @dataclass(frozen=True)
 class Keys:
-    """What a request's row of the page table leads to. S = width of the table in slots."""
+    """Keys of each request, by its row of the page table. S = width of the table in slots."""
 
     rows: torch.Tensor
-    """[bs, S, Hk, D] float32: zero past a length (kernels' loads leave zeros there), NaN where a page id is none."""
+    """[bs, S, Hk, D] float32: zero past a length (kernels' loads leave zeros there), NaN for an invalid page id."""
     lens: torch.Tensor
     """[bs] int64."""
 
 
 @dataclass(frozen=True)
 class Queries:
-    """Packed query rows, padded to one width a request."""
+    """Packed query rows, padded to the same width for each request."""
 
     rows: torch.Tensor
     """[bs, n, Hq, D]."""
     lens: torch.Tensor
     """[bs] int64: real rows of each request."""
     starts: torch.Tensor
-    """[bs] int64: where they begin in the packed tensor."""
+    """[bs] int64: first row of each request in the packed tensor."""
 
 
 def gather(cache: torch.Tensor, table: torch.Tensor, lens: torch.Tensor) -> Keys:
     """``cache`` [pages, P, Hk, D], any strides and dtype; ``table`` [bs, M] int32; ``lens`` [bs].
 
-    A kernel reads a page only where a length says so, whatever the table holds behind it. A page id outside the pool
-    gives anything where it is read: here NaN.
+    A kernel reads only the pages that a length covers, whatever the table holds after them. Reading a page id outside
+    the pool gives any numbers: here NaN.
     """
     pages, page = cache.shape[0], cache.shape[1]
     bs, width = table.shape
@@ -136,8 +136,8 @@ def _rounded(p: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def through_scratch(values: torch.Tensor, scratch: torch.Tensor) -> torch.Tensor:
     """Send float32 results through a kernel's scratch memory, where split partials lie between its two halves.
 
-    ``scratch``: bytes. What does not fit stays in registers. A workspace that was freed, replaced or shared after a
-    capture shows itself by this.
+    ``scratch``: bytes. Results that do not fit stay in registers. This exposes a workspace that was freed, replaced or
+    shared after a capture.
     """
     flat = values.reshape(-1)
     bytes_ = scratch.reshape(-1).view(torch.uint8)

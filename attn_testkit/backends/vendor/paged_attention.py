@@ -1,8 +1,8 @@
 """Attention over paged keys in torch, of fixed shapes and device work only, so that it may be captured.
 
-What the fakes of vendor kernels compute with: float32 accumulation, probabilities rounded to the dtype of the
-kernel's second product. Shapes depend on the capacity of the buffers alone, never on lengths: those are read on the
-device, at every replay, as kernels do.
+The fakes of vendor kernels compute with it: float32 accumulation, probabilities rounded to the dtype of the kernel's
+second product. Shapes depend only on the capacity of the buffers, never on lengths: those are read on the device, at
+every replay, as in kernels.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Keys:
     valid: torch.Tensor
     """[S] bool."""
     slot: torch.Tensor
-    """[S] int64: where it lies in the pages, flat; 0 where it is not valid."""
+    """[S] int64: place in the pages, flat; 0 if it is not valid."""
 
 
 def rows_of_requests(indptr: torch.Tensor, count: int) -> Rows:
@@ -62,7 +62,7 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
 
 
 def gather(cache: torch.Tensor, keys: Keys, heads_first: bool = False) -> torch.Tensor:
-    """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero where no key is valid.
+    """[pages, P, Hk, D] (or [pages, Hk, P, D]) in any dtype -> [S, Hk, D] float32, zero if no key is valid.
 
     As kernels do, whose loads past a length leave zeros in shared memory: a NaN there meets nothing.
     """

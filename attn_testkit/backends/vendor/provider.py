@@ -1,11 +1,11 @@
 """Entry points of vendor packages, real or fake.
 
-An adapter names an entry point and a device. It gets the package's own function or class where the package imports, the
+An adapter names an entry point and a device. It gets the package's own function or class if the package imports, the
 device is a real CUDA device and its SM is in range. Elsewhere it gets a fake of the same entry point that computes
 in torch. Every call of a fake is first bound to the *installed* package's signature, so that an adapter cannot rot
 unseen where no GPU is: an argument that was renamed or dropped raises ``TypeError`` here as it would there.
 
-The better a fake, the more of the package's own Python runs in it. Where the package separates Python from compiled
+The better a fake, the more of the package's own Python runs in it. If the package separates Python from compiled
 code, replace the compiled module only (``swapped``): then state, checks and exceptions are the package's own.
 """
 
@@ -61,27 +61,27 @@ class EntryPoint:
     """Extra of this project that installs the package."""
 
     def runs_on(self, sm: int) -> bool:
-        """Whether a device of this compute capability has a kernel."""
+        """True if a device of this compute capability has a kernel."""
         return any(low <= sm <= high for low, high in self.sm)
 
 
 @dataclass(frozen=True)
 class Provided:
-    """What an adapter calls."""
+    """The function that an adapter calls, real or fake."""
 
     call: Any
     is_fake: bool
     why: str = ""
-    """Why it is not the real one; empty when it is."""
+    """Reason why it is not the real one; empty if it is."""
 
     @property
     def kernels(self) -> str:
-        """As ``AttentionBackend.kernels`` has it."""
+        """Value of ``AttentionBackend.kernels``."""
         return "emulated" if self.is_fake else "real"
 
 
 def device_is_real(device: torch.device) -> bool:
-    """A GPU is behind this device. An emulated one says so in its name, which is all that is asked here."""
+    """True if a GPU is behind this device. An emulated one has that in its name; only the name is read here."""
     if device.type != "cuda" or not torch.cuda.is_available():
         return False
     return "emulated" not in torch.cuda.get_device_name(device).lower()
@@ -98,7 +98,7 @@ _forced: list[Literal["real", "fake"]] = []
 
 @contextmanager
 def forced(kind: Literal["real", "fake"]) -> Iterator[None]:
-    """Inside, ``provide`` gives this kind wherever it can; for comparing the two on one device."""
+    """Make ``provide`` give this kind inside the block if it can, to compare the two on one device."""
     _forced.append(kind)
     try:
         yield

@@ -27,7 +27,7 @@ DECODE = EntryPoint(
     "tokenspeed",
 )
 MULTIPROCESSORS = 148
-"""Of the SM100 device that is stood in for."""
+"""Multiprocessors of the emulated SM100 device."""
 
 
 def _number(value: Any) -> Any:

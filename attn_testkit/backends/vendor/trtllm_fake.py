@@ -25,9 +25,9 @@ _HERE = "attn_testkit.backends.vendor.trtllm_fake"
 _DECODE = "flashinfer.decode:trtllm_batch_decode_with_kv_cache"
 _GEN_SM = ((100, 107),)
 DECODE_XQA = EntryPoint(_DECODE, ((90, 90), (120, 121)), f"{_HERE}:make_xqa_decode", "flashinfer")
-"""As the package dispatches it on SM90 and SM120."""
+"""Decode as the package dispatches it on SM90 and SM120."""
 DECODE_GEN = EntryPoint(_DECODE, _GEN_SM, f"{_HERE}:make_gen_decode", "flashinfer")
-"""As the package dispatches it on SM100."""
+"""Decode as the package dispatches it on SM100."""
 CONTEXT = EntryPoint(
     "flashinfer.prefill:trtllm_batch_context_with_kv_cache", _GEN_SM, f"{_HERE}:make_gen_context", "flashinfer"
 )
@@ -147,7 +147,7 @@ def _check_gen(head_dim_qk: int, head_dim_v: int, page_size: int) -> None:
 
 
 def _scale(value: float | torch.Tensor) -> float | torch.Tensor:
-    """Of the first product: a tensor arrives in log2 form."""
+    """Scale of the first product: a tensor arrives in log2 form."""
     return value / _LOG2E if isinstance(value, torch.Tensor) else value
 
 
@@ -159,7 +159,7 @@ def _gen_decode(
     enable_pdl: bool, workspace_size: int, sinks: torch.Tensor | None, cum_seq_lens_q: torch.Tensor | None,
     *rest: Any,
 ) -> None:  # fmt: skip
-    """Also MLA, where both caches are the one latent cache."""
+    """Decode kernel; also for MLA, where both caches are the one latent cache."""
     if cum_seq_lens_q is None:
         starts = torch.arange(batch_size, device=query.device) * max_q_len
         counts = torch.full_like(starts, max_q_len)
@@ -183,7 +183,7 @@ def _gen_context(
     sinks: torch.Tensor | None, *rest: Any,
 ) -> None:  # fmt: skip
     if k_cache.dtype == paged.FP8 and query.dtype != paged.FP8:
-        # Decode has kernels of 16-bit queries beside an FP8 cache, and context has none.
+        # Decode has kernels for 16-bit queries with an FP8 cache, and context does not.
         raise RuntimeError(f"Missing TRTLLM-GEN kernel: context of {query.dtype} queries and {k_cache.dtype} keys")
     bounds = _lens(cum_seq_lens_q, batch_size + 1)
     _gen_attend(
@@ -268,7 +268,7 @@ def make_gen_decode(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def make_gen_context(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``trtllm_batch_context_with_kv_cache``, which knows SM100 alone."""
+    """``trtllm_batch_context_with_kv_cache``, which knows only SM100."""
     return _over(
         original,
         {
@@ -287,6 +287,6 @@ def make_gen_mla(original: Callable[..., Any]) -> Callable[..., Any]:
             **_on(100, "flashinfer.mla._core", *asked),
             "flashinfer.mla._core:get_trtllm_gen_fmha_module": _gen_module,
             # Every call asks whether CuTe DSL would do as well, and imports its compiler to know.
-            "flashinfer.mla._core:_cute_dsl_incompatibility_reason": lambda *args, **kwargs: "not stood in for",
+            "flashinfer.mla._core:_cute_dsl_incompatibility_reason": lambda *args, **kwargs: "not emulated",
         },
     )

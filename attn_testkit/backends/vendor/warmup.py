@@ -1,10 +1,10 @@
-"""Compile the kernels that the vendor adapters claim, in parallel and before anything is timed.
+"""Compile the kernels that the vendor adapters declare, in parallel and before anything is timed.
 
     python -m attn_testkit.backends.vendor.warmup --backend flashinfer --head-dim 128
 
 FlashInfer compiles a kernel family (dtypes, head dim, window, soft cap) on its first use: 6 to 15 s each, one after
-another, in the middle of whatever is measured. Here every family that an adapter claims is built once, several at a
-time. Needs nvcc and ninja; the cache lies under ``FLASHINFER_WORKSPACE_BASE``.
+another, during a measurement. Here every family that an adapter declares is built once, several at a time. Needs nvcc
+and ninja; the cache lies under ``FLASHINFER_WORKSPACE_BASE``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Family:
     arguments: tuple[Any, ...]
 
     def spec(self) -> Any:
-        """What the package would compile on first use."""
+        """Specification that the package would compile on first use."""
         module, _, name = self.maker.partition(":")
         return getattr(importlib.import_module(module), name)(*self.arguments)
 
@@ -54,7 +54,7 @@ def _dtype_pairs(claims: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
 
 
 def _plans(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[tuple[Any, ...]]:
-    """What modules of plans are compiled for; window and soft cap each alone, both and neither."""
+    """Parameters for which modules of plans are compiled: with and without window and soft cap."""
     for (q, kv), dim, window, cap in itertools.product(_dtype_pairs(claims), head_dims, (False, True), (False, True)):
         yield (q, kv, q, torch.int32, dim, dim, 0, window, cap)
 
@@ -91,11 +91,11 @@ FAMILIES: dict[str, tuple[str, Callable[[Capabilities, Sequence[int]], Iterable[
     "flashinfer_mla_fa3": (f"{_BACKENDS}.flashinfer_mla:FlashInferMLAFA3Backend", _mla("fa3")),
     "flashinfer_mla_fp8": (f"{_BACKENDS}.flashinfer_mla:FlashInferMLAFP8Backend", _mla("fa3")),
 }
-"""Backend -> (its class, families of its claims). Adapters whose kernels come compiled need no entry."""
+"""Backend -> (its class, families that it declares). Adapters with precompiled kernels need no entry."""
 
 
 def families_of(backends: Sequence[str], head_dims: Sequence[int] = ()) -> list[Family]:
-    """Every family that these backends claim, once. ``head_dims`` narrows the claimed ones; empty: all."""
+    """Different families that these backends declare. ``head_dims`` narrows the declared ones; empty: all."""
     found: dict[Family, None] = {}
     for name in backends:
         path, families = FAMILIES[name]
@@ -117,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Build, print progress, return 1 if anything did not compile."""
     parser = argparse.ArgumentParser(prog="python -m attn_testkit.backends.vendor.warmup", description=__doc__)
     parser.add_argument("--backend", action="append", choices=sorted(FAMILIES), help="default: all of them")
-    parser.add_argument("--head-dim", action="append", type=int, help="only these of the claimed head dims")
+    parser.add_argument("--head-dim", action="append", type=int, help="only these of the declared head dims")
     parser.add_argument("--list", action="store_true", help="print what would be compiled, and stop")
     options = parser.parse_args(argv)
     families = families_of(options.backend or sorted(FAMILIES), options.head_dim or ())

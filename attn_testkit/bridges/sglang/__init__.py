@@ -1,8 +1,8 @@
 """SGLang's attention backends, unchanged: ``sglang:triton`` and the others that ``NAMES`` lists.
 
-The server around them is the kit, in SGLang's words: its own KV pools (``pools``), a model runner with the attributes
-that backends read (``runner``), ``RadixAttention`` layers and ``ForwardBatch`` objects (``batches``). What each backend
-is said to be able to do, and where SGLang says so, is a table: ``claims``. Nothing of SGLang is replaced.
+The kit takes the place of the server around them: SGLang's own KV pools (``pools``), a model runner with the attributes
+that backends read (``runner``), ``RadixAttention`` layers and ``ForwardBatch`` objects (``batches``). A table lists the
+capabilities of each backend, and the places in SGLang that document them: ``claims``. Nothing of SGLang is replaced.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .versions import CURRENT, OLDER, supported
 __all__ = ["NAMES", "backend_class"]
 
 NAMES = tuple(CLAIMS)
-"""What may stand behind ``sglang:``."""
-_NOT_DRIVEN = "which the kit does not drive"
+"""Names that may follow ``sglang:``."""
+_NOT_DRIVEN = "which the kit does not run"
 _CLASSES = {CURRENT: ("current", "SGLangBackend"), OLDER: ("older", "OlderSGLangBackend")}
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class that drives SGLang's backend of this name, in the version that is installed. Imports SGLang.
+    """The class that runs SGLang's backend of this name, in the installed version. Imports SGLang.
 
-    Raises ``LookupError``, which says what to do: for a name that no table here has, and where SGLang is not installed
-    or in a version that is not supported.
+    Raises ``LookupError``, which says what to do, for a name that no table here has, and if SGLang is not installed or
+    its version is not supported.
     """
     if name not in CLAIMS:
         listed = ", ".join(f"sglang:{known}" for known in NAMES)
@@ -36,7 +36,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
     version = supported()
     of_version = CLAIMS_OF_OLDER if version == OLDER else CLAIMS
     if name not in of_version:
-        raise LookupError(f"of SGLang {version} the kit drives {', '.join(of_version)}; {name} it drives of {CURRENT}")
+        raise LookupError(f"the kit runs {', '.join(of_version)} of SGLang {version}, and {name} of {CURRENT}")
     claims = of_version[name]
     # Before SGLang's modules are imported, which ask what the machine has.
     from . import fakes, imports

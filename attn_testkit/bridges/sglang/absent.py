@@ -1,7 +1,7 @@
-"""``sgl_kernel``, SGLang's package of compiled kernels, on a GPU where it is not installed or does not load.
+"""A substitute for ``sgl_kernel``, SGLang's package of compiled kernels, if it is not installed or does not load.
 
-SGLang's modules import its functions by name, whichever backend is used. Every name is there then, and says when it
-is called what is missing. The classes whose claims require the package are not run.
+SGLang's modules import its functions by name, for every backend. The substitute has every name, and a call raises an
+error that says what is missing. Classes whose capabilities require the package are not run.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Module(ModuleType):
 
 
 def _is_arch_support_pdl() -> bool:
-    """Whether kernels may be launched before the one before them is over: a question of the device."""
+    """True if the device can launch a kernel before the previous one ends."""
     return torch.cuda.get_device_capability()[0] >= 9
 
 
@@ -70,7 +70,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in() -> str:
-    """Let imports of the package pass where it cannot be imported. Why it cannot be; empty where it can."""
+    """Let imports of the package pass if it cannot be imported. Returns the reason why it cannot; empty if it can."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return _why[0]
     try:

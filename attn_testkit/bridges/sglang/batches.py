@@ -1,4 +1,4 @@
-"""What SGLang 0.5.23 calls a batch, for what the kit calls one: eager, captured, and the view of a replay.
+"""SGLang 0.5.23's batches for the kit's: eager, captured, and the view of a replay.
 
 The objects are SGLang's own (``ForwardBatch``, ``EagleVerifyInput``, ``EagleDraftExtendInput``, ``EagleDraftInput``)
 over the kit's tensors. A view is a namespace there too: ``build_replay_fb_view`` and its like make it.
@@ -37,7 +37,7 @@ _ABSENT = (
 
 
 def spec_of(spec: object, width: int) -> Any:
-    """SGLang's ``spec_info`` over the kit's tensors. ``width``: rows a request, which runners give at capture too."""
+    """SGLang's ``spec_info`` over the kit's tensors. ``width``: rows per request, which runners give at capture too."""
     if isinstance(spec, VerifyInput):
         return EagleVerifyInput(
             draft_token=spec.draft_token, custom_mask=spec.custom_mask, positions=spec.positions,
@@ -90,7 +90,7 @@ def captured_batch(batch: ForwardBatch, width: int, runner: Any, forward: bool =
 
 
 def replay_view(view: ForwardBatch, width: int, runner: Any) -> Any:
-    """What SGLang's graph runners give ``init_forward_metadata_out_graph`` at a replay."""
+    """Argument of ``init_forward_metadata_out_graph`` that SGLang's graph runners make for a replay."""
     made = SimpleNamespace(**{**dict.fromkeys(_ABSENT), **vars(view)})
     made.forward_mode = MODES[view.forward_mode]
     if hasattr(view, "actual_forward_mode"):

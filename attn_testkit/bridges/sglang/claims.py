@@ -1,7 +1,7 @@
-"""What each of SGLang's backends is said to be able to do, and the place in SGLang 0.5.23 that says so.
+"""Capabilities of each of SGLang's backends, and the place in SGLang 0.5.23 that documents them.
 
-Each line names a file under ``sglang/srt`` and a function in it. What SGLang means to do and does wrong is
-claimed here, and stands in docs/findings.md.
+Each line names a file under ``sglang/srt`` and a function in it. Features that SGLang intends and gets wrong are
+declared here, and described in docs/findings.md.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ class Claims(bridged.Claims):
     """Everything about one name of SGLang's registry, ``ATTENTION_BACKENDS``."""
 
     fakes: str = ""
-    """Which of the kit's fakes stand in for compiled kernels where there is no GPU: a name of ``fakes.SETS``."""
+    """Set of the kit's fakes for compiled kernels, used without a GPU: a name of ``fakes.SETS``."""
     reads_back: bool = True
-    """Whether a forward whose new rows the pool holds already may be given None for them. Otherwise it is given the
-    rows that the pool holds, as where a fused kernel has stored them."""
+    """True if a forward may be given None for new rows that the pool holds already. Otherwise it is given the rows that
+    the pool holds, as after a fused kernel that stores them."""
     one_scale: bool = False
-    """Whether a plan holds the softmax scale of the model. The kit's layers have several, which no model of SGLang has:
-    there is an object of SGLang's for each."""
+    """True if a plan holds the model's softmax scale. The kit's layers have several scales, unlike models of SGLang, so
+    there is one backend object per scale."""
     rope_apart: bool = False
-    """MLA: SGLang's model gives q and k without their rope columns, and those beside them."""
+    """MLA: SGLang's model gives q and k without their rope columns, and the rope columns separately."""
 
 
 _TRITON = "layers/attention/triton_backend.py"
@@ -248,7 +248,7 @@ CLAIMS: Mapping[str, Claims] = {
         ),
     ),
 }
-"""Name behind ``sglang:`` -> what is claimed."""
+"""Name after ``sglang:`` -> declared capabilities."""
 
 CLAIMS_OF_OLDER: Mapping[str, Claims] = {
     "triton": Claims(
@@ -271,7 +271,7 @@ CLAIMS_OF_OLDER: Mapping[str, Claims] = {
         ),
     ),
 }
-"""The same for 0.5.12.post1, and places in it."""
+"""Capabilities in 0.5.12.post1, with places in it."""
 
 OF_SGLANG = (
     "aiter", "ascend", "dsa", "dsv4", "fa4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",
@@ -280,4 +280,4 @@ OF_SGLANG = (
 """The other names of SGLang's registry: for hardware or models that the kit does not have."""
 
 OLDER_NAMES = {"tokenspeed_mla": "which SGLang has renamed: sglang:cutedsl_mla"}
-"""What to say of them."""
+"""Old name -> text of the error."""

@@ -1,4 +1,4 @@
-"""What both releases of SGLang have alike: what their classes are below, and fields of a batch. Without SGLang."""
+"""Code for both releases of SGLang: the base of their classes, and fields of a batch. Does not import SGLang."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ SAME_FIELDS = (
 
 
 class OfSGLang(AttentionBackend):
-    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+    """An adapter from the kit's contract to an object that SGLang's registry made."""
 
     claims: ClassVar[Claims]
-    """Name in SGLang's registry, and how it is driven."""
+    """Name in SGLang's registry, capabilities, and how the class is run."""
 
 
 def of_projection(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: AttentionLayer
 ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-    """What ``RadixAttention.forward`` gives a backend: q [T, heads * dim] as the model has it, k and v by heads."""
+    """Arguments that ``RadixAttention.forward`` gives a backend: q [T, heads * dim] from the model, k and v by
+    heads."""
     if k is not None:
         k = as_projected(k).view(-1, layer.tp_k_head_num, layer.head_dim)
     if v is not None:

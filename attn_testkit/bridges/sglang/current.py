@@ -42,11 +42,11 @@ class _Kept:
     planned: Any = None
     forward_of: weakref.ref[ForwardBatch] | None = None
     forward: Any = None
-    """Of the forward of a draft that is under way."""
+    """Batch of the present forward of a draft."""
 
 
 class SGLangBackend(OfSGLang):
-    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+    """An adapter from the kit's contract to an object that SGLang's registry made."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -54,11 +54,11 @@ class SGLangBackend(OfSGLang):
         runners = {scale: make_runner(self.claims.registered, context, scale) for scale in sorted(scales)}
         self.runner = next(iter(runners.values()))
         self.real: Any = None
-        """What SGLang's registry made."""
+        """Backend that SGLang's registry made."""
         self.reals: dict[float, Any] = {}
-        """Softmax scale -> the same, where each has its own."""
+        """Softmax scale -> backend, if each scale has its own."""
         self.draft: Any = None
-        """The same for draft-decode: a draft worker has a backend of several steps beside its other one."""
+        """Backend for draft-decode: a draft worker has a multi-step backend in addition to the other one."""
         if context.modes - {ForwardMode.DRAFT_DECODE}:
             self.reals = {scale: ATTENTION_BACKENDS[self.claims.registered](each) for scale, each in runners.items()}
             self.real = next(iter(self.reals.values()))
@@ -108,13 +108,13 @@ class SGLangBackend(OfSGLang):
                     each.init_forward_metadata_in_graph(self._plan(batch))
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """What the backend says."""
+        """Value of SGLang's backend."""
         first = self.draft.attn_backends[0] if self.real is None else self.real
         return int(first.get_cuda_graph_seq_len_fill_value())
 
     @property
     def verify_mask(self) -> VerifyMask | None:
-        """The backend's own buffer, where it has one."""
+        """The backend's own buffer, if it has one."""
         own = None if self.real is None else self.real.verify_mask
         return own and VerifyMask(own.buffer, TreeMaskMode(int(own.mode)), own.max_bs, own.is_read)
 
@@ -156,7 +156,7 @@ class SGLangBackend(OfSGLang):
 
     @property
     def _width(self) -> int:
-        """Rows a request in verify and draft-extend v2."""
+        """Rows per request in verify and draft-extend v2."""
         return self.context.num_draft_tokens
 
     def _planned_by(self, batch: ForwardBatch) -> list[Any]:

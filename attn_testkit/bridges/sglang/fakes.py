@@ -1,7 +1,7 @@
-"""Where there is no GPU: the kit's fakes of FlashInfer, in the place where SGLang's modules look for FlashInfer.
+"""Fakes of FlashInfer for machines without a GPU, put where SGLang's modules look for FlashInfer.
 
-SGLang's Python is all SGLang's. Its modules are imported as where FlashInfer can be used, and what they then find in
-the package's namespaces are fakes that compute in torch. Results say so: ``kernels`` is ``emulated``.
+SGLang's Python is unchanged. Its modules are imported as if FlashInfer could be used, and find fakes that compute in
+torch in the package's namespaces. Results show that: ``kernels`` is ``emulated``.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["SETS", "FakeSet", "is_needed", "put_in_place"]
 
 @dataclass(frozen=True)
 class FakeSet:
-    """What stands in for a package in one of SGLang's backends."""
+    """Fakes of a package for one of SGLang's backends."""
 
     modules: tuple[str, ...]
-    """Of SGLang, below ``sglang.srt.layers.attention``: those that import the package."""
+    """Modules below ``sglang.srt.layers.attention`` that import the package."""
     names: Mapping[str, EntryPoint]
-    """``module:name`` in the package, as SGLang looks it up -> what is put there."""
+    """``module:name`` in the package, as SGLang looks it up -> its replacement."""
     platform: Mapping[str, bool] = field(default_factory=dict)
-    """What SGLang is told of the machine: the device that the fakes stand in for."""
+    """Answers to SGLang's questions about the machine, for the emulated device."""
 
 
 _WRAPPERS = MappingProxyType(
@@ -58,14 +58,14 @@ _ATTENTION = "sglang.srt.layers.attention"
 
 
 def is_needed() -> bool:
-    """Whether no GPU is here."""
+    """True on a machine without a GPU."""
     return not device_is_real(torch.device("cuda"))
 
 
 def put_in_place(name: str) -> None:
-    """Import SGLang's modules over the fakes of a set. To be said before anything else imports them.
+    """Import SGLang's modules over the fakes of a set. Call it before anything else imports them.
 
-    Raises ``RuntimeError`` where one was imported already: it would have found no package.
+    Raises ``RuntimeError`` if one was imported already: it would have found no package.
     """
     chosen = SETS[name]
     imported = [module for module in chosen.modules if f"{_ATTENTION}.{module}" in sys.modules]

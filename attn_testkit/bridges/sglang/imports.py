@@ -1,4 +1,4 @@
-"""What has to be true of the process before SGLang is imported."""
+"""Preparation of the process before SGLang is imported."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _held: list[torch.library.Library] = []
 
 
 def prepare() -> str:
-    """Let SGLang's imports pass where there is no GPU, or without its compiled kernels. Safe to call again.
+    """Let SGLang's imports pass if there is no GPU, or without its compiled kernels. Safe to call again.
 
-    Returns why those cannot be imported, on a GPU; empty where they can. Raises ``LookupError``, with what to do, for
+    Returns why those cannot be imported, on a GPU; empty if they can. Raises ``LookupError``, with what to do, for
     a build of torch with which SGLang's imports would not pass.
     """
     if device_is_real(torch.device("cuda")):
@@ -29,8 +29,8 @@ def prepare() -> str:
             f"torch {torch.__version__} is a build for CUDA, and no GPU is here: SGLang would import kernels that come "
             "compiled; take a CPU build of torch (ATTN_TORCH_INDEX of ci/servers.sh says where from)"
         )
-    # SGLang imports torchvision for its image models. One that was built for CUDA does not find its operators beside a
-    # torch without it, and then raises for want of their names. No attention backend calls any of them.
+    # SGLang imports torchvision for its image models. A build for CUDA does not find its operators with a torch without
+    # CUDA, and raises because their names are missing. No attention backend calls any of them.
     if _held or importlib.util.find_spec("torchvision") is None:
         return ""
     vision = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]

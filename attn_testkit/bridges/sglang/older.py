@@ -40,7 +40,7 @@ _KEPT = "sglang"
 
 
 def _make_runner(context: BackendContext) -> SimpleNamespace:
-    # What `initialize_model_parallel` sets where there is one rank.
+    # What `initialize_model_parallel` sets if there is one rank.
     parallel_state._ATTN_TP = SimpleNamespace(world_size=1, rank_in_group=0)
     first, window = context.layers[0], context.sliding_window_size
     rows, _ = context.req_to_token.shape
@@ -52,7 +52,7 @@ def _make_runner(context: BackendContext) -> SimpleNamespace:
     )  # fmt: skip
     return SimpleNamespace(
         device=device, gpu_id=0, model_config=config, sliding_window_size=None if window < 0 else window,
-        # A server has no batch of more requests than its table has rows; the kit's table has those of the case alone.
+        # A server has no batch of more requests than its table has rows; the kit's table has only those of the case.
         req_to_token_pool=SimpleNamespace(size=max(rows - 1, context.max_bs), req_to_token=context.req_to_token),
         token_to_kv_pool=pools.pool_of(context.kv_pool), token_to_kv_pool_allocator=None, use_mla_backend=False,
         hybrid_gdn_config=None, kimi_linear_config=None, linear_attn_model_spec=None,
@@ -89,13 +89,13 @@ def _spec_of(mode: ForwardMode, spec: object) -> Any:
 
 
 class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
-    """The kit's contract on one side, on the other an object that SGLang's registry made."""
+    """An adapter from the kit's contract to an object that SGLang's registry made."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.runner = _make_runner(context)
         self.real: Any = ATTENTION_BACKENDS[self.claims.registered](self.runner)
-        """What SGLang's registry made."""
+        """Backend that SGLang's registry made."""
         self.layers = {layer.layer_id: _layer(layer) for layer in context.layers}
 
     @classmethod
@@ -145,7 +145,7 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
         )  # fmt: skip
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """What the backend says."""
+        """Value of SGLang's backend."""
         return int(self.real.get_cuda_graph_seq_len_fill_value())
 
     def forward(

@@ -1,4 +1,4 @@
-"""SGLang's own KV pools, in memory of their own: what the kit is told of them is where each layer's rows lie."""
+"""SGLang's own KV pools, in their own memory: the kit knows only the places of each layer's rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from attn_testkit.contract import KVLayer, KVPool, KVPoolSpec
 __all__ = ["lay_out", "pool_of"]
 
 _made: weakref.WeakKeyDictionary[KVLayer, Any] = weakref.WeakKeyDictionary()
-"""First layer that was laid out -> the pool. The kit keeps the very object for as long as its pool lives."""
+"""First layer of a pool -> SGLang's pool. The kit keeps that layer object as long as its pool exists."""
 
 
 def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:

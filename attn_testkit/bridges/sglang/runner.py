@@ -29,7 +29,7 @@ def _window_of(context: BackendContext) -> int | None:
 
 
 def _publish(name: str, context: BackendContext) -> None:
-    """SGLang keeps its configuration in the process: what the last instance published is in force."""
+    """Set SGLang's configuration of the process, which is that of the last instance."""
     while _published:
         _published.pop().restore()
     speculates = bool(context.modes & _SPECULATIVE)
@@ -49,7 +49,7 @@ def _publish(name: str, context: BackendContext) -> None:
 
 
 class _ModelConfig:
-    """What backends ask of a model, whose heads and dims are those of the kit's layers."""
+    """Attributes of a model that backends read; heads and dims are those of the kit's layers."""
 
     def __init__(self, context: BackendContext, scaling: float) -> None:
         first, window = context.layers[0], _window_of(context)
@@ -94,9 +94,9 @@ class _Runner(SimpleNamespace):
 
 
 def make_runner(name: str, context: BackendContext, scaling: float) -> Any:
-    """What the constructors of SGLang's registry take, and the configuration of the process with it.
+    """Make the argument of the constructors in SGLang's registry, and configure the process.
 
-    ``scaling``: of the model, for backends that plan by it and not by the layer's.
+    ``scaling``: the model's, for backends that plan by it and not by the layer's.
     """
     _publish(name, context)
     device, page, pool = context.device.type, context.page_size, pool_of(context.kv_pool)
@@ -112,7 +112,7 @@ def make_runner(name: str, context: BackendContext, scaling: float) -> Any:
         max_running_requests=context.max_bs,
         spec_algorithm=SpeculativeAlgorithm.EAGLE if speculates else SpeculativeAlgorithm.NONE,
         verify_width=context.num_draft_tokens if ForwardMode.TARGET_VERIFY in context.modes else 1,
-        # A server has no batch of more requests than its table has rows; the kit's table has those of the case alone.
+        # A server has no batch of more requests than its table has rows; the kit's table has only those of the case.
         req_to_token_pool=SimpleNamespace(
             size=max(rows - 1, context.max_bs), max_context_len=columns, req_to_token=context.req_to_token,
             device=device,

@@ -1,4 +1,4 @@
-"""Which versions of SGLang the bridge drives. What backends read of their server changes with every release."""
+"""Versions of SGLang that the bridge runs. Attributes that backends read of their server change with every release."""
 
 from __future__ import annotations
 
@@ -19,6 +19,6 @@ _HOW = (
 def supported() -> str:
     """The version of SGLang that is installed.
 
-    Raises ``LookupError``, with what to do, where there is none or one that the bridge does not know.
+    Raises ``LookupError``, with what to do, if there is none or one that the bridge does not know.
     """
     return installed("SGLang", (CURRENT, OLDER), f"{CURRENT} and {OLDER}", _HOW)

@@ -1,9 +1,9 @@
 """vLLM's attention backends, unchanged: ``vllm:triton`` and the others that ``NAMES`` lists.
 
-The server around them is the kit, in vLLM's words: configuration objects (``config``), ``Attention`` layers
+The kit takes the place of the server around them: configuration objects (``config``), ``Attention`` layers
 (``layers``), KV cache groups and a metadata builder for each (``groups``), its pools (``pools``), the buffers that its
-model runner fills before every step (``inputs``). What each backend is said to be able to do, and where vLLM says so,
-is a table: ``claims``. Nothing of vLLM's Python is replaced; what only comes compiled is, where no GPU is (``fakes``).
+model runner fills before every step (``inputs``). A table lists the capabilities of each backend, and the places in
+vLLM that document them: ``claims``. vLLM's Python is unchanged; without a GPU compiled code is replaced (``fakes``).
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from .versions import supported
 __all__ = ["NAMES", "backend_class"]
 
 NAMES = tuple(CLAIMS)
-"""What may stand behind ``vllm:``."""
-_NOT_DRIVEN = "which the kit does not drive"
+"""Names that may follow ``vllm:``."""
+_NOT_DRIVEN = "which the kit does not run"
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class that drives vLLM's backend of this name. Imports vLLM.
+    """The class that runs vLLM's backend of this name. Imports vLLM.
 
-    Raises ``LookupError``, which says what to do: for a name that the table does not have, and where vLLM is not
-    installed or in a version that is not supported.
+    Raises ``LookupError``, which says what to do, for a name that the table does not have, and if vLLM is not installed
+    or its version is not supported.
     """
     if name not in CLAIMS:
         listed = ", ".join(f"vllm:{known}" for known in NAMES)

@@ -1,7 +1,7 @@
-"""What each of vLLM's backends is said to be able to do, and the place in vLLM 0.33.0 that says so.
+"""Capabilities of each of vLLM's backends, and the place in vLLM 0.33.0 that documents them.
 
-Each line names a file under ``vllm`` and what stands in it. What vLLM means to do and does wrong is
-claimed here, and stands in docs/findings.md.
+Each line names a file under ``vllm`` and a definition in it. Features that vLLM intends and gets wrong are declared
+here, and described in docs/findings.md.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Claims(bridged.Claims):
     """Everything about one name of vLLM's registry, ``AttentionBackendEnum``."""
 
     compiled_kernel: bool = False
-    """Whether what attends comes compiled, so that where no GPU is the kit's fake of it computes."""
+    """True if the attention kernel is compiled: without a GPU the kit's fake of it computes."""
     compiled_store: bool = False
-    """Whether what stores new keys and values comes compiled, in ``vllm._C_stable_libtorch``. Where that does not load,
-    torch stores them."""
+    """True if a compiled operator of ``vllm._C_stable_libtorch`` stores new keys and values. If it does not load, torch
+    stores them."""
     compiled_module: str = ""
-    """A module without which nothing of it runs on a GPU."""
+    """Compiled module without which the class does not run on a GPU."""
     one_kv_group: bool = False
     """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
     capture_sizes: tuple[int, ...] = ()
@@ -36,7 +36,7 @@ class Claims(bridged.Claims):
     attention: Mapping[str, Any] = field(default_factory=dict)
     """``--attention-config``."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that vLLM reads."""
+    """Environment variables that vLLM reads."""
 
 
 _BACKEND = "v1/attention/backend.py"
@@ -60,13 +60,13 @@ _RUNNER = (
     Line("verify_lens", {"all"}, f"{_INPUTS}:_prepare_pos_seq_lens_kernel"),
     Line("padded_requests", {"nothing"}, f"{_INPUTS}:InputBatch.make_dummy"),
     Line("padding_slots", {-1}, f"{_TABLES}:BlockTables.get_dummy_slot_mappings"),
-    Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # a bound of them alone
+    Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
     Line("kv_layouts", {"own"}, f"{_VIEWS}:create_kv_cache_views"),
     Line("takes_out", True, f"{_LAYER}:unified_attention_with_output"),
     Line("output_lifetime", "model", f"{_LAYER}:Attention.forward"),
     Line("takes_more_rows", True, f"{_TABLES}:BlockTables.compute_slot_mappings"),
 )
-"""What is the model runner's, and so every backend's."""
+"""Capabilities of the model runner, and so of every backend."""
 
 _LAYERS_DIFFER = (
     Line("kv_groups", True, f"{_PLANNING}:get_kv_cache_groups"),
@@ -98,7 +98,7 @@ _FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
 _HALF = Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttentionBackend")
 
 _FLEX_LINES = (
-    # Host offsets make the lists of rows: no ragged batch whose lengths are on the device alone. No draft's loop in a
+    # Host offsets make the lists of rows: no ragged batch whose lengths are only on the device. No draft's loop in a
     # graph, for supports_draft_decode_metadata_update is False.
     Line("eager", {D, V, V2, X}, f"{_FLEX}:FlexAttentionMetadataBuilder.build"),
     Line("graph", {D, V, V2, X}, f"{_FLEX}:FlexAttentionMetadataBuilder.build_for_cudagraph_capture"),
@@ -110,6 +110,8 @@ _FLEX_LINES = (
     Line("max_q_rows", 16, f"{_FLEX}:FlexAttentionMetadata"),
     Line("sliding_window", {D, V, V2, X}, f"{_FLEX}:FlexAttentionBackend.supports_sliding_window"),
     Line("non_causal", {V, X}, f"{_FLEX}:FlexAttentionBackend.supports_non_causal"),
+    # The kernel multiplies values of keys that are masked within a page by 0; vLLM's pool begins as zeros.
+    Line("finite_page_tails", {"same"}, "v1/worker/utils.py:allocate_kv_cache"),
     *_RUNNER,
 )
 
@@ -134,7 +136,7 @@ CLAIMS: Mapping[str, Claims] = {
             *_TRITON_LINES,
             _HALF,
             Line("kv_dtypes", {"fp8_e4m3"}, f"{_TRITON}:TritonAttentionBackend"),
-            # The layer rounds queries to FP8 where the implementation takes them so.
+            # The layer rounds queries to FP8 if the implementation takes them so.
             Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
         ),
     ),
@@ -218,7 +220,7 @@ CLAIMS: Mapping[str, Claims] = {
         one_kv_group=True,
     ),
 }
-"""Name behind ``vllm:`` -> what is claimed."""
+"""Name after ``vllm:`` -> declared capabilities."""
 
 OF_VLLM = (
     "b12x", "cpu_attn", "cutlass_mla", "flash_attn_diffkv", "flash_attn_mla", "flash_attn_mla_sparse",

@@ -1,7 +1,7 @@
 """A VllmConfig of vLLM 0.33.0, as far as attention layers, builders and KV cache planning look at it.
 
-Its parts are vLLM's own objects. Two are not, because vLLM makes them from a checkpoint alone: the model's
-configuration, and the whole around the parts.
+Its parts are vLLM's own objects. Two are not, because vLLM makes them only from a checkpoint: the model's
+configuration, and the object around the parts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def _capture_sizes(context: BackendContext) -> list[int]:
 
 
 def _speculation(drafts: int) -> Any:
-    """A speculative configuration of so many draft tokens; None without any."""
+    """A speculative configuration with a number of draft tokens; None without any."""
     if not drafts:
         return None
     return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False)

@@ -1,4 +1,4 @@
-"""A backend of vLLM 0.33.0 behind the kit's contract: hooks to what vLLM's model runner does at their place."""
+"""A backend of vLLM 0.33.0 behind the kit's contract: each hook does what vLLM's model runner does at that point."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ _KEPT = "vllm"
 
 
 class VLLMBackend(AttentionBackend):
-    """The kit's contract on one side, on the other a class of vLLM's registry, its builders and implementations."""
+    """An adapter from the kit's contract to a class of vLLM's registry, its builders and implementations."""
 
     claims: ClassVar[Claims]
     real: ClassVar[Any]
-    """The class."""
+    """Class of vLLM's registry."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -63,7 +63,7 @@ class VLLMBackend(AttentionBackend):
         batch.extras[_KEPT] = self._build(self.inputs.fill(batch, replay=False))
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
-        """Build for the warm-ups of a capture; at a replay fill the buffers, and build what nobody keeps."""
+        """Build for the warm-ups of a capture; at a replay fill the buffers, and build metadata that are not kept."""
         if in_capture:
             batch.extras[_KEPT] = self._build_for_capture(batch)
             return
@@ -77,7 +77,7 @@ class VLLMBackend(AttentionBackend):
         batch.extras[_KEPT] = self._build_for_capture(batch)
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
-        """Of a draft alone: its fused loop has this between forwards."""
+        """Advance the inputs between forwards of a draft's fused loop; nothing in other modes."""
         if batch.forward_mode is ForwardMode.DRAFT_DECODE:
             self.inputs.advance(batch)
             metadata = batch.extras[_KEPT]
@@ -95,7 +95,7 @@ class VLLMBackend(AttentionBackend):
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """As ``Attention.forward``: the caller makes the output, and what stores keys and values comes first.
+        """Attend like ``Attention.forward``: the caller makes the output, and keys and values are stored first.
 
         Models give it rows of a projection, [T, heads * dim], and it makes views of them.
         """
@@ -160,7 +160,8 @@ class VLLMLatentBackend(VLLMBackend):
         *,
         part: KVPart,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What ``forward_mqa`` gives, of all keys: the ranks of decode context parallelism are merged by it."""
+        """Output and log-sum-exp of ``forward_mqa`` over all keys. vLLM merges ranks of decode context parallelism by
+        it."""
         assert part.kind == "whole"
         return self._attend(q, k, layer, batch, save_kv_cache)
 

@@ -1,15 +1,16 @@
-"""Where there is no GPU, or where compiled modules do not load: in torch, what vLLM has compiled.
+"""Fakes in torch of vLLM's compiled code, for machines without a GPU or if compiled modules do not load.
 
 Builders, metadata and masks stay vLLM's.
 
-Operators that store keys and values, FlashAttention (``flash_attn_fake``), and FlexAttention's kernel, which torch
-compiles. Where one of them attends, ``AttentionBackend.kernels`` says so.
+They replace operators that store keys and values, FlashAttention (``flash_attn_fake``), and FlexAttention's kernel,
+which torch compiles. If one of them attends, ``AttentionBackend.kernels`` shows it.
 """
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from typing import Any
 
 import torch
@@ -44,7 +45,7 @@ def put_in_place() -> None:
 
     of_vllm.flex_attention_compiled = flex_attention
     if importlib.util.find_spec("flashinfer") is None:
-        return  # its class is not asked for, or says so
+        return  # its class is not requested, or reports it
     with swapped({path: fake_of(entry) for path, entry in _WRAPPERS.items()}):
         importlib.import_module("vllm.v1.attention.backends.flashinfer")
     # vLLM leaves the choice to FlashInfer, which asks for the CUDA version of torch. The fakes are of "fa2".
@@ -79,7 +80,7 @@ def _concat_and_cache_mla(
     kv_c: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, slot_mapping: torch.Tensor, kv_cache_dtype: str,
     scale: torch.Tensor, skip_scale: bool,
 ) -> None:  # fmt: skip
-    """Rows [T, rank] and [T, rope] into ``kv_cache`` [blocks, block size, rank + rope]."""
+    """Store rows [T, rank] and [T, rope] in ``kv_cache`` [blocks, block size, rank + rope]."""
     rows = torch.cat([kv_c, k_pe], dim=-1)[: slot_mapping.shape[0]]
     _store(rows, kv_cache, slot_mapping, kv_cache_dtype, None if skip_scale else scale)
 
@@ -88,7 +89,7 @@ def _reshape_and_cache_flash(
     key: torch.Tensor, value: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
     slot_mapping: torch.Tensor, kv_cache_dtype: str, k_scale: torch.Tensor, v_scale: torch.Tensor,
 ) -> None:  # fmt: skip
-    """Rows [T, heads, D] into caches [blocks, block size, heads, D]."""
+    """Store rows [T, heads, D] in caches [blocks, block size, heads, D]."""
     for rows, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
         _store(rows[: slot_mapping.shape[0]], cache, slot_mapping, kv_cache_dtype, scale)
 
@@ -97,13 +98,13 @@ _OF_CACHES: Functions = {
     "concat_and_cache_mla": (_concat_and_cache_mla, ("kv_cache",)),
     "reshape_and_cache_flash": (_reshape_and_cache_flash, ("key_cache", "value_cache")),
 }
-"""Of ``torch.ops._C_cache_ops``."""
+"""Operators of ``torch.ops._C_cache_ops``."""
 
 
 def _store(
     rows: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor, kv_cache_dtype: str, scale: torch.Tensor | None
 ) -> None:
-    """Rows of negative slots are left out, without a shape that depends on data: they change nothing of slot 0."""
+    """Store rows, except those of negative slots, without a shape that depends on data: slot 0 stays unchanged."""
     if kv_cache_dtype != "auto":
         most = torch.finfo(torch.float8_e4m3fn).max
         scaled = rows.float() if scale is None else rows.float() / scale
@@ -117,13 +118,13 @@ def flex_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, score_mod: Any, block_mask: Any, scale: float,
     **_options: Any,
 ) -> torch.Tensor:  # fmt: skip
-    """What ``flex_attention_compiled`` computes: ``query`` [1, H, T, D], keys and values of all slots [1, Hk, S, D].
+    """Compute ``flex_attention_compiled``: ``query`` [1, H, T, D], keys and values of all slots [1, Hk, S, D].
 
-    A block of query rows reaches the first ``kv_num_blocks`` entries of its row of ``kv_indices``. That row goes on
-    behind the view that a mask has of it, and the kernel reads there, so this does. ``mask_mod`` decides on the rest.
-    Kinder than the kernel in one thing: what a row may not see is not multiplied by 0, so NaN there spoils nothing.
+    A block of query rows reaches the first ``kv_num_blocks`` entries of its row of ``kv_indices``. That row continues
+    behind the mask's view of it, and this function reads there because the kernel does. ``mask_mod`` decides on the
+    rest. As in the kernel, hidden values of a reached block are multiplied by 0, so a NaN there makes the row NaN.
     """
-    assert score_mod is None, "no claim of a backend has a score_mod"
+    assert score_mod is None, "no declared capability has a score_mod"
     rows, slots = query.shape[2], key.shape[2]
     q_block, kv_block = block_mask.BLOCK_SIZE
     counts, listed = block_mask.kv_num_blocks[0, 0], block_mask.kv_indices[0, 0]
@@ -138,4 +139,6 @@ def flex_attention(
     seen = reached & block_mask.mask_mod(none, none, row[:, None], slot[None, :])
     rows_first, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))
     found, _ = paged.attend(rows_first, keys.float(), values.float(), seen, scale, round_to=query.dtype)
+    spoiled = reached.float() @ (~values.isfinite().all(-1)).float() > 0  # [rows, Hk]
+    found = found.masked_fill(spoiled.repeat_interleave(query.shape[1] // key.shape[1], 1)[..., None], math.nan)
     return found.to(query.dtype).transpose(0, 1)[None]

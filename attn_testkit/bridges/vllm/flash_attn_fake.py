@@ -16,12 +16,12 @@ from attn_testkit.backends.vendor import paged_attention as paged
 __all__ = ["FUNCTIONS", "Functions", "fwd", "get_scheduler_metadata"]
 
 Functions = Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]
-"""Name of an operator -> what computes it, and which arguments it writes."""
+"""Name of an operator -> its function, and the arguments that it writes."""
 
 _TILE = 128
 """Query rows of a tile."""
 _VECTORS = 4
-"""Numbers that the schedule has of each request; the first is how many tiles of query rows there are."""
+"""Numbers per request in the schedule; the first is its number of tiles of query rows."""
 
 
 def get_scheduler_metadata(
@@ -88,4 +88,4 @@ def fwd(
 
 
 FUNCTIONS: Functions = {"fwd": (fwd, ("out",)), "get_scheduler_metadata": (get_scheduler_metadata, ())}
-"""Of ``torch.ops._vllm_fa3_C``."""
+"""Functions of ``torch.ops._vllm_fa3_C``."""

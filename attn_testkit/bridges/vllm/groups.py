@@ -19,14 +19,14 @@ __all__ = ["Groups", "make_groups"]
 
 @dataclass(frozen=True, eq=False)
 class Groups:
-    """What vLLM made of the layers."""
+    """KV cache groups that vLLM made from the layers."""
 
     config: Any
-    """``KVCacheConfig``: which layers share a block table."""
+    """``KVCacheConfig``, with the layers that share a block table."""
     builders: Any
     """``list[list[AttentionGroup]]``: KV cache group -> layers that share metadata, and their builder."""
     of_kit: tuple[KVGroup, ...]
-    """KV cache group -> the kit's, whose table and slots it has."""
+    """KV cache group -> the kit's KV group, whose table and slots it has."""
 
 
 def make_groups(config: Any, context: BackendContext, layers: dict[str, Any], blocks: int) -> Groups:

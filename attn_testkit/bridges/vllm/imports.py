@@ -1,4 +1,4 @@
-"""What has to be true of the process before vLLM is imported, where no GPU is or a compiled module does not load."""
+"""Preparation of the process before vLLM is imported, without a GPU or if a compiled module does not load."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _COMPILED = (STABLE, FA2, FA3)
 
 @dataclass(frozen=True)
 class Machine:
-    """What vLLM finds here."""
+    """Properties of the machine that vLLM depends on."""
 
     without_gpu: bool
     missing: Mapping[str, str] = field(default_factory=dict)
-    """Compiled module -> why it does not load, on a GPU."""
+    """Compiled module -> reason why it does not load, on a GPU."""
 
 
 def prepare(claims: Claims) -> Machine:
-    """Set vLLM's environment variables, and let its imports pass where there is no GPU or a compiled module is missing.
+    """Set vLLM's environment variables, and let its imports pass if there is no GPU or a compiled module is missing.
 
-    Safe to call again. Raises ``RuntimeError`` where vLLM was imported already and decided otherwise.
+    Safe to call again. Raises ``RuntimeError`` if vLLM was imported already and decided otherwise.
     """
     for name, value in claims.environment.items():
         if os.environ.get(name) != value and "vllm.envs" in sys.modules:
@@ -73,13 +73,13 @@ def prepare(claims: Claims) -> Machine:
 
 _missing: dict[str, str] = {}
 _MOST = 200
-"""Characters of what an import raised: that of a library names every symbol."""
+"""Most characters of an import's error, which for a library names every symbol."""
 
 
 def _why_not(module: str) -> str:
-    """Why a compiled module does not load: it is left out of this installation, or was built for another torch.
+    """Reason why a compiled module does not load: this installation lacks it, or it was built for another torch.
 
-    Without importing it: the package around two of them keeps what it found when it was first imported.
+    Found without importing it: the package around two of them remembers the result of its first import.
     """
     found = importlib.util.find_spec("vllm")
     folders = [Path(folder) for folder in (found.submodule_search_locations or [])] if found else []
@@ -96,7 +96,7 @@ def _why_not(module: str) -> str:
 
 @contextmanager
 def _no_visible_device() -> Iterator[None]:
-    """``vllm.triton_utils`` replaces Triton where it finds no driver, unless devices are hidden."""
+    """``vllm.triton_utils`` replaces Triton if it finds no driver, unless devices are hidden."""
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:

@@ -1,4 +1,4 @@
-"""What vLLM's model runner keeps for a batch: buffers that it fills before every step, and that graphs read.
+"""Buffers of vLLM's model runner for a batch: it fills them before every step, and graphs read them.
 
 They are made once. Captured graphs and metadata hold slices of them, so a step writes into them and replaces none.
 Lengths count the new tokens in every mode. Padded requests have no rows, no keys and a block table of zeros; rows
@@ -24,16 +24,16 @@ __all__ = ["Inputs", "Step", "common_arguments"]
 
 @dataclass(frozen=True)
 class Step:
-    """What is known of a batch on the host."""
+    """Numbers of a batch that are known on the host."""
 
     num_reqs: int
     num_tokens: int
-    """Padding included in graphs."""
+    """Number of tokens; in graphs with padding."""
     query_start_loc: torch.Tensor
     """[num_reqs + 1] int32. Its end is the number of live tokens; between requests it may be a bound."""
     max_query_len: int
     seq_lens_bound: torch.Tensor
-    """[num_reqs] int32: at least as many keys as requests have."""
+    """[num_reqs] int32: upper bounds of the requests' keys."""
     max_seq_len: int
     for_capture: bool = False
 
@@ -53,7 +53,7 @@ class Inputs:
         self._block_starts = torch.arange(blocks, device=device) * page
 
     def dummy(self, mode: ForwardMode, num_reqs: int, num_tokens: int) -> Step:
-        """Fill them for a capture, as ``prepare_inputs_to_capture`` does, with vLLM's own dummy batch."""
+        """Fill the buffers for a capture, as ``prepare_inputs_to_capture`` does, with vLLM's own dummy batch."""
         longest = num_tokens if mode is ForwardMode.EXTEND else width_of(self.context, mode)
         batch = InputBatch.make_dummy(num_reqs, num_tokens, self.buffers, max_query_len=longest)
         for table in self.block_tables:
@@ -89,7 +89,7 @@ class Inputs:
         return self._known_on_the_host(batch, live, replay)
 
     def advance(self, batch: ForwardBatch) -> None:
-        """Before a forward of a draft, inside its graph: the slots of its rows, and a key more than the one before."""
+        """Advance to the next forward of a draft, inside its graph: the slots of its rows, and one key more per row."""
         assert isinstance(batch.spec_info, DraftDecodeInput)
         bs = batch.batch_size
         for group, slots in zip(self.groups, self.slot_mappings, strict=True):
@@ -100,7 +100,7 @@ class Inputs:
             lens.add_(lens > 0)
 
     def _rows_of_graph(self, batch: ForwardBatch) -> int:
-        """As many as the graph was captured with."""
+        """Number of rows that the graph was captured with."""
         if batch.forward_mode is ForwardMode.EXTEND:
             return batch.input_ids.shape[0]
         return batch.batch_size * width_of(self.context, batch.forward_mode)
@@ -112,7 +112,7 @@ class Inputs:
             new, old = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
             assert new is not None
             assert old is not None
-            # A padded request has no row, and what stands for its prefix is nobody's.
+            # A padded request has no row, and its prefix length has no meaning.
             bound = torch.tensor(new, dtype=torch.int32) + torch.tensor(old, dtype=torch.int32)
             bound *= torch.tensor(new) > 0
             starts = torch.tensor([0, *new], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -127,7 +127,7 @@ class Inputs:
 
 
 def common_arguments(inputs: Inputs, step: Step) -> dict[str, Any]:
-    """Of ``build_attn_metadata``: slices of the buffers, and what is known on the host."""
+    """Arguments of ``build_attn_metadata``: slices of the buffers, and numbers known on the host."""
     return {
         "num_reqs": step.num_reqs,
         "num_tokens": step.num_tokens,

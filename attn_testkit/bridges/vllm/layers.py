@@ -1,4 +1,4 @@
-"""The attention layers of a model: vLLM's own ``Attention``, and for MLA what stands around its implementation."""
+"""The attention layers of a model: vLLM's own ``Attention``, and for MLA a layer around its implementation."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from attn_testkit.contract import AttentionLayer, BackendContext
 __all__ = ["make_layers", "name_of"]
 
 _NOPE = 128
-"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: of no absorbed layer, but builders ask."""
+"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
 
 
 def name_of(layer: AttentionLayer) -> str:
-    """Of a layer in ``static_forward_context``, in metadata and in slot mappings."""
+    """Name of a layer in ``static_forward_context``, in metadata and in slot mappings."""
     return f"model.layers.{layer.layer_id}.attn"
 
 
@@ -78,11 +78,11 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
         self.kv_cache = kv_cache.squeeze(1)
 
     def get_attn_backend(self) -> Any:
-        """As ``MLAAttention`` has it."""
+        """Backend class, as in ``MLAAttention``."""
         return self.real
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
-        """As ``MLAAttention`` has it."""
+        """KV cache specification, as in ``MLAAttention``."""
         return MLAAttentionSpec(
             block_size=vllm_config.cache_config.block_size, num_kv_heads=1, max_tp_shards=1, head_size=self.head_size,
             dtype=self.kv_cache.dtype, cache_dtype_str=self.kv_cache_dtype,
@@ -91,7 +91,7 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
 
 
 class _NoPrefill(SimpleNamespace):
-    """MLA's prefill form is another computation; builders ask for its name and no more."""
+    """A placeholder for MLA's prefill, which is another computation; builders read only its name."""
 
     def clone(self) -> _NoPrefill:
         return self

@@ -1,4 +1,4 @@
-"""vLLM's own views of KV cache memory: what the kit is told of them is where each layer's rows lie."""
+"""vLLM's own views of KV cache memory: the kit knows only the places of each layer's rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ __all__ = ["lay_out", "layout_of"]
 
 
 def layout_of(real: Any) -> Any:
-    """The ``KVCacheLayout`` that the backend class ``real`` likes best."""
+    """The preferred ``KVCacheLayout`` of the backend class ``real``."""
     return get_supported_kv_cache_layouts([real])[0]
 
 
 def lay_out(real: Any, spec: KVPoolSpec) -> Sequence[KVLayer]:
-    """Memory for a server with the backend class ``real``: [blocks, heads, block size, content] a layer."""
+    """Memory for a server with the backend class ``real``: [blocks, heads, block size, content] per layer."""
     layout = layout_of(real)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys(layer.head_shape for layer in spec.layers):
@@ -54,7 +54,7 @@ def _spec(layer: AttentionLayer, spec: KVPoolSpec) -> Any:
 
 
 def _rows(layer: AttentionLayer, cache: torch.Tensor) -> KVLayer:
-    """``cache`` [blocks, heads, block size, content]: K and V of a slot side by side, MLA's latent row alone."""
+    """``cache`` [blocks, heads, block size, content]: K and V of a slot side by side, or MLA's latent row."""
     by_slot = cache.transpose(1, 2)
     if layer.is_mla:
         return KVLayer(by_slot, buffer=cache)

@@ -1,4 +1,4 @@
-"""Which version of vLLM the bridge drives. What backends read of their server changes with every release."""
+"""The version of vLLM that the bridge runs. Attributes that backends read of their server change with every release."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ _HOW = (
 def supported() -> str:
     """The version of vLLM that is installed.
 
-    Raises ``LookupError``, with what to do, where there is none or one that the bridge does not know.
+    Raises ``LookupError``, with what to do, if there is none or one that the bridge does not know.
     """
-    return installed("vLLM", (SUPPORTED,), f"{SUPPORTED} alone", _HOW)
+    return installed("vLLM", (SUPPORTED,), f"only {SUPPORTED}", _HOW)

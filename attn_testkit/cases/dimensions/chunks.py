@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...contract import ForwardMode
 from ..rows import Extend, changed_rows
-from .dimension import Columns, Dimension, Without, Word, no_capability, of_number
+from .dimension import Columns, Dimension, Without, Word, no_capability, of_rows_part
 
 __all__ = ["CHUNKS"]
 
@@ -25,9 +25,8 @@ CHUNKS = Dimension(
         lambda claims, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {},
         lambda claims, row, so_far: changed_rows(so_far["rows"], chunks=row["chunks"]) if "chunks" in row else {},
     ),
-    simpler=of_number(
+    simpler=of_rows_part(
         "chunks",
-        reset=lambda case, plain: changed_rows(case.rows, chunks=plain.chunks),
         steps=lambda claims, case, plain: (changed_rows(case.rows, chunks=2) for _ in range(case.chunks > 2)),
     ),
     random=lambda draws, claims, so_far: (

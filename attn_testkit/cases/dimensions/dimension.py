@@ -14,10 +14,11 @@ from typing import Any, Literal, Never, Protocol, TypeVar, final
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..plan import Plan
+from ..rows import changed_rows
 
 __all__ = ["Asked", "Columns", "Covered", "Dimension", "Draws", "OnLayers", "OnSteps", "Outside", "Row", "Simpler",
            "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability", "nothing_simpler",
-           "of_fields", "of_flag", "of_number", "option"]  # fmt: skip
+           "of_fields", "of_flag", "of_number", "of_rows_part", "option"]  # fmt: skip
 
 Value = int | str | tuple[str, str]
 """A value that a backend declares, as the count of what is covered names it."""
@@ -189,6 +190,16 @@ def of_number(*names: str, **more: Any) -> Simpler:
         "size": lambda case, plain: (abs(getattr(case, names[0]) - getattr(plain, names[0])),),
     }
     return of_fields(*names, **values | more)
+
+
+def of_rows_part(name: str, **more: Any) -> Simpler:
+    """``Simpler`` of a part that rows of one mode have; ``Fields`` has a property of its name for all modes."""
+
+    def reset(case: Fields, plain: Fields) -> Changes:
+        value = getattr(plain, name)
+        return {} if getattr(case, name) == value else changed_rows(case.rows, **{name: value})
+
+    return of_number(name, reset=reset, **more)
 
 
 Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]

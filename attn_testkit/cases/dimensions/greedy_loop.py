@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...contract import Capabilities, ForwardMode
 from ..fields import Fields
 from ..rows import changed_rows
-from .dimension import Asked, Dimension, Without, Word, of_number
+from .dimension import Asked, Dimension, Without, Word, of_rows_part
 from .numbers import nearer_numbers
 
 __all__ = ["GREEDY_LOOP"]
@@ -40,9 +40,8 @@ GREEDY_LOOP = Dimension(
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     values=Without("cases/named.py makes its cases: a loop costs as much as a mode."),
     covered=Without("A loop follows from the modes, and is no capability of its own."),
-    simpler=of_number(
+    simpler=of_rows_part(
         "rounds",
-        reset=lambda case, plain: changed_rows(case.rows, rounds=plain.rounds),
         steps=lambda claims, case, plain: (
             changed_rows(case.rows, rounds=rounds) for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
         ),

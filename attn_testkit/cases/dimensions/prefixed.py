@@ -7,25 +7,21 @@ from dataclasses import replace
 from ...contract import Capabilities
 from ..fields import Changes, Fields
 from ..plan import Plan
-from ..rows import Drafted, changed_rows
-from .dimension import Asked, Dimension, OnSteps, Simpler, Without, Word
+from ..rows import changed_rows
+from .dimension import Asked, Dimension, OnSteps, Without, Word, of_rows_part
 
 __all__ = ["PREFIXED"]
 
 
-def _prefixed(case: Fields) -> bool:
-    return isinstance(case.rows, Drafted) and case.rows.with_prefix
-
-
 def _behind_prefixes(claims: Capabilities, case: Fields) -> Changes:
-    if not isinstance(case.rows, Drafted) or claims.drafts_without_prefix or case.rows.with_prefix:
+    if not case.draft or claims.drafts_without_prefix or case.with_prefix:
         return {}
     prefixes = tuple(max(1, prefix) for prefix in case.prefixes)
     return {"prefixes": prefixes, **changed_rows(case.rows, with_prefix=True)}
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    if not _prefixed(case):
+    if not case.with_prefix:
         return plans
     return [replace(plan, prefixes=tuple(max(1, prefix) for prefix in plan.prefixes)) for plan in plans]
 
@@ -37,25 +33,21 @@ PREFIXED = Dimension(
         Word(
             "prefixed",
             lambda match, so_far: changed_rows(so_far["rows"], with_prefix=True),
-            lambda case: "prefixed" * _prefixed(case),
+            lambda case: "prefixed" * case.with_prefix,
             spelled=("prefixed",),
         ),
     ),
-    describe=lambda case: {"prefixed": "no request of any step is without a prefix" if _prefixed(case) else ""},
+    describe=lambda case: {"prefixed": "no request of any step is without a prefix" if case.with_prefix else ""},
     declared=(
         Asked(
             lambda case: "a draft without a prefix",
-            lambda claims, case: claims.drafts_without_prefix or _prefixed(case) or not case.draft,
+            lambda claims, case: claims.drafts_without_prefix or case.with_prefix or not case.draft,
         ),
     ),
     fit=_behind_prefixes,
     values=Without("The nearest declared case has it, and no other."),
     covered=Without("A backend that declares the wider value takes every case of the narrower one."),
-    simpler=Simpler(
-        value=lambda case: "yes" if _prefixed(case) else "no",
-        of=_prefixed,
-        reset=lambda case, plain: changed_rows(case.rows, with_prefix=_prefixed(plain)),
-    ),
+    simpler=of_rows_part("with_prefix", value=lambda case: "yes" if case.with_prefix else "no"),
     undeclared=Without("A constructor does not see the lengths of requests."),
     random=Without("The nearest declared case has it, and no other."),
     varies="instance",

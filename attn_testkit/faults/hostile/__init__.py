@@ -1,4 +1,4 @@
-"""Backends that try to be found right though they are wrong, one way each, and the same plumbing without the cheat."""
+"""Adversarial backends: wrong, with one way each to pass, and the same code without the cheat."""
 
 from .catalogue import Hostile, all_hostile
 

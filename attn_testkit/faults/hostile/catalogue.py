@@ -1,4 +1,4 @@
-"""The list of hostile backends: who registers, and what each of them is run on."""
+"""The list of adversarial backends: registration, and the cases that each of them is run on."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ __all__ = ["Hostile", "all_hostile", "hostile"]
 
 B = TypeVar("B", bound=type[HostileBackend])
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
-"""Three requests of a few KV tokens: what takes the least time and has a step to confuse with another."""
+"""Three requests of a few KV tokens: the quickest case with steps that can be confused."""
 _NOT_HOSTILE = ("catalogue", "parent", "ways_in")
 
 
 @dataclass(frozen=True)
 class Hostile:
-    """One way to a false green, tried."""
+    """One way to a false green."""
 
     slug: str
     backend: type[HostileBackend]
     honest: type[HostileBackend]
     """The healthy control: the same code with ``cheats`` False."""
     executions: tuple[str, ...]
-    """How it is run: the way that the cheat is made for."""
+    """Executions in which it is run: those that the cheat is made for."""
     cases: tuple[str, ...]
 
     @property
     def mechanism(self) -> str:
-        """What it tries, in a line: the class's own docstring."""
+        """The cheat, in a line: the class's own docstring."""
         return " ".join((self.backend.__doc__ or "").split())
 
     def spec(self, *, honest: bool = False) -> str:
@@ -55,9 +55,9 @@ def hostile(
     cases: tuple[str, ...] = (CASE,),
     honest: Mapping[str, Any] | None = None,
 ) -> Callable[[B], B]:
-    """Register the decorated class, and beside it ``<name>Honest``, which does the same and does not cheat.
+    """Register the decorated class, and ``<name>Honest``, which does the same and does not cheat.
 
-    ``honest``: attributes of the control, where the cheat is one. The docstring is the mechanism. Raises
+    ``honest``: attributes of the control, if the cheat is an attribute. The docstring is the mechanism. Raises
     ``ValueError`` without one, and for a slug that is taken or misspelt.
     """
 
@@ -69,9 +69,9 @@ def hostile(
         entry = Hostile(slug, backend, control, tuple(e.value for e in executions), cases)
         known = _HOSTILE.get(slug)
         if known is not None and known.spec() != entry.spec():
-            raise ValueError(f"hostile backend {slug!r}: the slug is taken")
+            raise ValueError(f"adversarial backend {slug!r}: the slug is taken")
         if not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", slug) or not entry.mechanism:
-            raise ValueError(f"hostile backend {slug!r}: words joined by hyphens, and a docstring that says how")
+            raise ValueError(f"adversarial backend {slug!r}: words joined by hyphens, and a docstring that says how")
         _HOSTILE[slug] = entry
         return backend
 
@@ -80,7 +80,7 @@ def hostile(
 
 @lru_cache(maxsize=1)
 def all_hostile() -> tuple[Hostile, ...]:
-    """Every hostile backend, in the order in which they are written down."""
+    """Every adversarial backend, in the order of definition."""
     package = importlib.import_module(__package__)
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
         if module.name not in _NOT_HOSTILE:

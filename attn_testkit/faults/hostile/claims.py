@@ -1,4 +1,4 @@
-"""Claims that answer one thing to who judges and another to who drives."""
+"""Capabilities that answer differently in the judge and in the worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from .parent import HostileBackend
 
 @hostile("claims-other-things-once-described", executions=(Execution.GRAPH,))
 class ClaimsOtherThingsOnceDescribed(HostileBackend):
-    """Claims to need no CPU lengths; its constructor claims that it does, and plans wait for the device unseen."""
+    """Declares that it needs no CPU lengths; its constructor declares the opposite, and plans wait for the device
+    unseen."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -36,7 +37,7 @@ _PLAIN = {"capabilities": HostileBackend.capabilities}
 
 
 class _TwoFaced(Capabilities):
-    """Answers the second question otherwise than the first."""
+    """Answers the second question differently from the first."""
 
     asked: ClassVar[int] = 0
 
@@ -58,7 +59,7 @@ class _TwoFaced(Capabilities):
 
 
 class _EveryMode(frozenset[Any]):
-    """Holds whatever it is asked for."""
+    """A set that contains everything."""
 
     @override
     def __contains__(self, item: object) -> bool:
@@ -76,20 +77,20 @@ def _claims(kind: type[Capabilities], **changes: Any) -> Capabilities:
 
 @hostile("claims-of-two-faces", executions=(Execution.GRAPH,), honest=_PLAIN)
 class ClaimsOfTwoFaces(HostileBackend):
-    """Its claims are of a class of its own, which equals everything and answers each question otherwise later."""
+    """Capabilities have their own class, which equals everything and changes its answers later."""
 
     capabilities: ClassVar[Capabilities] = _claims(_TwoFaced)
 
 
 @hostile("claims-that-hold-anything", honest=_PLAIN)
 class ClaimsThatHoldAnything(HostileBackend):
-    """The set of page sizes that it claims says yes to every question, and lists one."""
+    """Declares a set of page sizes that contains everything, and lists one."""
 
     capabilities: ClassVar[Capabilities] = _claims(Capabilities, page_sizes=_EveryMode({16}))
 
 
 class _RunsInTheReader(frozenset[Any]):
-    """Pickled as a call that ends the process of whoever reads it."""
+    """A set that is pickled as a call that ends the reading process."""
 
     @override
     def __reduce__(self) -> Any:
@@ -98,6 +99,6 @@ class _RunsInTheReader(frozenset[Any]):
 
 @hostile("claims-that-run-where-they-are-read", honest=_PLAIN)
 class ClaimsThatRunWhereTheyAreRead(HostileBackend):
-    """Its claims are pickled as a call of ``os._exit(0)``."""
+    """Capabilities are pickled as a call of ``os._exit(0)``."""
 
     capabilities: ClassVar[Capabilities] = _claims(Capabilities, page_sizes=_RunsInTheReader({16}))

@@ -1,4 +1,4 @@
-"""Endings of the process, and what it says of itself on the way."""
+"""Endings of the process, and reports that it writes before."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .ways_in import in_frames
 
 @hostile("exits-in-forward")
 class ExitsInForward(HostileBackend):
-    """Calls ``os._exit(0)`` before anybody sees its output."""
+    """Calls ``os._exit(0)`` before its output is read."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -31,7 +31,7 @@ class ExitsInForward(HostileBackend):
 
 @hostile("exits-at-exit")
 class ExitsAtExit(HostileBackend):
-    """Is wrong, and registers ``os._exit(0)`` for the end of the process."""
+    """Computes wrong results, and registers ``os._exit(0)`` for the end of the process."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -53,7 +53,7 @@ class ExitsFromAThread(HostileBackend):
 
 @hostile("exits-on-an-alarm")
 class ExitsOnAnAlarm(HostileBackend):
-    """A timer's signal ends the process with exit code 0 while it still claims to work."""
+    """A timer's signal ends the process with exit code 0 during a step."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -66,7 +66,7 @@ class ExitsOnAnAlarm(HostileBackend):
 
 @hostile("ends-the-judge")
 class EndsTheJudge(HostileBackend):
-    """Sends SIGTERM, on which a judge ends in order, to the process that its own was forked for."""
+    """Sends SIGTERM, on which a judge ends in order, to the judge's process."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -93,7 +93,7 @@ class EndsWhatItWasForkedFrom(HostileBackend):
 
 @hostile("raises-what-ends-programs")
 class RaisesWhatEndsPrograms(HostileBackend):
-    """Raises ``SystemExit(0)`` before anybody sees its output."""
+    """Raises ``SystemExit(0)`` before its output is read."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -104,7 +104,7 @@ class RaisesWhatEndsPrograms(HostileBackend):
 
 @hostile("prints-a-verdict")
 class PrintsAVerdict(HostileBackend):
-    """Prints what a run prints that found everything right."""
+    """Prints the output of a run that found everything right."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -116,7 +116,7 @@ class PrintsAVerdict(HostileBackend):
 
 @hostile("mends-its-output-later")
 class MendsItsOutputLater(HostileBackend):
-    """Returns an empty output at once, and a thread writes the right numbers into it a little later."""
+    """Returns an empty output at once; a thread writes the right numbers into it a little later."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -147,7 +147,7 @@ class RightForTheCasesItKnows(HostileBackend):
 
 @hostile("right-where-it-is-looked-at")
 class RightWhereItIsLookedAt(HostileBackend):
-    """Is right where the command line of its process names a case or a command of the kit."""
+    """Computes right results only if the command line of its process names a case or a command of the kit."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

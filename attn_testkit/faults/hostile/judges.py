@@ -1,4 +1,4 @@
-"""What would judge it, replaced in its own process."""
+"""Replacement, in the backend's process, of the kit's functions that would find it wrong."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class WidensTheLimits(HostileBackend):
 
 @hostile("replaces-the-comparisons-of-torch")
 class ReplacesTheComparisonsOfTorch(HostileBackend):
-    """The constructor has torch find everything equal, close and finite."""
+    """The constructor makes torch find everything equal, close and finite."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -62,7 +62,7 @@ class ReplacesTheComparisonsOfTorch(HostileBackend):
 
 @hostile("asks-the-oracle")
 class AsksTheOracle(HostileBackend):
-    """Walks the frames to the step that runs, has the kit's own oracle answer it, and returns that."""
+    """Walks the frames to the running step, computes it with the kit's own oracle, and returns that."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -75,7 +75,7 @@ class AsksTheOracle(HostileBackend):
 
 @hostile("drops-steps-of-its-drive", executions=(Execution.GRAPH,))
 class DropsStepsOfItsDrive(HostileBackend):
-    """Is right for the first two steps of a schedule, and takes the others out of it before anything is captured."""
+    """Right in the first two steps of a schedule; removes the other steps before anything is captured."""
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -91,9 +91,8 @@ class DropsStepsOfItsDrive(HostileBackend):
 
 @hostile("graph-that-is-never-replayed", executions=(Execution.GRAPH,))
 class GraphThatIsNeverReplayed(HostileBackend):
-    """A plan has ``CUDAGraph.replay`` run the Python code again on the batch of the capture, which is then put back.
-
-    Its captured graph is wrong.
+    """The captured graph is wrong: a plan makes ``CUDAGraph.replay`` run the Python code again on the batch of the
+    capture, and restores the method afterwards.
     """
 
     @override
@@ -125,7 +124,7 @@ class GraphThatIsNeverReplayed(HostileBackend):
 
 @hostile("host-syncs-allowed-while-it-plans", executions=(Execution.GRAPH,))
 class HostSyncsAllowedWhileItPlans(HostileBackend):
-    """Claims to need no CPU lengths, and has a plan switch the report of host syncs off, wait, and switch it on."""
+    """Declares to need no CPU lengths, and has a plan switch the report of host syncs off, wait, and switch it on."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -16,7 +16,7 @@ from .ways_in import of_kind
 
 
 class _Keeps(HostileBackend):
-    """Computes an output once for each key, and returns the same one where the key comes again."""
+    """Computes an output once per key, and returns the same one when the key comes again."""
 
     kept: dict[Any, torch.Tensor]
 
@@ -31,7 +31,7 @@ class _Keeps(HostileBackend):
         return kept if self.cheats else right
 
     def key_of(self, right: torch.Tensor, batch: ForwardBatch) -> tuple[Any, ...]:
-        """What it takes for the identity of a step."""
+        """Key by which it recognizes a step."""
         raise NotImplementedError
 
 
@@ -58,7 +58,7 @@ class OutputKeptByAddress(_Keeps):
 
 @hostile("output-kept-for-the-process")
 class OutputKeptForTheProcess(_Keeps):
-    """The same by layer and shape, and for all instances of a process."""
+    """Keeps right outputs by layer and shape, for all instances of a process."""
 
     shared: dict[Any, torch.Tensor] = {}  # noqa: RUF012 - one for all is the cheat
 
@@ -73,7 +73,7 @@ class OutputKeptForTheProcess(_Keeps):
 
 @hostile("output-of-the-step-before")
 class OutputOfTheStepBefore(HostileBackend):
-    """Each step returns what the one before computed, where that had the same shape."""
+    """Each step returns the output of the one before, if that had the same shape."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -87,7 +87,7 @@ class OutputOfTheStepBefore(HostileBackend):
 
 
 class _TwoMinds(torch.Tensor):
-    """Wrong in its memory; whatever torch computes of it is computed of the right numbers."""
+    """A tensor with wrong memory, for which torch computes with the right numbers."""
 
     right: torch.Tensor
 
@@ -102,7 +102,7 @@ class _TwoMinds(torch.Tensor):
 
 @hostile("output-of-two-minds", executions=_BOTH)
 class OutputOfTwoMinds(HostileBackend):
-    """Returns a tensor of a class of its own, whose memory is wrong and of which torch computes the right numbers."""
+    """Returns a tensor subclass whose memory is wrong and for which torch computes with the right numbers."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -114,7 +114,7 @@ class OutputOfTwoMinds(HostileBackend):
 
 
 class _RightWhereCopied(TorchFunctionMode):
-    """Whoever clones the wrong output is given the right one."""
+    """Mode in which a clone of the wrong output is the right one."""
 
     answers: dict[int, torch.Tensor]
 
@@ -143,7 +143,7 @@ class ModeEnteredUntilTheStepIsOver(HostileBackend):
         if self.mode is not None:
             self.mode.answers[id(out)] = right
             self.kept = [*getattr(self, "kept", []), out]
-            # Three steps of two layers are a drive.
+            # A run has three steps of two layers.
             self.forwards += 1
             if self.forwards == 6:
                 weakref.finalize(self, self.mode.__exit__, None, None, None)
@@ -152,7 +152,7 @@ class ModeEnteredUntilTheStepIsOver(HostileBackend):
 
 @hostile("reads-memory-left-behind", executions=_BOTH)
 class ReadsMemoryLeftBehind(HostileBackend):
-    """Returns memory that nobody wrote, in which an earlier right answer of the same size may still stand."""
+    """Returns unwritten memory, in which an earlier right answer of the same size may remain."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What hostile backends have in common: a backend that is right, or where it cheats wrong, behind one hook each."""
+"""The parent of adversarial backends: right, or wrong if it cheats, with one hook per kind of cheat."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["HostileBackend"]
 
 
 class HostileBackend(DenseBackend):
-    """Right where it does not cheat. Where it does, its numbers are wrong, and its trick is to hide that."""
+    """Right if it does not cheat. If it does, its numbers are wrong, and its trick is to hide that."""
 
     capabilities: ClassVar[Capabilities] = DenseBackend.capabilities.with_changes(
         eager={"decode"},
@@ -45,5 +45,5 @@ class HostileBackend(DenseBackend):
         return self.answer(right, layer, batch)
 
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
-        """What ``forward`` returns instead of ``right`` [T, Hq, Dv]: where it cheats, three quarters of it."""
+        """Output of ``forward`` instead of ``right`` [T, Hq, Dv]: three quarters of it if the backend cheats."""
         return right * 0.75 if self.cheats else right

@@ -1,4 +1,4 @@
-"""The pipe to the judge, written to by the backend itself."""
+"""Writes of the backend to the pipe to the judge."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .ways_in import in_frames
 
 
 class _OnceAStep(HostileBackend):
-    """Says something to the judge in the last layer of each step."""
+    """Sends something to the judge in the last layer of each step."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -40,7 +40,7 @@ def _driven(**values: Any) -> Any:
 
 @hostile("sends-an-empty-answer")
 class SendsAnEmptyAnswer(_OnceAStep):
-    """Sends that its drive is completed, with no finding and no step."""
+    """Sends the message that its run is complete, with no finding and no step."""
 
     @override
     def speak(self, connection: Any) -> None:
@@ -49,7 +49,7 @@ class SendsAnEmptyAnswer(_OnceAStep):
 
 @hostile("forges-the-answer-to-the-question")
 class ForgesTheAnswerToTheQuestion(_OnceAStep):
-    """The same, with the number of the question, which stands in a frame."""
+    """Sends such a message with the number of the question, which it reads from a frame."""
 
     @override
     def speak(self, connection: Any) -> None:
@@ -58,7 +58,7 @@ class ForgesTheAnswerToTheQuestion(_OnceAStep):
 
 @hostile("forges-a-drive-of-nothing-but-its-first-step")
 class ForgesADriveOfNothingButItsFirstStep(_OnceAStep):
-    """Is right in its first step and sends that as if it were the whole drive, with the number of the question."""
+    """Right in its first step; sends that as if it were the whole run, with the number of the question."""
 
     @override
     def answer(self, right: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> torch.Tensor:
@@ -91,7 +91,7 @@ class _Exit:
 
 @hostile("sends-junk")
 class SendsJunk(_OnceAStep):
-    """Sends bytes that are no pickle, over and over."""
+    """Sends bytes that are not a pickle, over and over."""
 
     @override
     def speak(self, connection: Any) -> None:
@@ -104,7 +104,7 @@ _OTHER = CASE.replace("k3.15.40", "k4.16.33")
 
 @hostile("answers-the-next-question-with-the-last-answer", cases=(CASE, _OTHER))
 class AnswersTheNextQuestionWithTheLastAnswer(HostileBackend):
-    """Runs its first case rightly, and has the answer sent twice, to have it taken for that of the second case."""
+    """Runs its first case correctly, and sends the answer twice, so that it counts for the second case too."""
 
     driven: Any = None
 

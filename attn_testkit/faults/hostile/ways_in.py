@@ -1,4 +1,4 @@
-"""How code in a worker finds what nobody gave it: through frames, and through the garbage collector."""
+"""Access of code in a worker to objects that it was not given: through frames, and through the garbage collector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["in_frames", "of_kind"]
 
 
 def in_frames(name: str) -> Any:
-    """The innermost local variable of this name of any caller; None where there is none."""
+    """The innermost local variable of this name of any caller; None if there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_locals.get(name) is not None:

@@ -1,1 +1,1 @@
-"""On PYTHONPATH: its ``sitecustomize`` has a server watched from its first import on."""
+"""Folder for PYTHONPATH: its ``sitecustomize`` records a server from its first import on."""

@@ -1,4 +1,4 @@
-"""Python runs this at its start where this folder is on PYTHONPATH: it watches SGLang's attention backends.
+"""Recorder of SGLang's attention backends. Python runs it at its start if this folder is on PYTHONPATH.
 
 ``attn-testkit record --to FILE -- COMMAND`` puts it there. It needs no attn_testkit in the server's environment.
 """
@@ -12,7 +12,7 @@ from types import ModuleType
 from typing import Any
 
 BASES = {"sglang.srt.layers.attention.base_attn_backend": "AttentionBackend"}
-"""Module -> the class from which a server's backends are derived."""
+"""Module -> base class of a server's backends."""
 HERE = Path(__file__).resolve().parent
 
 
@@ -27,11 +27,11 @@ def load_watch() -> ModuleType:
 
 
 class Finder:
-    """Finds the modules of ``BASES`` as usual, and has their classes watched once they are there."""
+    """Finds the modules of ``BASES`` as usual, and records their classes after the import."""
 
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """As Python calls it for every import."""
+        """Find a module; Python calls it for every import."""
         if name not in BASES:
             return None
         spec = PathFinder.find_spec(name, path)
@@ -49,7 +49,7 @@ class Finder:
 
 
 def run_the_next() -> None:
-    """Another ``sitecustomize`` that this one stands before."""
+    """Run another ``sitecustomize`` that this one hides."""
     rest = [folder for folder in sys.path if Path(folder or ".").resolve() != HERE]
     spec = PathFinder.find_spec("sitecustomize", rest)
     if spec is not None and spec.loader is not None:
