@@ -1,8 +1,9 @@
-"""Cases with more in them: another batch, other rows, parts of the keys, a way of servers, padding.
+"""Cases with more in them: another batch, other rows, KV splits, server variants, layers that differ, padding.
 
 A program chooses a path by any of these, and a bug may need two at once. Named cases are made for one thing each, with
 usual values of everything else. Here each case of an array takes what none before it has together, and those that are
-made for two things, such as a way and the options of a layer, take other slots, data and padding: at no further case.
+made for two things, such as a server variant and options of a layer, take other slots, data and padding. None of it
+adds a case.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _NEW = {"ones": (1,), "equal": (17,), "prompt first": (70, 1), "decodes first": 
 
 _NONE = None
 _SELDOM, _MOST_VARIANTS = 4, 2
-"""Of five draws one has a given server variant, KV splits, or layers that differ, and none has more than two variants:
+"""One of five draws has a given server variant, KV splits, or layers that differ, and none has more than two variants:
 what needs a third is rare, and each of them excludes batches and rows of others."""
 
 _WEIGHT_OF_VARIANTS = 20

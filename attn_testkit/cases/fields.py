@@ -51,7 +51,7 @@ class Fields:
     """
 
     rows: Rows
-    """What each request has of rows, from which the mode follows (``cases/rows.py``)."""
+    """Rows of each request, from which the mode follows (``cases/rows.py``)."""
     heads: Heads
     head_dim: int
     """Width of a value row (MLA: of the latent part)."""

@@ -32,7 +32,7 @@ class _Uniform:
         return ()
 
     def counted(self, new: Sequence[int]) -> Self:
-        """With these tokens of each request, where the mode lists them."""
+        """Rows with these tokens of each request, if the mode lists them."""
         return self
 
 
@@ -44,7 +44,7 @@ class _Listed:
     """Draft-extend: accepted tokens of each request. Extend: new tokens of each."""
 
     def counted(self, new: Sequence[int]) -> Self:
-        """With these tokens of each request, where the mode lists them."""
+        """Rows with these tokens of each request, if the mode lists them."""
         return replace(self, new=tuple(new))
 
 

@@ -153,7 +153,7 @@ def _value(case: Fields) -> str:
 
 
 def _reset(case: Fields, plain: Fields) -> Changes:
-    """What has a dimension of its own, such as chunks, stays."""
+    """Minimal rows; parts that have a dimension of their own, such as chunks, stay."""
     kept = {name: getattr(case.rows, name) for name in ("rounds", "with_prefix", "chunks") if hasattr(case.rows, name)}
     return changed_rows(plain.rows.counted(plain.new * case.bs), **kept)
 

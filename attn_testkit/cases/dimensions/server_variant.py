@@ -1,4 +1,4 @@
-"""What not every server does: variants of ``cases/ways/``."""
+"""Server variants (``cases/ways/``): habits that some servers have and others do not."""
 
 from __future__ import annotations
 

@@ -56,12 +56,12 @@ def _together(words: frozenset[str]) -> Way:
 
 
 def way_of(case: Fields) -> Way:
-    """What the server variants of a case come to; with none of them, what all servers do."""
+    """Sum of the server variants of a case; without any, habits that all servers have."""
     return _together(case.variants)
 
 
 def excluded(case: Fields) -> str:
-    """Why a case has a server variant and something that it excludes, in words; empty if it does not."""
+    """Reason why no case has what this one has together with a server variant; empty if there is none."""
     for word in sorted(case.variants):
         for name, why in WAYS[word].excludes.items():
             if THINGS[name](case) if name in THINGS else name in case.variants:
@@ -70,7 +70,7 @@ def excluded(case: Fields) -> str:
 
 
 def all_fit(claims: Capabilities, case: Fields) -> bool:
-    """Whether a backend with these claims may be asked for each server variant of a case."""
+    """True if a backend with these capabilities may be asked for each server variant of a case."""
     return all(way.needs_no_claim or way.fits(claims, case) for way in (WAYS[word] for word in case.variants))
 
 

@@ -19,7 +19,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "greedy-equivalence loop": lambda case: case.rounds > 0,
     "multi-mode instance": lambda case: case.mixed,
 }
-"""What else a case may have that changes how a server asks a backend. Name -> whether it has it."""
+"""Other things that change how a server asks a backend. Name -> whether a case has it."""
 
 
 class _MakesCases(Protocol):
