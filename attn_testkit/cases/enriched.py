@@ -16,12 +16,12 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case
+from .claimed import within_claims
 from .dimensions.padding import PADDINGS
 from .dimensions.rows import accepted, most_rows
 from .dimensions.slot_order import LAYOUTS
 from .draft import Draft
 from .layers import PERIOD, Layers
-from .plans import context_len
 from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from .trees import Tree, chain
 from .ways import WAYS, Way, all_fit
@@ -234,9 +234,8 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
         )
     except ValueError:
         return None
-    branches = changed.topk > 1 and changed.window >= 0 and not claims.window_in_trees
-    fits = len(changed.variants) <= _MOST_VARIANTS and all_fit(claims, changed) and not branches
-    return changed if fits and context_len(changed) <= claims.max_context_len else None
+    few = len(changed.variants) <= _MOST_VARIANTS
+    return changed if few and all_fit(claims, changed) and within_claims(claims, changed) else None
 
 
 def _rows_of(claims: Capabilities, case: Case, drawn: Mapping[str, Any], count: int) -> Rows:
