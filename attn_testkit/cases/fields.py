@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Self, TypeVar
@@ -15,7 +15,7 @@ from .layers import PERIOD, Layers
 from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .trees import Tree
 
-__all__ = ["C", "Changes", "Fields", "Heads"]
+__all__ = ["THINGS", "C", "Changes", "Fields", "Heads"]
 
 Changes = Mapping[str, Any]
 """Names of fields and their new values."""
@@ -43,11 +43,9 @@ class Fields:
     Lengths are in tokens; every tuple has one entry per request.
 
     Raises ``ValueError`` for a batch that is empty, larger than its bucket, or of another size than its rows; for new
-    tokens that are more than their graph holds; a draft without a prefix that is to have one, or with other modes on
-    its instance; a loop with an FP8 pool, or with other layers than two from 0; parts that a draft cannot have, KV
-    groups in draft-decode or with parts, layers that share a window where there is none, and MLA with the
-    usual scaling; also for layers whose heads do not lie in those of the case (``cases/head_shapes.py``), which are of
-    MLA, or which have parts.
+    tokens that are more than their graph holds; a draft without a prefix that is to have one; a merge of no parts;
+    layers that share a window where there is none; layers whose heads do not lie in those of the case
+    (``cases/head_shapes.py``); and two things that exclude each other (``_EXCLUSIVE``).
     """
 
     rows: Rows
@@ -116,33 +114,16 @@ class Fields:
             raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
         if self.with_prefix and 0 in self.prefixes:
             raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
-        if self.rounds and self.kv_dtype != "same":
-            raise ValueError(f"{self.rounds} rounds: a loop goes with a KV pool of the model's dtype")
         if self.own_merge and self.parts in ("", "whole"):
             raise ValueError("a backend merges parts, and the case has none")
-        if self.mixed and self.draft:
-            raise ValueError("mixed: other modes share the instance of a case that is no draft-decode")
-        if self.parts and (self.mixed or self.rounds or (self.draft and self.parts != "whole")):
-            raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
-        if self.rounds and self.layers != Layers():
-            raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
         if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
-        if self.usual_scaling and self.is_mla:
-            raise ValueError("MLA has a scaling of its own, and never the usual one of its rows")
-        if self.layers.groups and self.draft:
-            raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
-        if self.layers.groups and self.parts:
-            raise ValueError(f"{self.layers}: KV groups do not go with parts, here {self.parts!r}")
-        if self.layers.shapes:
-            self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        if self.is_mla or self.parts:
-            raise ValueError(f"{self.layers}: heads that differ go neither with MLA nor with parts")
-        wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)
+        for one, other, why in _EXCLUSIVE:
+            if THINGS[one](self) and THINGS[other](self):
+                raise ValueError(f"{one} and {other}: {why}")
+        wrong = wrong_with_shapes(self.head_shape, self.layers.shapes) if self.layers.shapes else ""
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
 
@@ -265,6 +246,35 @@ class Fields:
         """Whether v is a part of k."""
         return self.heads.family == "mla"
 
+
+THINGS: Mapping[str, Callable[[Fields], bool]] = {
+    "KV splits": lambda case: bool(case.parts),
+    "KV splits of fewer keys": lambda case: case.parts not in ("", "whole"),
+    "KV groups": lambda case: case.layers.groups,
+    "heads by layer": lambda case: bool(case.layers.shapes),
+    "other layers": lambda case: case.layers != Layers(),
+    "FP8 pool": lambda case: case.kv_dtype != "same",
+    "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
+    "loop": lambda case: case.rounds > 0,
+    "multi-mode instance": lambda case: case.mixed,
+    "MLA": lambda case: case.is_mla,
+    "usual scaling": lambda case: case.usual_scaling,
+}
+"""Things that some cases have. Name -> whether a case has it."""
+_EXCLUSIVE = (
+    ("KV splits", "multi-mode instance", "the other modes of the instance attend all keys at once"),
+    ("KV splits", "loop", "generated tokens are those of a model that attends all keys at once"),
+    ("KV splits of fewer keys", "draft-decode", "branches have pages of their own, and no rank has a part of them"),
+    ("KV splits", "KV groups", "each group has a request table of its own, and parts are those of one"),
+    ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
+    ("KV groups", "draft-decode", "all layers of a draft share one KV group"),
+    ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
+    ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
+    ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
+    ("MLA", "usual scaling", "MLA has a scaling of its own, and never the usual one of its rows"),
+    ("MLA", "heads by layer", "layers of MLA are alike"),
+)
+"""Two ``THINGS`` that no case has together, and why."""
 
 C = TypeVar("C", bound=Fields)
 """A function of any record gives back the kind that it was given."""

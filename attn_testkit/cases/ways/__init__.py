@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from ...contract import DIALECTS, Capabilities, Dialect
-from ..fields import C, Fields
+from ..fields import THINGS, C, Fields
 from ..plan import Plan
 from .ahead import AHEAD
 from .big_pool import BIG_POOL, big_pool_cases
@@ -22,7 +22,7 @@ from .more_rows import MORE_ROWS
 from .no_rows import NO_ROWS
 from .non_causal import NON_CAUSAL
 from .verify import BARE, WITH_NEW
-from .way import THINGS, Way
+from .way import Way
 
 __all__ = ["WAYS", "Way", "all_fit", "big_pool_cases", "dialect_of", "excluded", "usual_page", "way_cases", "way_of"]
 

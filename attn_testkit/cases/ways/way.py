@@ -10,16 +10,7 @@ from ...contract import Capabilities
 from ..fields import C, Fields
 from ..plan import Plan
 
-__all__ = ["THINGS", "Way"]
-
-THINGS: Mapping[str, Callable[[Fields], bool]] = {
-    "KV splits": lambda case: bool(case.parts),
-    "KV groups": lambda case: case.layers.groups,
-    "heads by layer": lambda case: bool(case.layers.shapes),
-    "greedy-equivalence loop": lambda case: case.rounds > 0,
-    "multi-mode instance": lambda case: case.mixed,
-}
-"""Other things that change how a server asks a backend. Name -> whether a case has it."""
+__all__ = ["Way"]
 
 
 class _MakesCases(Protocol):
@@ -68,8 +59,8 @@ class Way:
     needs_no_claim: bool = False
     """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
     excludes: Mapping[str, str] = field(default_factory=dict)
-    """Words of other variants, and names of ``THINGS``, that no case has together with it -> why. Everything else
-    combines."""
+    """Words of other variants and names of ``fields.THINGS`` that no case has together with it -> why. Everything
+    else combines."""
     pool_elements: int = 0
     """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""
 
