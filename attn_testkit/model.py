@@ -116,7 +116,7 @@ def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
     """Where q, k and v of a token lie. MLA: v is the first part of k."""
     heads, dim = layer.tp_q_head_num, layer.head_dim
     q, k = (0, heads, dim, dim), (heads * dim, layer.tp_k_head_num, dim, dim)
-    if layer.is_mla:
+    if layer.head_layout.values_in_keys:
         return q, k, (heads * dim, 1, dim, layer.kv_lora_rank)
     first, wide = (heads + layer.tp_k_head_num) * dim, layer.v_head_dim
     return q, k, (first, layer.tp_v_head_num, wide, wide)
@@ -127,13 +127,15 @@ def row_width(layers: tuple[AttentionLayer, ...]) -> int:
     return max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
 
 
-def pack(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, mla: bool, maps: Sequence[HeadMap] = ()) -> torch.Tensor:
-    """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). MLA: v is a part of k.
+def pack(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, one_row: bool, maps: Sequence[HeadMap] = ()
+) -> torch.Tensor:
+    """[L, T, H, D] tensors -> [T, L, width] rows of the model's table (host). ``one_row``: v is a part of k.
 
     ``maps``: of each layer, where they differ in their heads. A row holds what is the layer's own, and NaN behind it.
     """
     if not maps:
-        return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if mla else (q, k, v))], -1)
+        return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if one_row else (q, k, v))], -1)
     found = []
     for index, each in enumerate(maps):
         parts = each.q_part(q[index]), each.kv_part(k[index]), each.kv_part(v[index])

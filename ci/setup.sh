@@ -3,6 +3,7 @@
 #
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   ATTN_PYTHON=python3   no .venv: use this interpreter and the packages it has (an image with its own torch)
+#   ATTN_SETUP=run        only what running the kit takes: no triton, no FlashInfer, no developers' tools
 #   ATTN_TORCH_INDEX=URL  take torch from this package index, such as torch's own of CPU builds: without CUDA's libraries
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,9 +21,11 @@ python="${PYTHON:-python3}"
 # The directory belongs to it: an environment that was copied or moved runs somebody else's code.
 torch_index="${ATTN_TORCH_INDEX:-}"
 wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt pyproject.toml; echo "$torch_index"; } | sha256sum)"
-[[ -f .venv/ready && "$(cat .venv/ready)" == "$wanted" ]] && exit 0
+level="${ATTN_SETUP:-dev}"
+ready="$(cat .venv/ready 2>/dev/null || true)"
+[[ "$ready" == "$wanted" || "$ready" == "$wanted $level" ]] && exit 0
 
-echo "ci/setup.sh: installing into .venv" >&2
+echo "ci/setup.sh: installing into .venv: about 1 GB with a CPU build of torch" >&2
 if [[ ! -x .venv/bin/python ]] || ! head -n 1 .venv/ready 2>/dev/null | grep -qF "$(pwd) $("$python" --version) "; then
   "$python" -m venv --clear .venv
 fi
@@ -30,6 +33,11 @@ pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check install -c ci/c
 "${pip[@]}" setuptools
 # An index of torch's own need not have its dependencies: they come with the kit's, below.
 "${pip[@]}" ${torch_index:+--no-deps --index-url "$torch_index"} torch
+if [[ "$level" == run ]]; then
+  "${pip[@]}" --no-build-isolation -e .
+  echo "$wanted run" > .venv/ready
+  exit 0
+fi
 # torch's CUDA builds bring the one triton that they work with; its CPU builds bring none.
 .venv/bin/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || "${pip[@]}" 'triton<=3.9.0'
 "${pip[@]}" --no-build-isolation -e '.[dev]'

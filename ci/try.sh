@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
-# Sets everything up and judges the triton backend in all modes, eager and graph, without a GPU.
-# Further arguments go to `attn-testkit run`: ci/try.sh --mode decode --html out.html
+# Sets up what running the kit takes, and shows what it does: `attn-testkit demo`. No GPU, no account. Arguments are those of
+# attn-testkit: ci/try.sh run --backend torch_native --device cpu
+export ATTN_SETUP=run
 # shellcheck source=ci/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-exec "$python" -m attn_testkit run --backend triton --tier smoke --device cpu "$@"
+[[ $# -gt 0 ]] || set -- demo
+exec "$python" -m attn_testkit "$@"

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_testkit.cases.data import make_step_data
 from attn_testkit.cases.schedule import part
+from attn_testkit.families.table import family_of
+from attn_testkit.watches.past_modes import past_modes
 
 from .harness import LoadedStep
-from .past_modes import past_modes
 
 __all__ = ["next_of", "plans_ahead"]
 
@@ -31,5 +31,5 @@ def next_of(loaded: LoadedStep, pattern: str | None = None) -> LoadedStep:
     step = loaded.step
     other = part(step, range(step.bs - 1, min(0, step.bs - 2), -1))
     with past_modes():
-        data = make_step_data(loaded.schedule, other, pattern)
+        data = family_of(loaded.schedule.case).data(loaded.schedule, other, pattern)
     return replace(loaded, step=other, data=data, tokens=None)

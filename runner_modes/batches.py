@@ -12,11 +12,11 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, SpecInput, VerifyInput
+from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
+from attn_testkit.watches.uploads import upload
 
 from .harness import LoadedStep, ServerHarness
-from .packing import Sent, bytes_of, send, sent_alone
 from .static_inputs import StaticInputs
-from .uploads import upload
 
 __all__ = [
     "ReplayView",

@@ -16,6 +16,7 @@ from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace
+from attn_testkit.watches.packing import Sent
 
 from .batches import captured_batch
 from .clock import Clock
@@ -26,7 +27,6 @@ from .harness import ServerHarness
 from .hook_answers import fill_value, verify_mask_of
 from .mode_driver import ModeDriver
 from .observe import Readable, readable
-from .packing import Sent
 from .static_inputs import StaticInputs, make_static_inputs
 from .warm_ups import uneven_warm_ups
 

@@ -11,6 +11,8 @@ from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Among, Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
+from attn_testkit.watches.packing import Sent
+from attn_testkit.watches.past_modes import past_modes
 
 from .ahead import next_of, plans_ahead
 from .batches import batch_on_device, eager_batch
@@ -22,8 +24,6 @@ from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
 from .looked_at import looked_at
 from .observe import observe, readable
-from .packing import Sent
-from .past_modes import past_modes
 
 __all__ = ["batch_of", "eager_by_turns", "run_eager"]
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData, make_layers, make_step_data, pool_image, stored_kv
+from attn_testkit.cases.data import DTYPES, StepData
 from attn_testkit.cases.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import PERIOD
 from attn_testkit.cases.parts import parts_of
@@ -30,15 +30,14 @@ from attn_testkit.contract import (
     KVPool,
 )
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
+from attn_testkit.families.family import Watch
+from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
 from attn_testkit.results import NO_ROOM
+from attn_testkit.watches.packing import Bytes, Sent, bytes_of
+from attn_testkit.watches.past_modes import past_modes
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
-from .kv_groups import GroupWatch
-from .packing import Bytes, Sent, bytes_of
-from .past_modes import past_modes
-from .pool_watch import PoolWatch
-from .spread_watch import SpreadWatch
 from .tables import Tables
 
 __all__ = ["LoadedStep", "ServerHarness", "context_for"]
@@ -176,9 +175,10 @@ class ServerHarness:
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
         """(ids, trace) of a forward of a draft -> ids of the next, on the device."""
         self.case: Case = schedules[0].case
+        self.family = family_of(self.case)
         layers = tuple(
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
-            for layer in make_layers(self.case)
+            for layer in self.family.layers(self.case)
         )
         self.capabilities = backend_class.capabilities if claims is None else claims
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
@@ -187,21 +187,15 @@ class ServerHarness:
         context = context_for(schedules, device, layers, own_layout)
         requests, columns = context.req_to_token.shape
         token = len(layers), row_width(layers)
-        self._is_mla = layers[0].is_mla
         most = _largest(schedules, "most_rows")
         self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
         tables = self._tables.req_to_token
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
-        maps = self.case.head_maps
         self._is_spread = bool(way_of(self.case).pool_elements)
-        self.pool: GroupWatch | PoolWatch | SpreadWatch
-        """The KV pool, before a step and after it."""
-        if self._is_spread:
-            self.pool = SpreadWatch(self.context.kv_pool, schedules[0])
-        else:
-            self.pool = GroupWatch(groups, device, maps) if groups else PoolWatch(self.context.kv_pool, maps)
+        self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
+        """The memory that outlives a step, before a step and after it."""
         strided = self.capabilities.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
@@ -256,22 +250,26 @@ class ServerHarness:
         ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/places.py``).
         """
         with past_modes():
-            data = make_step_data(schedule, step, pattern)
+            data = self.family.data(schedule, step, pattern)
             given = data
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
-            packed = pack(given.q, given.k, given.v, mla=self._is_mla, maps=self.case.head_maps)
+            packed = pack(
+                given.q, given.k, given.v, one_row=self.case.heads.layout.values_in_keys, maps=self.case.head_maps
+            )
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             # Not by np.unique: its first call imports a package, and a drive is no place for that.
             due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)
         marked = pattern if pattern and pattern.startswith("place.") else ""
-        tails = self.case.kv_dtype in self.capabilities.finite_page_tails
+        tails, memory = self.case.kv_dtype in self.capabilities.finite_page_tails, self.family.memory
 
         def held() -> tuple[npt.NDArray[np.int64], Bytes]:
             with past_modes():
                 if not (marked or tails):
-                    return stored_kv(schedule, step, data, after=step.stored)
-                image = pool_image(schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked)
+                    return memory.held(schedule, step, data, after=step.stored)
+                image = memory.image(
+                    schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked
+                )
                 return np.arange(image.shape[2]), bytes_of(image)
 
         self.pool.fill((schedule, step, pattern), held, self.unowned)

@@ -21,6 +21,9 @@ from attn_testkit.cases.trees import Tree
 from attn_testkit.checks.lossless import Said, Spoken
 from attn_testkit.contract import ForwardMode
 from attn_testkit.model import Model, Trace, pack, row_width
+from attn_testkit.watches.packing import Sent
+from attn_testkit.watches.pool_watch import PoolWatch
+from attn_testkit.watches.uploads import upload_into
 
 from .batches import batch_on_device, eager_batch
 from .capture import ScheduleGraphs, capture_schedules
@@ -29,10 +32,7 @@ from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
 from .harness import LoadedStep, ServerHarness
-from .packing import Sent
-from .pool_watch import PoolWatch
 from .replay import fill_static, view_of
-from .uploads import upload_into
 
 __all__ = ["run_loop"]
 
@@ -110,7 +110,7 @@ def _model(harness: ServerHarness, words: Vocabulary) -> Model:
     shape = VOCAB + 1, len(layers), row_width(layers)
     table = torch.full(shape, torch.nan, dtype=harness.context.dtype, device=device)
     hidden = torch.full((VOCAB + 1, HIDDEN), torch.nan, device=device)
-    upload_into(table[:-1], pack(words.q, words.k, words.v, mla=layers[0].is_mla))
+    upload_into(table[:-1], pack(words.q, words.k, words.v, one_row=layers[0].head_layout.values_in_keys))
     upload_into(hidden[:-1], words.hidden)
     return Model(harness.case, layers, table, hidden)
 
@@ -130,7 +130,7 @@ def _load_prompts(server: _Server, words: Vocabulary) -> None:
     context, pool = server.harness.context, _pool(server.harness)
     pool.poison()
     upload_into(context.req_to_token, torch.from_numpy(server.loop.table))
-    stored = [words.k] if context.layers[0].is_mla else [words.k, words.v]
+    stored = [words.k] if context.layers[0].head_layout.values_in_keys else [words.k, words.v]
     for index, talk in enumerate(server.talks):
         ids = torch.tensor(talk.tokens[:-1], dtype=torch.int64)
         for of_draft in (False, True):

@@ -12,11 +12,11 @@ import torch
 from attn_testkit.checks.observation import Among, Bytes, Group, Observation, Piece, copies_from
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
+from attn_testkit.watches.packing import Sent
+from attn_testkit.watches.past_modes import past_modes
 
 from .harness import LoadedStep, ServerHarness
 from .mode_driver import ModeDriver, Rows
-from .packing import Sent
-from .past_modes import past_modes
 
 __all__ = ["Readable", "observe", "readable"]
 

@@ -14,6 +14,7 @@ from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
 from attn_testkit.graphs.held_tensors import tensors_held_by
 from attn_testkit.graphs.poison import Canaries
+from attn_testkit.watches.past_modes import past_modes
 
 from .ahead import next_of, plans_ahead
 from .batches import query_starts_of, replay_view, seq_lens_of
@@ -24,7 +25,6 @@ from .harness import LoadedStep, ServerHarness
 from .looked_at import looked_at
 from .observe import observe
 from .options import DriveOptions
-from .past_modes import past_modes
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
 

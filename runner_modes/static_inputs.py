@@ -12,11 +12,11 @@ import torch
 
 from attn_testkit.cases.data import HIDDEN
 from attn_testkit.cases.schedule import Step
+from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
+from attn_testkit.watches.past_modes import past_modes
+from attn_testkit.watches.uploads import upload_into
 
 from .harness import ServerHarness
-from .packing import Bytes, Place, Sent, pack_places, sent_alone
-from .past_modes import past_modes
-from .uploads import upload_into
 
 __all__ = ["StaticInputs", "make_static_inputs"]
 

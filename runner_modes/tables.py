@@ -7,10 +7,9 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.data import HIDDEN
-
-from .packing import Bytes, Sent, pack_places
-from .past_modes import past_modes
-from .uploads import upload_into
+from attn_testkit.watches.packing import Bytes, Sent, pack_places
+from attn_testkit.watches.past_modes import past_modes
+from attn_testkit.watches.uploads import upload_into
 
 __all__ = ["Tables"]
 

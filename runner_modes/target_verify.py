@@ -14,6 +14,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
 from attn_testkit.cases.ways import way_of
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
+from attn_testkit.watches.uploads import upload_into
 
 from .batches import seq_lens_of, spec_on_device
 from .decode import head_over_all_rows
@@ -23,7 +24,6 @@ from .harness import LoadedStep, ServerHarness
 from .hook_answers import verify_mask_of
 from .mode_driver import ModeDriver, every_token
 from .static_inputs import StaticInputs
-from .uploads import upload_into
 
 __all__ = ["TARGET_VERIFY"]
 

@@ -8,8 +8,7 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.contract import ForwardMode
-
-from .pool_rows import BITS
+from attn_testkit.watches.pool_rows import BITS
 
 __all__ = ["uneven_warm_ups"]
 

@@ -20,6 +20,7 @@ SLOW: tuple[str, ...] = (
     "fuzz/test_fuzz.py",
     "minimize/test_minimize.py",
     "faults/test_audit.py",
+    "front_ends/test_demo.py",
     "front_ends/test_interpreter.py",
     "front_ends/test_plugin.py",
     "front_ends/test_own_tests.py",

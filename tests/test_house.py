@@ -28,10 +28,12 @@ ONLY = {
     "results": set(),
     "backends": {"contract"},
     "bridges": {"backends", "contract"},
-    "examples": {"contract"},
+    "examples": {"contract", "emulation"},
     "cases": {"contract"},
     "calibrate": {"emulation", "results", "running"},
-    "oracle": {"contract", "cases", "model"},
+    "families": {"contract", "cases", "watches"},
+    "oracle": {"contract", "cases", "families", "model"},
+    "watches": {"contract", "cases"},
     "record": {"cases", "contract"},
     "reports": {"registry", "results"},
     "plugin": {"registry", "reports", "results", "running"},
@@ -177,8 +179,38 @@ def test_an_import_for_types_or_inside_a_function_closes_a_circle(tmp_path: Path
 
 
 def test_the_rule_sees_both_ways_of_importing() -> None:
-    assert "contract" in imported_rooms(KIT / "oracle" / "attention.py"), "relative"
+    assert "cases" in imported_rooms(KIT / "families" / "table.py"), "relative"
     assert "model" in imported_rooms(MODES / "forward.py"), "absolute"
+
+
+ASKS_FOR_MLA = re.compile(r"""\bis_mla\b|["']mla["']""")
+MAY_ASK = (
+    "attn_testkit/backends/",
+    "attn_testkit/bridges/",
+    "attn_testkit/faults/",
+    "attn_testkit/contract/head_layout.py",
+)
+
+
+def asks_for_mla(path: Path) -> list[str]:
+    """Lines of a file that ask for one head layout by its name, and not for the property that matters there."""
+    if path.relative_to(ROOT).as_posix().startswith(MAY_ASK):
+        return []
+    lines = enumerate(path.read_text().splitlines(), 1)
+    return [f"{path.relative_to(ROOT)}:{number}: {line.strip()}" for number, line in lines if ASKS_FOR_MLA.search(line)]
+
+
+def test_only_the_table_of_head_layouts_and_adapters_know_mla_by_name() -> None:
+    assert [line for path in FILES for line in asks_for_mla(path)] == [], "ask HeadLayout for the property that matters"
+
+
+@pytest.mark.parametrize("line", ['if heads.family == "mla":', "if layer.is_mla:", "families - {'mla'}"])
+def test_a_question_for_mla_is_seen(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+    for name, found in {"attn_testkit/cases/new.py": 1, "attn_testkit/contract/head_layout.py": 0}.items():
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(f"{line}\n")
+        assert len(asks_for_mla(tmp_path / name)) == found
 
 
 def test_docs_name_tests_that_exist() -> None:

@@ -9,8 +9,10 @@ from functools import cached_property, lru_cache
 from typing import Any
 
 from ..contract import ForwardMode
+from ..contract.head_layout import HEAD_LAYOUTS
 from . import choices
 from .dimensions.data_pattern import CODES, DATA, EXTREME_DATA
+from .dimensions.dimension import Word
 from .dimensions.padding import PADDINGS
 from .dimensions.slot_order import LAYOUTS
 from .dimensions.table import DIMENSIONS
@@ -23,7 +25,6 @@ __all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Cas
 
 WORDS = tuple(word for dimension in DIMENSIONS for word in dimension.words)
 """Every word of an id, in the order in which they stand."""
-_READ = tuple((re.compile(word.pattern), word) for word in WORDS)
 _NEEDED = (
     "rows",
     *(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple)),
@@ -60,7 +61,7 @@ class Case(Fields):
     @property
     def strided_heads(self) -> bool:
         """Whether the heads of new k and v are strided, for a backend that claims ``takes_strided_heads``."""
-        return self.mode is ForwardMode.EXTEND and not self.is_mla and self.pick("kv-memory") == 1
+        return self.mode is ForwardMode.EXTEND and not self.heads.layout.values_in_keys and self.pick("kv-memory") == 1
 
     def pick(self, name: str, n: int | None = None) -> int:
         """The value 0 .. n - 1 of a choice of ``cases/choices.py``: a hash of the case's id and the choice's name.
@@ -76,6 +77,12 @@ class Case(Fields):
         return replace(self, seed=seed)
 
 
+@lru_cache(maxsize=4)
+def _readers(layouts: frozenset[str]) -> tuple[tuple[re.Pattern[str], Word], ...]:
+    """Every word with its pattern. ``layouts``: the head layouts that there are, which a pattern follows from."""
+    return tuple((re.compile(word.current() if word.current else word.pattern), word) for word in WORDS)
+
+
 @lru_cache(maxsize=1 << 14)
 def parse_case(case_id: str) -> Case:
     """Rebuild a case from its id. Raises ``ValueError`` that names the word it could not read."""
@@ -87,8 +94,9 @@ def parse_case(case_id: str) -> Case:
         raise ValueError(f"case id {case_id!r} does not begin with a mode: {', '.join(sorted(modes))}{hint}")
     rows = minimal_rows(ForwardMode(mode))
     values: dict[str, Any] = {"rows": rows} if rows == Decode() else {}
+    readers = _readers(frozenset(HEAD_LAYOUTS))
     for word in case_id[len(mode) + 1 :].split("-"):
-        found = next(((match, kind) for pattern, kind in _READ if (match := pattern.fullmatch(word))), None)
+        found = next(((match, kind) for pattern, kind in readers if (match := pattern.fullmatch(word))), None)
         if found is None:
             close = difflib.get_close_matches(word, [each for kind in WORDS for each in kind.spelled], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""

@@ -74,7 +74,7 @@ CHOICES: tuple[Choice, ...] = (
         "kv-memory",
         "how k and v of new tokens lie in memory",
         (Value("as q does"), Value("side by side in each head, where takes_strided_heads is claimed; else as q does")),
-        lambda case: case.mode is ForwardMode.EXTEND and not case.is_mla,
+        lambda case: case.mode is ForwardMode.EXTEND and not case.heads.layout.values_in_keys,
     ),
     Choice(
         "windowed-layer",

@@ -10,6 +10,7 @@ from .case import Case, Heads
 from .companions import many_heads
 from .dimensions.heads import typical_heads
 from .dimensions.numbers import nearest, some_of
+from .head_layouts import latent, latent_heads
 from .layer_options import with_options
 from .layers import Layers
 from .page_counts import groups_of_pages
@@ -32,7 +33,7 @@ def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     options, of each head dim and dtype of the pool with several splits, and of outputs in which a sum of another order
     shows. Made of ``small``.
     """
-    if small.mode in _FAR_MODES & claims.sliding_window and not small.is_mla:
+    if small.mode in _FAR_MODES & claims.sliding_window and not small.heads.layout.wide_rows:
         yield small.of_requests(_FAR, data="footprint", window=_NARROW)
     page = nearest(claims.page_sizes, _PAGE)
     one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
@@ -43,7 +44,7 @@ def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     yield from _dims_with_splits(claims, one)  # sparkinfer #330
     if claims.deterministic and "fp32" not in claims.dtypes:
         heads = many_heads(claims, small.heads, _MANY_HEADS)
-        dim = small.head_dim if small.is_mla else nearest(claims.head_dims, _USUAL_DIM)
+        dim = small.head_dim if small.heads.layout.values_in_keys else nearest(claims.head_dims, _USUAL_DIM)
         dtype = "fp16" if "fp16" in claims.dtypes else "bf16"
         yield replace(one, heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
 
@@ -54,11 +55,11 @@ def _groups_in_fp8(claims: Capabilities, one: Case) -> Iterator[Case]:
     it in many lengths (``page_counts.py``).
     """
     groups: list[tuple[Heads, int]] = []
-    if "mla" in claims.families and one.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+    if latent(claims) and one.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
         rope = one.rope_dim or min(claims.mla_rope_dims)
-        groups += [(Heads("mla", count, 1), rope) for count in _MLA_HEADS if count in claims.gqa_ratios]
+        groups += [(latent_heads(claims, count), rope) for count in _MLA_HEADS if count in claims.gqa_ratios]
     if "gqa" in claims.families and one.mode is ForwardMode.DECODE:
-        paged = set() if one.is_mla else groups_of_pages(claims)
+        paged = set() if one.heads.layout.values_in_keys else groups_of_pages(claims)
         groups += [(Heads("gqa", 2 * group, 2), 0) for group in _GROUPS if group in claims.gqa_ratios - paged]
     narrow = sorted(claims.kv_dtypes - {"same"})
     for turn, (heads, rope) in enumerate(groups if narrow else ()):
@@ -68,7 +69,7 @@ def _groups_in_fp8(claims: Capabilities, one: Case) -> Iterator[Case]:
 
 def _groups_with_options(claims: Capabilities, one: Case) -> Iterator[Case]:
     """A kernel is chosen by the group, and its options with it: sinks of the first 16 heads alone."""
-    if not (claims.sinks or claims.logit_cap) or one.is_mla or "gqa" not in claims.families:
+    if not (claims.sinks or claims.logit_cap) or one.heads.layout.values_in_keys or "gqa" not in claims.families:
         return
     usual = [group for group in _GROUPS if group in claims.gqa_ratios]
     for group in sorted({*usual, max(claims.gqa_ratios, default=1)} - {1}):
@@ -84,7 +85,7 @@ def _groups_with_options(claims: Capabilities, one: Case) -> Iterator[Case]:
 def _dims_with_splits(claims: Capabilities, one: Case) -> Iterator[Case]:
     """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
     grouped = [heads for heads in typical_heads(claims) if heads.family == "gqa"]
-    heads = one.heads if one.is_mla or not grouped else grouped[0]
+    heads = one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
     for dim in some_of(claims.head_dims, _MOST_DIMS):
         for kv_dtype in sorted(claims.kv_dtypes):
             yield replace(

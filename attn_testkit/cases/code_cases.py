@@ -31,14 +31,14 @@ def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     page = nearest(claims.page_sizes, _PAGE)
     dim = max((dim for dim in claims.head_dims if dim <= _DIM), default=small.head_dim)
     plain = replace(small, data=CODES, dtype=dtype, page_size=page)
-    if small.heads.family != "mla":
+    if not small.heads.layout.values_in_keys:
         plain = replace(plain, head_dim=dim)
     if tier == "smoke":
         if small.mode is ForwardMode.DECODE:
             yield _of(plain, _FEW_LENS)
         return
-    mla = small.is_mla
-    yield _of(plain, _MLA_LENS if mla else _LENS)
+    wide = small.heads.layout.wide_rows
+    yield _of(plain, _MLA_LENS if wide else _LENS)
     if small.mode is ForwardMode.DECODE:
         yield from _of_other_pages(claims, plain)
     yield replace(
@@ -47,7 +47,7 @@ def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
         kv_dtype=min(claims.kv_dtypes),
     )
     if tier == "full":
-        yield from [_of(plain, _LENS)] * mla
+        yield from [_of(plain, _LENS)] * wide
         yield _of(plain, _MANY_LENS)
 
 
@@ -55,7 +55,7 @@ def _of_other_pages(claims: Capabilities, plain: Case) -> Iterator[Case]:
     """Each claimed page size with more pages than a tile or a table of them has: of pages of 256 the keys from 4,096 on
     were lost but for those of the last page (flashinfer #4347).
     """
-    far = _MLA_LENS[0] if plain.is_mla else _LENS[0]
+    far = _MLA_LENS[0] if plain.heads.layout.wide_rows else _LENS[0]
     for page in some_of(claims.page_sizes - {plain.page_size}, _MOST_PAGES):
         yield _of(replace(plain, page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
 

@@ -11,6 +11,7 @@ from .case import Case, Heads
 from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from .dimensions.rows import accepted
 from .draft import Draft
+from .head_layouts import alike, as_many
 from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify
 from .trees import Tree, chain
 
@@ -30,13 +31,13 @@ _MOST_DIM = 128
 def many_heads(claims: Capabilities, like: Heads, most: int) -> Heads:
     """``most`` query heads, or what is claimed that comes next to it; MLA for MLA, and another layout for any other."""
     groups = [group for group in claims.gqa_ratios if 1 < group <= most]
-    if like.family == "mla":
-        return Heads("mla", max(groups, default=like.q_heads), 1)
+    if like.layout.values_in_keys:
+        return replace(like, q_heads=max(groups, default=like.q_heads))
     if "gqa" in claims.families and groups:
         group = max([group for group in groups if group <= MOST_USUAL_RATIO] or [min(groups)])
         return Heads("gqa", most // group * group, most // group)
-    if "mha" in claims.families:
-        return Heads("mha", most, most)
+    if as_many(claims):
+        return Heads(as_many(claims)[0].name, most, most)
     return Heads("mqa", max(groups, default=like.q_heads), 1)
 
 
@@ -44,10 +45,14 @@ def unlike(claims: Capabilities, case: Case) -> Case:
     """``case`` with other heads, numbers and head dim, where they are claimed: several KV heads, where small cases have
     one, so that a stride of heads counts. MLA stays MLA.
     """
-    layouts = [heads for heads in typical_heads(claims) if (heads.family == "mla") == case.is_mla]
+    layouts = [heads for heads in typical_heads(claims) if alike(heads, case.heads)]
     of_several = [heads for heads in layouts if heads.family == "gqa"] or layouts
     others = sorted((heads for heads in of_several if heads != case.heads), key=lambda heads: heads.q_heads)
-    dims = [] if case.is_mla else [dim for dim in claims.head_dims if case.head_dim < dim <= _MOST_DIM]
+    dims = (
+        []
+        if case.heads.layout.values_in_keys
+        else [dim for dim in claims.head_dims if case.head_dim < dim <= _MOST_DIM]
+    )
     return replace(
         case,
         heads=others[len(others) // 2] if others else case.heads,
@@ -105,7 +110,7 @@ def neighbour_of(claims: Capabilities, case: Case) -> Case:
     It has other heads and other pages, where others are claimed.
     """
     own = case.heads
-    layouts = [heads for heads in typical_heads(claims) if (heads.family == "mla") == (own.family == "mla")]
+    layouts = [heads for heads in typical_heads(claims) if alike(heads, own)]
     heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
     pages = sorted(claims.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
     return as_claimed(claims, replace(case, heads=heads, page_size=pages[0]))

@@ -209,10 +209,14 @@ def _drawn(
     if case.head_maps:
         q, k, v = _drawn_by_layer(case, step, pattern, rng, schedule.q_scale)
     else:
-        # Of MLA without a rope part every channel of a key is one of its value.
-        q_scale = "none" if case.is_mla and not case.rope_dim and pattern != LARGE_AND_SMALL else schedule.q_scale
+        # Of a latent row without a rope part every channel of a key is one of its value.
+        q_scale = (
+            "none"
+            if case.heads.layout.values_in_keys and not case.rope_dim and pattern != LARGE_AND_SMALL
+            else schedule.q_scale
+        )
         q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale)
-    if case.is_mla:
+    if case.heads.layout.values_in_keys:
         # The latent row is key and value at once; its rope part is the key's alone.
         k = torch.cat([v, k[..., dv:]], -1)
         if pattern == "footprint":
@@ -295,13 +299,13 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     case = schedule.case
     rng = np.random.default_rng(step.seed ^ 0xDA7A)
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
-    is_mla, dv = case.is_mla, case.head_dim
+    dv = case.head_dim
     longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(schedule, step, pattern or case.data, rng)
     layers = make_layers(case)
     k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
     stored_k = _store(k, k_scales, kv_dtype)
-    if is_mla:
+    if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
     else:
         stored_v = _store(v, v_scales, kv_dtype)

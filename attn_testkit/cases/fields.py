@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Self, TypeVar
 
 from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
+from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
@@ -31,9 +32,19 @@ class Heads:
     kv_heads: int
     """A divisor of ``q_heads``: as many (mha), fewer (gqa), 1 (mqa, mla)."""
 
+    @property
+    def layout(self) -> HeadLayout:
+        """Row of the table of head layouts. Raises ``KeyError`` for one that is in no table."""
+        return HEAD_LAYOUTS[self.family]
+
+    @classmethod
+    def of(cls, family: str, q_heads: int, kv_heads: int, *, values_in_keys: bool = False) -> Heads:
+        """Heads of these numbers, whose layout in a family of layers follows from them. Raises ``LookupError``."""
+        return cls(head_layout_of(family, q_heads, kv_heads, values_in_keys=values_in_keys).name, q_heads, kv_heads)
+
     def __str__(self) -> str:
         ratio = self.q_heads // self.kv_heads
-        return f"gqa{ratio}x{self.kv_heads}" if self.family == "gqa" else f"{self.family}{self.q_heads}"
+        return f"{self.family}{ratio}x{self.kv_heads}" if self.layout.is_grouped else f"{self.family}{self.q_heads}"
 
 
 @dataclass(frozen=True)
@@ -241,11 +252,6 @@ class Fields:
         """
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 
-    @property
-    def is_mla(self) -> bool:
-        """Whether v is a part of k."""
-        return self.heads.family == "mla"
-
 
 THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits": lambda case: bool(case.parts),
@@ -257,7 +263,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
     "loop": lambda case: case.rounds > 0,
     "multi-mode instance": lambda case: case.mixed,
-    "MLA": lambda case: case.is_mla,
+    "heads with a scaling of their own": lambda case: not case.heads.layout.usual_scaling,
+    "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
 }
 """Things that some cases have. Name -> whether a case has it."""
@@ -271,8 +278,8 @@ _EXCLUSIVE = (
     ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
     ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
-    ("MLA", "usual scaling", "MLA has a scaling of its own, and never the usual one of its rows"),
-    ("MLA", "heads by layer", "layers of MLA are alike"),
+    ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
+    ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
 )
 """Two ``THINGS`` that no case has together, and why."""
 

@@ -35,14 +35,14 @@ _SPLIT_OR_NOT = (9, 70, 1, 33)
 def large_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key. From core on one of decode, all else in full."""
     one = replace(small, layers=Layers(1), layout="shuffled", data="gauss")
-    mla = small.is_mla
+    wide = small.heads.layout.wide_rows
     if tier == "full":
         long = replace(one, heads=many_heads(claims, small.heads, _MANY_HEADS), data="footprint")
         yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers a head: minutes of comparing.
-    if (tier == "full" or small.mode is ForwardMode.DECODE) and not mla:
+    if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
         yield _beyond_a_grid(replace(one, heads=many_heads(claims, small.heads, _MOST_HEADS)))
-    if tier == "full" and small.mode is ForwardMode.EXTEND and not mla:
+    if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
         rows = min(_ROWS, most_rows(claims, small.mode))
         new = (rows,) * (_GRID // rows + 1)
         heads = Heads("mha", 1, 1) if "mha" in claims.families else small.heads

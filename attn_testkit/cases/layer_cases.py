@@ -13,6 +13,7 @@ from .case import Case
 from .companions import unlike
 from .dimensions.layers import fields_with_shapes
 from .dimensions.rows import most_rows
+from .head_layouts import by_layer
 from .head_shapes import claimed_shapes
 from .layer_options import with_options, without_options
 from .layers import Layers
@@ -44,7 +45,7 @@ def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     if claims.kv_groups and not small.draft:
         for each in pages:
             yield replace(each, layers=replace(_RANK, groups=True))
-    if claims.heads_by_layer and claims.families - {"mla"}:
+    if claims.heads_by_layer and by_layer(claims):
         yield from _head_cases(claims, *pages)
 
 

@@ -150,7 +150,7 @@ def make_vocabulary(case: Case) -> Vocabulary:
     dtype = DTYPES[case.dtype]
     layers = case.layers.count
     q, k = (normals((layers, VOCAB, heads, dqk), rng).to(dtype) for heads in (hq, hk))
-    v = k[..., :dv] if case.is_mla else normals((layers, VOCAB, hk, dv), rng).to(dtype)
+    v = k[..., :dv] if case.heads.layout.values_in_keys else normals((layers, VOCAB, hk, dv), rng).to(dtype)
     return Vocabulary(q, k, v, normals((VOCAB, HIDDEN), rng))
 
 
@@ -163,14 +163,14 @@ def said(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
     live = place < torch.tensor(lens)[:, None]
     request, offset = live.nonzero().unbind(1)
     flat = ids[live]
-    mla = case.is_mla
+    one_row = case.heads.layout.values_in_keys
     return StepData(
         q=words.q[:, flat],
         k=words.k[:, flat],
         v=words.v[:, flat],
         hidden=words.hidden[flat],
         stored_keys=words.k[:, ids],
-        stored_values=None if mla else words.v[:, ids],
+        stored_values=None if one_row else words.v[:, ids],
         kv_scales=torch.ones(2, case.layers.count, 1, 1, 1, 1, dtype=torch.float64),
         visible=(place <= place[:, None]) & live[:, None] & live[..., None],
         key_positions=place.expand(len(lens), -1),

@@ -11,6 +11,7 @@ from .companions import branching
 from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from .dimensions.rows import MOST_NEW_TOKENS, most_rows
 from .draft import Draft
+from .head_layouts import alike
 from .layer_options import with_options
 from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from .trees import Tree, chain
@@ -26,7 +27,7 @@ _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
 def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
     """What the named cases are made of. MLA is too slow for the longest; in the older modes ids say which it is."""
     newer = mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
-    cheap = [case for case in cases if newer and case.heads.family != "mla"]
+    cheap = [case for case in cases if newer and not case.heads.layout.wide_rows]
     return (*cheap, *cases)[0]
 
 
@@ -59,10 +60,10 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
         yield from _loops(claims, plain, tier)
     if tier == "smoke":
         return
-    if plain.heads.family == "mla" and max(claims.gqa_ratios) > 16:
+    if plain.heads.layout.values_in_keys and max(claims.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
-        yield replace(plain, heads=Heads("mla", max(claims.gqa_ratios), 1), data="gauss")
-    # One wrong key of thousands shows with one-hot values alone; see oracle/limits.py.
+        yield replace(plain, heads=replace(plain.heads, q_heads=max(claims.gqa_ratios)), data="gauss")
+    # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
     for dtype in sorted(claims.dtypes):
         rows = plain.rows.counted((plain.width,))
         yield plain.of_requests((4096,), rows=rows, dtype=dtype, data="footprint", padding="prod")
@@ -70,7 +71,7 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
     # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
     yield plain.of_requests((300, 70), rows=plain.rows.counted((plain.width, 1)), data="cliff")
     yield _many_requests(claims, plain)
-    if plain.heads.family != "mla" or tier == "full":
+    if not plain.heads.layout.wide_rows or tier == "full":
         # 576 numbers a key: minutes without a device.
         yield _beyond_16_bits(claims, plain)
     yield from _wide_heads(claims, plain)
@@ -108,7 +109,7 @@ def _long_with_options(claims: Capabilities, plain: Case) -> Case:
 
 def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
     """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
-    return [heads for heads in typical_heads(claims) if (heads.family == "mla") == (plain.heads.family == "mla")]
+    return [heads for heads in typical_heads(claims) if alike(heads, plain.heads)]
 
 
 def smallest_of(claims: Capabilities, plain: Case) -> Case:
@@ -116,7 +117,7 @@ def smallest_of(claims: Capabilities, plain: Case) -> Case:
     return replace(
         plain,
         heads=min(_heads_like(claims, plain), key=lambda heads: (heads.kv_heads, heads.q_heads)),
-        head_dim=plain.head_dim if plain.heads.family == "mla" else min(claims.head_dims),
+        head_dim=plain.head_dim if plain.heads.layout.values_in_keys else min(claims.head_dims),
         page_size=min(claims.page_sizes),
         rows=_fewest(plain.rows),
         padding="prod",

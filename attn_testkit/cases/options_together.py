@@ -68,7 +68,7 @@ def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:
     are no multiple of a power of two: masks and tables of a fixed size end or come round there (vllm-ascend #6803).
     """
     most = claims.max_context_len
-    if most <= _SHORT or (most > _LONG_OF_MLA if small.is_mla else most > _LONG):
+    if most <= _SHORT or (most > _LONG_OF_MLA if small.heads.layout.wide_rows else most > _LONG):
         return
     two = small.of_requests((1, 1), layers=Layers(1))
     # Whether the request table is wider than its longest request is drawn for each case: the longest that fits.

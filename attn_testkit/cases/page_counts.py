@@ -30,12 +30,16 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     # The last key is the new one.
     prefixes = tuple(keys - 1 for keys in (*tails, *(count * page for count in _FULL)))
     dims = sorted(dim for dim in claims.head_dims if dim <= _MOST_WIDTH) or [small.head_dim]
-    pairs = [(heads, kv_dtype) for heads in _layouts(claims, mla=small.is_mla) for kv_dtype in sorted(claims.kv_dtypes)]
+    pairs = [
+        (heads, kv_dtype)
+        for heads in _layouts(claims, one_row=small.heads.layout.values_in_keys)
+        for kv_dtype in sorted(claims.kv_dtypes)
+    ]
     for turn, (heads, kv_dtype) in enumerate(pairs):
         yield small.of_requests(
             prefixes,
             heads=heads,
-            head_dim=small.head_dim if small.is_mla else dims[turn % len(dims)],
+            head_dim=small.head_dim if small.heads.layout.values_in_keys else dims[turn % len(dims)],
             dtype=sorted(claims.dtypes)[turn % len(claims.dtypes)],
             kv_dtype=kv_dtype,
             page_size=page,
@@ -47,11 +51,11 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
 def groups_of_pages(claims: Capabilities) -> set[int]:
     """Query heads a KV head of those cases that have several KV heads; none where they are longer than is claimed."""
     longest = (_MOST_PAGES + 1) * nearest(claims.page_sizes, _PAGE)
-    layouts = _layouts(claims, mla=False) if longest < claims.max_context_len else ()
+    layouts = _layouts(claims, one_row=False) if longest < claims.max_context_len else ()
     return {heads.q_heads // heads.kv_heads for heads in layouts if heads.family == "gqa"}
 
 
-def _layouts(claims: Capabilities, *, mla: bool) -> Iterator[Heads]:
-    yield from (heads for heads in typical_heads(claims) if (heads.family == "mla") == mla)
-    if not mla and "gqa" in claims.families and _WIDE in claims.gqa_ratios:
+def _layouts(claims: Capabilities, *, one_row: bool) -> Iterator[Heads]:
+    yield from (heads for heads in typical_heads(claims) if heads.layout.values_in_keys == one_row)
+    if not one_row and "gqa" in claims.families and _WIDE in claims.gqa_ratios:
         yield Heads("gqa", 2 * _WIDE, 2)

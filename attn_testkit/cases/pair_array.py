@@ -15,6 +15,7 @@ from .covering import covering_array
 from .dimensions.heads import typical_heads
 from .dimensions.kv_layout import usual_layout
 from .dimensions.numbers import some_of
+from .head_layouts import alike, latent, latent_heads
 from .layer_options import with_options
 from .layers import Layers
 from .pool_layouts import other_layouts
@@ -71,14 +72,15 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes, reverse=True)
     # In pages of one slot most layouts are alike.
     pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
-    one = plain.of_requests(
-        (0,) * 3, padded=1, rows=plain.rows.counted((*plain.new[:2], *plain.new[:1])), layout="shuffled", data="gauss"
-    )
+    three = plain.rows.counted((*plain.new[:2], *plain.new[:1]))
+    one = plain.of_requests((0,) * 3, padded=1, rows=three, layout="shuffled", data="gauss")
     chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not claims.window_in_trees else one
-    alone = [each for each in typical_heads(claims) if (each.family == "mla") == plain.is_mla]
+    alone = [each for each in typical_heads(claims) if alike(each, plain.heads)]
     if not alone:
         return
-    of_family = [of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.is_mla]
+    of_family = [
+        of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.heads.layout.values_in_keys
+    ]
     heads, dims, rope = next(iter(of_family), (alone, [plain.head_dim], plain.rope_dim))
     heads = heads[:_FEW]
     values: tuple[Sequence[object], ...] = (heads, dims, dtypes, kv_dtypes, pages)
@@ -115,8 +117,8 @@ def _families(claims: Capabilities, small: Case, groups: Sequence[int]) -> Itera
     dims = some_of([dim for dim in claims.head_dims if dim <= _MOST_DIM], _FEW)
     if found and dims:
         yield found, dims, 0
-    if "mla" in claims.families:
-        counts = [Heads("mla", count, 1) for count in _MLA_HEADS if count in claims.gqa_ratios]
+    if latent(claims):
+        counts = [latent_heads(claims, count) for count in _MLA_HEADS if count in claims.gqa_ratios]
         if counts:
             yield counts, some_of(claims.head_dims, _FEW), small.rope_dim or min(claims.mla_rope_dims)
 

@@ -11,6 +11,7 @@ from .case import Case, Heads
 from .companions import many_heads, unlike
 from .dimensions.kv_splits import parts_of
 from .dimensions.numbers import nearest
+from .head_layouts import latent, latent_heads
 from .layer_options import takes_window, with_options, without_options
 from .rows import Extend, room_for
 
@@ -65,10 +66,10 @@ def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own
     """Many heads of the widest head dim and, in extend, prompts beside a row that decodes: log-sum-exps are a small
     array of their own, whose strides and launches are those of no output.
     """
-    heads = many_heads(claims, small.heads, _MANY_MLA_HEADS if small.is_mla else _MANY_HEADS)
+    heads = many_heads(claims, small.heads, _MANY_MLA_HEADS if small.heads.layout.wide_rows else _MANY_HEADS)
     prompts = small.mode is ForwardMode.EXTEND
     widest = _MOST_WIDTH_OF_PROMPTS if prompts else _MOST_WIDTH
-    dims = [dim for dim in claims.head_dims if small.is_mla or dim <= widest]
+    dims = [dim for dim in claims.head_dims if small.heads.layout.wide_rows or dim <= widest]
     lens = (70, 5, 40) if prompts else (130, 5, 40)
     many = replace(_like(small, page, lens, parts), heads=heads, head_dim=max(dims, default=small.head_dim))
     if prompts:
@@ -83,7 +84,7 @@ def _of_long_groups(claims: Capabilities, small: Case, parts: str, page: int, ow
     in another order of heads then, and shorter requests take another path (vllm-project/flash-attention #87).
     """
     groups = sorted(claims.gqa_ratios - {1})
-    if not small.is_mla and "gqa" in claims.families and groups:
+    if not small.heads.layout.values_in_keys and "gqa" in claims.families and groups:
         group = max([each for each in groups if each <= 4], default=groups[0])
         yield replace(
             _like(small, page, (1500, 70), parts), heads=Heads("gqa", 2 * group, 2), data="gauss", own_merge=own
@@ -124,8 +125,8 @@ def _with_options(claims: Capabilities, case: Case, own: bool) -> Case:
 def _other_heads(claims: Capabilities, small: Case) -> Iterator[dict[str, Any]]:
     """MLA beside other families, and groups of heads beside single ones: fields of a case."""
     groups = sorted(claims.gqa_ratios - {1})
-    if small.heads.family != "mla" and "mla" in claims.families and claims.mla_rope_dims:
+    if not small.heads.layout.values_in_keys and latent(claims) and claims.mla_rope_dims:
         few = max([group for group in groups if group <= 4], default=1)
-        yield {"heads": Heads("mla", few, 1), "rope_dim": min(claims.mla_rope_dims)}
+        yield {"heads": latent_heads(claims, few), "rope_dim": min(claims.mla_rope_dims)}
     if small.heads.family != "gqa" and "gqa" in claims.families and groups:
         yield {"heads": Heads("gqa", 2 * groups[0], 2), "rope_dim": 0}

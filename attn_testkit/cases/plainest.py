@@ -27,7 +27,7 @@ def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
         rows=minimal_rows(mode),
         heads=layouts[0],
         head_dim=min(claims.head_dims),
-        rope_dim=min(claims.mla_rope_dims) if layouts[0].family == "mla" else 0,
+        rope_dim=min(claims.mla_rope_dims) if layouts[0].layout.values_in_keys else 0,
         dtype=min(claims.dtypes),
         kv_dtype=max(claims.kv_dtypes),
         page_size=min(claims.page_sizes),

@@ -41,7 +41,7 @@ def row_edge_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Cas
         return
     # With the edge before, in and behind the rows.
     yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
-    if small.is_mla:
+    if small.heads.layout.wide_rows:
         return
     groups = [group for group in _ODD_GROUPS if group in claims.gqa_ratios and "gqa" in claims.families]
     for group in groups if tier == "full" else groups[:1]:

@@ -12,10 +12,11 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import Case
 from .dimensions.dimension import Covered, Without
-from .dimensions.heads import mla_heads, other_heads
+from .dimensions.heads import fewest_latent_heads, other_heads
 from .dimensions.page_size import lens_beyond_a_page
 from .dimensions.rows import most_rows, rows_of, rows_of_two
 from .fields import Changes
+from .head_layouts import per_head
 from .untried import CLAIMS, Value, is_tried, untried
 
 __all__ = ["MOST_VALUES", "plain_case", "small_cases"]
@@ -89,13 +90,13 @@ def _work(case: Case) -> int:
 def plain_case(claims: Capabilities, mode: ForwardMode) -> Case:
     """What values are put into: two requests, of the cheapest that is claimed."""
     page = min(claims.page_sizes)
-    is_mla = claims.families == {"mla"}
+    only_latent = not per_head(claims)
     rows, topk = min(4, most_rows(claims, mode)), min(2, claims.max_topk)
     return Case(
         rows=rows_of_two(mode, rows, topk),
-        heads=mla_heads(claims) if is_mla else other_heads(claims),
+        heads=fewest_latent_heads(claims) if only_latent else other_heads(claims),
         head_dim=min(claims.head_dims),
-        rope_dim=min(claims.mla_rope_dims) if is_mla else 0,
+        rope_dim=min(claims.mla_rope_dims) if only_latent else 0,
         dtype=min(claims.dtypes),
         kv_dtype=max(claims.kv_dtypes),
         page_size=page,

@@ -11,6 +11,7 @@ from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import many_heads, unlike
 from .dimensions.rows import most_rows
+from .head_layouts import as_many, latent, latent_heads
 from .layer_options import with_options
 from .layers import PERIOD, Layers
 from .rows import Extend, room_for
@@ -47,9 +48,9 @@ def uniform_batch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
 def _many_kv_heads(claims: Capabilities, like: Heads) -> Heads:
     """As few query heads each as are claimed."""
     groups = sorted(claims.gqa_ratios - {1})
-    if like.family != "mla" and "mha" in claims.families:
-        return Heads("mha", _MANY_KV_HEADS, _MANY_KV_HEADS)
-    if like.family != "mla" and "gqa" in claims.families and groups:
+    if not like.layout.wide_rows and as_many(claims):
+        return Heads(as_many(claims)[0].name, _MANY_KV_HEADS, _MANY_KV_HEADS)
+    if not like.layout.wide_rows and "gqa" in claims.families and groups:
         return Heads("gqa", _MANY_KV_HEADS * groups[0], _MANY_KV_HEADS)
     return many_heads(claims, like, _MANY_KV_HEADS)
 
@@ -60,9 +61,9 @@ def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:
     plain = small.of_requests((0,) * len(new), padded=1, rows=Extend(new, room_for(new)))
     yield plain
     yield replace(with_options(claims, unlike(claims, plain), _WINDOW), kv_dtype=min(claims.kv_dtypes))
-    if not small.is_mla and "mla" in claims.families and claims.mla_rope_dims:
+    if not small.heads.layout.values_in_keys and latent(claims) and claims.mla_rope_dims:
         few = min(claims.gqa_ratios)
-        yield replace(plain, heads=Heads("mla", few, 1), rope_dim=min(claims.mla_rope_dims))
+        yield replace(plain, heads=latent_heads(claims, few), rope_dim=min(claims.mla_rope_dims))
     if claims.kv_groups:
         yield replace(with_options(claims, plain, _WINDOW), layers=Layers(PERIOD, groups=True))
     for word in _WAYS:
@@ -80,17 +81,21 @@ def _of_one_length(claims: Capabilities, small: Case) -> Iterator[Case]:
     one = replace(small, layers=Layers(1))
     if small.mode is not ForwardMode.DECODE:
         rows = min(_EQUAL_PROMPT, most_rows(claims, small.mode))
-        of_both = (
-            Extend((rows,) * 2, rows) if small.mode is ForwardMode.EXTEND else small.rows.counted((small.width,) * 2)
-        )
-        yield unlike(claims, one).of_requests((_LONG_OF_MLA if small.is_mla else _LONG)[:1] * 2, rows=of_both)
+        extends = small.mode is ForwardMode.EXTEND
+        of_both = Extend((rows,) * 2, rows) if extends else small.rows.counted((small.width,) * 2)
+        lens = (_LONG_OF_MLA if small.heads.layout.wide_rows else _LONG)[:1] * 2
+        yield unlike(claims, one).of_requests(lens, rows=of_both)
         return
     groups = [(Heads("gqa", 2 * group, 2), 0, _LONG) for group in _GROUPS if group in claims.gqa_ratios]
     if "gqa" not in claims.families or not groups:
-        groups = [] if small.is_mla else [(many_heads(claims, small.heads, small.heads.q_heads), 0, _LONG)]
-    if "mla" in claims.families:
+        groups = (
+            [] if small.heads.layout.wide_rows else [(many_heads(claims, small.heads, small.heads.q_heads), 0, _LONG)]
+        )
+    if latent(claims):
         rope = small.rope_dim or min(claims.mla_rope_dims)
-        groups += [(Heads("mla", count, 1), rope, _LONG_OF_MLA) for count in _MLA_HEADS if count in claims.gqa_ratios]
+        groups += [
+            (latent_heads(claims, count), rope, _LONG_OF_MLA) for count in _MLA_HEADS if count in claims.gqa_ratios
+        ]
     for turn, (heads, rope, lens) in enumerate(groups):
         length = lens[turn % 2]
         yield replace(one, heads=heads, rope_dim=rope, prefixes=(length,) * 3, bucket=4)

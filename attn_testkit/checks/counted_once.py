@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..cases.case import CODES
+from ..families.table import family_of
 from ..results import Finding
 from .check import Check, Stage
 from .describe import row_name
@@ -84,7 +85,7 @@ CHECKS = (
         "rounding of ordinary values does; here values are codes of +1 and -1 that nearly cancel, and whose product "
         "with the error says how often each was counted.",
         judged_from=Stage.OBSERVED,
-        shown_by=lambda case: case.data == CODES,
+        shown_by=lambda case: case.data == CODES and family_of(case).counts_keys,
         behind_outputs=True,
         run=lambda judgement, *_: counted_once(judgement),
     ),

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from ..oracle.limits import UNIT_ROUNDOFF
+from ..families.rounding import UNIT_ROUNDOFF
 from .lse_patterns import MISTAKES, LseEvidence
 from .lse_places import of_fewer_keys, of_other_heads
 

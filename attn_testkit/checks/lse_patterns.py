@@ -14,8 +14,8 @@ from ..cases.case import Case
 from ..cases.data import StepData, make_layers
 from ..cases.parts import parts_of
 from ..contract import AttentionLayer, KVPart
-from ..oracle.attention import Attention
-from ..oracle.parts import attend_part
+from ..families.softmax.attention import Attention
+from ..families.softmax.parts import attend_part
 
 __all__ = ["MISTAKES", "LseEvidence"]
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..cases.parts import parts_of
-from ..oracle.attention import windowed
+from ..families.softmax.attention import windowed
 from .describe import row_name
 from .lse_patterns import LseEvidence
 

@@ -35,7 +35,17 @@ def pool_is_right(observed: Observation, page_size: int) -> bool:
     if not own.all():
         slots, rows = slots[own], rows[:, :, own]
     want_slots, want_rows = observed.inputs.new_slots, observed.inputs.new_rows
-    return torch.equal(slots, want_slots) and torch.equal(_raw(rows), _raw(want_rows))
+    if not torch.equal(slots, want_slots):
+        return False
+    limit = observed.inputs.new_limit
+    if limit is None:
+        return torch.equal(_raw(rows), _raw(want_rows))
+    return not bool(beyond(rows.view(want_rows.dtype), want_rows, limit).any())
+
+
+def beyond(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> torch.Tensor:
+    """Bool, of one shape with all three: elements of ``got`` that are not within ``limit`` of ``want``; NaN is not."""
+    return ~((got.double() - want.double()).abs() <= limit)
 
 
 def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: bool = False) -> list[Finding]:
@@ -46,6 +56,12 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
     pool_after = observed.pool_after
     got, want = _raw(observed.pool)[:, :, page:], _raw(pool_after)[:, :, page:]
     differs = (got != want).flatten(3).any(-1)
+    inputs = observed.inputs
+    if inputs is not None and inputs.new_limit is not None:
+        # What is computed is compared within its limit, and all else that was written in bits.
+        computed = observed.pool[:, :, inputs.new_slots]
+        wrong_rows = beyond(computed, inputs.new_rows, inputs.new_limit).flatten(3).any(-1)
+        differs[:, :, inputs.new_slots - page] = wrong_rows
     if observed.outside and not differs.any():
         return [_outside(observed)]
     owner = owners(observed, pool_after.shape[2])[page:]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ..cases.data import make_layers
-from ..oracle.attention import windowed
+from ..families.softmax.attention import windowed
 from .judgement import Judgement
 from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 

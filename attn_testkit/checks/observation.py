@@ -147,6 +147,8 @@ class StepInputs:
     """[n] int64, ascending: slots that the step should write. None with ``save_kv_cache`` False."""
     new_rows: torch.Tensor
     """[L, 2 or 1, n, Hk, Dqk] in the pool's dtype: what they should hold."""
+    new_limit: torch.Tensor | None = None
+    """Float64, likewise: how far each element may be off. None: not at all, they are compared in bits."""
 
 
 @dataclass(frozen=True)

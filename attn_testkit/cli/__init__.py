@@ -13,6 +13,7 @@ from ..registry import UsageError, unknown
 from ..running.processes.judge_process import JudgeError
 from .audit import audit
 from .compare import compare
+from .demo import demo
 from .doctor import doctor
 from .explain import explain
 from .fuzz import fuzz
@@ -72,7 +73,7 @@ def commands(python: str | None) -> None:
     """Tests whether an attention backend computes what it claims, eager and under CUDA graphs."""
 
 
-for _command in (run, repro, minimize, fuzz, record, new, doctor, list_, explain, report, compare, known, audit):
+for _command in (demo, run, repro, minimize, fuzz, record, new, doctor, list_, explain, report, compare, known, audit):
     commands.add_command(_command)
 
 

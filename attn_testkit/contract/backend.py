@@ -117,7 +117,7 @@ def _counted(windows: Iterable[int]) -> str:
 def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
     """Raise ``Unsupported``, naming the first capability that the context exceeds."""
     first = context.layers[0]
-    grouped = [layer.q_per_kv for layer in context.layers if _family(layer) != "mha"]
+    grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
     kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
     if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
@@ -128,12 +128,12 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
-        ("family", *_first_outside(map(_family, context.layers), capabilities.families)),
+        ("family", *_first_outside((layer.head_layout.name for layer in context.layers), capabilities.families)),
         ("dtype", dtype, dtype in capabilities.dtypes),
         ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
         ("head dim", *_first_outside((layer.v_head_dim for layer in context.layers), capabilities.head_dims)),
         ("MLA rope dim", first.head_dim - first.kv_lora_rank,
-         not first.is_mla or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
+         not first.head_layout.values_in_keys or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),
         ("GQA ratio", *_first_outside(grouped, capabilities.gqa_ratios)),
@@ -155,7 +155,8 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
         ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
         ("scaling", ", ".join(f"{layer.scaling:.4g}" for layer in context.layers),
-         capabilities.any_scaling or all(layer.has_usual_scaling or layer.is_mla for layer in context.layers)),
+         capabilities.any_scaling
+         or all(layer.has_usual_scaling or not layer.head_layout.usual_scaling for layer in context.layers)),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
@@ -171,12 +172,6 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
 def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
     every = {layer.sliding_window_size for layer in context.layers}
     return {"any": True, "one": len(every - {-1}) <= 1, "same": len(every) == 1}[capabilities.layer_windows]
-
-
-def _family(layer: AttentionLayer) -> str:
-    if layer.is_mla:
-        return "mla"
-    return "mha" if layer.q_per_kv == 1 else "mqa" if layer.tp_k_head_num == 1 else "gqa"
 
 
 def _first_outside(values: Iterable[Any], claimed: Set[Any]) -> tuple[object, bool]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from .dialect import DIALECTS
+from .head_layout import HEAD_LAYOUTS
 from .kv_layouts import KV_LAYOUTS
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
@@ -25,7 +26,7 @@ __all__ = [
     "Unsupported",
 ]
 
-FAMILIES = ("mha", "gqa", "mqa", "mla")
+FAMILIES = tuple(HEAD_LAYOUTS)
 DTYPES = ("fp16", "bf16", "fp32")
 KV_DTYPES = ("same", "fp8_e4m3")
 FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
@@ -305,7 +306,7 @@ class Capabilities:
         if causal:
             raise ValueError(f"Capabilities.non_causal is of extend and target-verify, got {', '.join(causal)}")
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
-        for name, known in (("families", FAMILIES), ("dtypes", DTYPES), *of_pool):
+        for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             object.__setattr__(
                 self, name, frozenset(_spelled(name, v, known) for v in _listed(name, getattr(self, name)))
             )

@@ -93,7 +93,7 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
     """Allocate layers of one shape."""
     first = spec.layers[0]
     sizes = {
-        "layer": len(spec.layers), "part": 1 if first.is_mla else 2, "page": spec.pages, "slot": spec.page_size,
+        "layer": len(spec.layers), "part": first.head_layout.pool_rows, "page": spec.pages, "slot": spec.page_size,
         "head": first.tp_k_head_num, "dim": first.head_dim,
     }  # fmt: skip
     strides, end = dict[str, int](), 1
@@ -140,7 +140,7 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
     if len(layers) != len(spec.layers):
         raise ValueError(f"lay_out_kv_pool returned {len(layers)} KVLayers for {len(spec.layers)} layers")
     for layer, found in zip(spec.layers, layers, strict=True):
-        if (found.value is None) != layer.is_mla:
+        if (found.value is None) != layer.head_layout.values_in_keys:
             has = "has no values; give the view of them" if found.value is None else "is MLA: leave value out"
             raise ValueError(f"lay_out_kv_pool: layer {layer.layer_id} {has}")
         for name, view in zip(("keys", "values"), found.parts, strict=False):

@@ -72,8 +72,9 @@ class KVPool:
         self.device = torch.device(device)
         self.layers, self.layout, self.own = layers, layout, own
         first = layers[0]
-        self.is_mla = first.is_mla
-        if not self.is_mla and any(layer.v_head_dim != layer.head_dim for layer in layers):
+        self.one_row = first.head_layout.values_in_keys
+        """MLA: a slot holds one row per layer, which is key and value."""
+        if not self.one_row and any(layer.v_head_dim != layer.head_dim for layer in layers):
             raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
         spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device, cleared)
         if layout == OWN:
@@ -107,7 +108,7 @@ class KVPool:
             views = [part.view(*slots, layer.tp_k_head_num, layer.head_dim) for part in parts]
         except RuntimeError:
             return None
-        return views[0], views[0][..., : layer.kv_lora_rank] if self.is_mla else views[1]
+        return views[0], views[0][..., : layer.kv_lora_rank] if self.one_row else views[1]
 
     @property
     def num_slots(self) -> int:
@@ -174,7 +175,7 @@ class KVPool:
         if stored is None:
             stored = self._stored[layer.layer_id] = self._where_stored(layer.layer_id)
         self._put(stored[0], slots, k, layer.k_scale)
-        if not self.is_mla:
+        if not self.one_row:
             if v is None:
                 raise ValueError("a pool that is not MLA needs v as well as k")
             self._put(stored[1], slots, v, layer.v_scale)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from .head_layout import OfHeadLayout
+
 __all__ = ["AttentionLayer", "HeadShape"]
 
 
@@ -21,7 +23,7 @@ class HeadShape(NamedTuple):
 
 
 @dataclass(frozen=True)
-class AttentionLayer:
+class AttentionLayer(OfHeadLayout):
     """The attributes of one attention layer, under the names that servers use.
 
     The layers of a test model differ (scale, window, soft cap), so a backend must not reuse one layer's values for the
@@ -57,6 +59,8 @@ class AttentionLayer:
     in all layers of a model."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
+    family: str = "softmax"
+    """Name of the family that the layer is of. Families other than ``softmax`` have head layouts of their own."""
 
     @property
     def head_shape(self) -> HeadShape:
@@ -77,11 +81,6 @@ class AttentionLayer:
     def has_usual_scaling(self) -> bool:
         """True if ``scaling`` is 1/sqrt(head_dim), apart from rounding."""
         return math.isclose(self.scaling, self.head_dim**-0.5, rel_tol=1e-6)
-
-    @property
-    def is_mla(self) -> bool:
-        """True if the pool holds one latent row per token, whose first ``kv_lora_rank`` columns are the value."""
-        return self.kv_lora_rank > 0
 
     @property
     def q_per_kv(self) -> int:

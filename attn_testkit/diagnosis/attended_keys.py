@@ -20,7 +20,7 @@ from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
 from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
-from ..oracle.attention import windowed
+from ..families.softmax.attention import windowed
 from ..oracle.expect import Expected, expect
 from .rerun import Rerunner
 

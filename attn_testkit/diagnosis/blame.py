@@ -28,12 +28,11 @@ from ..checks.observation import Observation
 from ..oracle.expect import expect
 from ..results import Finding
 from ..runner_modes.graphs import GraphRun
-from .attended_keys import find_attended
 from .changed_case import ChangedCases
 from .figures import error_map, key_map
-from .hints import Evidence, hints
+from .hints import Evidence
+from .questions import Asked, ask
 from .rerun import CLEAR, OTHER_FILL, Rerunner
-from .swapped_rows import find_swapped
 
 __all__ = ["explain_numeric", "name_check"]
 
@@ -57,13 +56,11 @@ def explain_numeric(
         why = why or _not_every_time(rerunner, schedule, observed, eager)
         why = why or _with_clear_memory(rerunner, schedule, observed, eager)
     by_itself = check in ("buckets-independent", "steps-independent")
-    attended = None if by_itself else find_attended(rerunner, schedule, judgement, in_graph=in_graph)
     evidence = Evidence(
         schedule,
         judgement,
-        attended,
+        None,
         passed,
-        swapped=find_swapped(None if by_itself else rerunner, schedule, judgement, in_graph=in_graph),
         in_graph=in_graph and not by_itself and (not blamed.graphs_alone or check in _OF_A_GRAPH),
         right_when_fresh=check == "steps-independent",
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
@@ -72,7 +69,9 @@ def explain_numeric(
         reads_foreign=check == "reads-own-kv",
         changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
     )
-    lines = [text for text in (why, *hints(evidence)) if text]
+    asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
+    attended = asked.evidence.attended
+    lines = [text for text in (why, *asked.texts) if text]
     # Where an experiment has shown the cause, what was attended to follows from it.
     most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
     if why == _FINITE_WITH_ZEROS:

@@ -15,8 +15,9 @@ from ..cases.data import StepData, make_layers
 from ..cases.schedule import Schedule, Step
 from ..checks import Judgement
 from ..checks.observation import Observation
-from ..oracle.attention import windowed
-from ..oracle.expect import attend_with_limit, expect
+from ..families.softmax.answer import attend_with_limit
+from ..families.softmax.attention import windowed
+from ..oracle.expect import expect
 from .rerun import Rerunner
 
 __all__ = ["SwappedRow", "find_swapped"]

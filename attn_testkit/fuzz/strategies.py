@@ -18,6 +18,7 @@ from ..cases.dimensions.heads import smallest_heads_first
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.rows import minimal_rows
 from ..contract import Capabilities, ForwardMode
+from ..families.table import meaningful
 
 __all__ = ["differences", "random_cases"]
 
@@ -55,7 +56,7 @@ def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
     for dimension in DIMENSIONS:
         if not isinstance(dimension.random, Without):
             values |= dimension.random(_Draws(draw), claims, values)
-    return as_claimed(claims, Case(**values))
+    return meaningful(as_claimed(claims, Case(**values)))
 
 
 def differences(case: Case, plainest: Case) -> list[str]:

@@ -1,1 +1,1 @@
-"""What is right, and how far from it rounding may lead. Knows cases; never learns a backend's name."""
+"""The cache in front of the families: what a step should give, and how far rounding may lead from it."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -12,17 +11,14 @@ import torch
 from cachetools import LRUCache, cached
 
 from ..cases.case import CODES, Case
-from ..cases.data import KEPT_BYTES, StepData, bytes_in, make_layers, make_step_data, numbers_of
+from ..cases.data import KEPT_BYTES, StepData, bytes_in, numbers_of
 from ..cases.patterns import ALIKE
 from ..cases.schedule import Schedule, Step
-from ..contract import FP8_PRODUCTS, AttentionLayer
+from ..families.rounding import linear_limit, row_limit
+from ..families.table import family_of
 from ..model import Weights, make_weights
-from .attention import Attention, attend
-from .limits import attention_limit, key_factor, linear_limit, row_limit
-from .new_rows import as_given
-from .parts import merged_attention_limit, part_sums
 
-__all__ = ["Expected", "attend_with_limit", "expect", "expect_of"]
+__all__ = ["Expected", "expect", "expect_of"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +38,15 @@ class _Answer:
     logits_limit: torch.Tensor
     """[R, vocab]."""
     lse: torch.Tensor | None
-    """[L, T, P, Hq]: natural, of each part of a case with parts (``oracle/parts.py``)."""
+    """[L, T, P, Hq]: natural, of each part of a case with parts (``families/softmax/parts.py``)."""
     lse_limit: torch.Tensor | None
     """[L, T, P, Hq]."""
     key_sum: torch.Tensor | None
     """[L, T, Hq]: of codes, where every key has the weight 1, the sum of a row's weights: its keys, and a sink's share.
     None for other data."""
     key_factor: torch.Tensor | None
-    """[L, T, Hq]: of codes, the part by which all weights of a row may be off alike (``limits.key_factor``); NaN: its
-    keys cannot be counted. None for other data."""
+    """[L, T, Hq]: of codes, the part by which all weights of a row may be off alike; NaN: its keys cannot be counted.
+    None for other data."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,12 +58,14 @@ class Expected(_Answer):
 
 
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
-    """The answer for one step of a schedule, and the limits. ``pattern``: see ``make_step_data``.
+    """The answer for one step of a schedule, and the limits. ``pattern``: see ``Family.data``.
 
     The answer is cached, because eager, graph and every backend are judged by the same numbers. The data are not kept
     by it: those of long requests are larger by far.
     """
-    return Expected(**vars(_answer(schedule, step, pattern)), data=make_step_data(schedule, step, pattern))
+    return Expected(
+        **vars(_answer(schedule, step, pattern)), data=family_of(schedule.case).data(schedule, step, pattern)
+    )
 
 
 def expect_of(schedule: Schedule, data: StepData) -> Expected:
@@ -89,55 +87,33 @@ def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
         none = {name: every[:, :0] if name in layered else every[:0] for name, every in given.items()}
         return _Answer(**{**first, **none})
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
-    data = make_step_data(schedule, step, pattern)
+    data = family_of(schedule.case).data(schedule, step, pattern)
     answer = _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
     return answer if (pattern or schedule.case.data) == CODES else replace(answer, key_sum=None, key_factor=None)
 
 
 def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given: bool) -> _Answer:
-    """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: see ``attend_with_limit``."""
+    """``rows`` [R] int64: those with hidden states and logits; None: all. ``given``: new rows are attended as given."""
     case = schedule.case
-    attention, limit = attend_with_limit(schedule, data, given)
-    sums = None
-    if case.parts:
-        sums = part_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype, schedule.q_scale)
-        limit = merged_attention_limit(case, attention, limit, sums)
-    own = _own(case, limit)
-    hidden, hidden_limit = _hidden(case, data, attention, own)
+    answer = family_of(case).answer(schedule, data, given)
+    own = _own(case, answer.limit)
+    hidden, hidden_limit = _hidden(case, data, answer.out, own)
     if rows is not None:
         hidden, hidden_limit = hidden[rows], hidden_limit[rows]
-    weights, sizes = _weights(attention)
+    weights, sizes = _weights(answer.out)
     return _Answer(
-        attention=attention.out,
-        attention_limit=limit,
+        attention=answer.out,
+        attention_limit=answer.limit,
         row_limit=row_limit(own, case.dtype, alike=case.data in ALIKE),
         hidden=hidden,
         hidden_limit=hidden_limit,
         logits=hidden @ weights.head,
         logits_limit=linear_limit(hidden_limit, hidden, sizes.head),
-        lse=sums[0] if sums else None,
-        lse_limit=sums[1] if sums else None,
-        key_sum=attention.lse.exp(),
-        key_factor=key_factor(attention, case.dtype, schedule.matmul_dtype),
+        lse=answer.lse,
+        lse_limit=answer.lse_limit,
+        key_sum=answer.key_sum,
+        key_factor=answer.key_factor,
     )
-
-
-def attend_with_limit(
-    schedule: Schedule, data: StepData, given: bool = False, layers: Sequence[AttentionLayer] = ()
-) -> tuple[Attention, torch.Tensor]:
-    """Attention on a step's numbers, and how far each element may be from it: [L, T, Hq, Dv] float64.
-
-    ``given``: a forward's own rows are attended as given, not as the pool holds them. ``layers``: others than those of
-    the case, to ask what a backend that takes them for those would give.
-    """
-    case, matmul_dtype = schedule.case, schedule.matmul_dtype
-    # What is rounded in absolute terms: FP8 probabilities, and those of fp16 that a sink made small.
-    flat = matmul_dtype in FP8_PRODUCTS or (case.dtype == "fp16" and case.sinks)
-    if given:
-        data = as_given(data, one_by_one=case.draft is not None)
-    factors = matmul_dtype == "tf32"
-    attention = attend(data, layers or make_layers(case), flat=flat, factors=factors, q_scale=schedule.q_scale)
-    return attention, attention_limit(attention, case.dtype, matmul_dtype)
 
 
 def _own(case: Case, limit: torch.Tensor) -> torch.Tensor:
@@ -147,8 +123,8 @@ def _own(case: Case, limit: torch.Tensor) -> torch.Tensor:
     return torch.stack([each.q_whole(each.q_part(of)) for each, of in zip(case.head_maps, limit, strict=True)])
 
 
-def _weights(attention: Attention) -> tuple[Weights, Weights]:
-    layers, _, heads, dim = attention.out.shape
+def _weights(out: torch.Tensor) -> tuple[Weights, Weights]:
+    layers, _, heads, dim = out.shape
     return _double_weights(layers, heads * dim)
 
 
@@ -159,8 +135,8 @@ def _double_weights(layers: int, width: int) -> tuple[Weights, Weights]:
     return weights, Weights(weights.out.abs(), weights.head.abs())
 
 
-def _hidden(case: Case, data: StepData, attention: Attention, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    (weights, sizes), rows = _weights(attention), attention.out.flatten(2)
+def _hidden(case: Case, data: StepData, out: torch.Tensor, limit: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    (weights, sizes), rows = _weights(out), out.flatten(2)
     hidden = data.hidden.double()
     for product in rows @ weights.out:
         hidden += product

@@ -178,10 +178,13 @@ def _heads(layer: Mapping[str, Any]) -> dict[str, Any]:
     if of_values != head_dim:
         if kv_heads != 1 or of_values > head_dim:
             raise _NoCase(f"values of {of_values} with keys of {head_dim}, and {kv_heads} KV heads")
-        return {"heads": Heads("mla", q_heads, 1), "head_dim": of_values, "rope_dim": head_dim - of_values}
-    family = "mha" if q_heads == kv_heads else "mqa" if kv_heads == 1 else "gqa"
+        return {
+            "heads": Heads.of("softmax", q_heads, 1, values_in_keys=True),
+            "head_dim": of_values,
+            "rope_dim": head_dim - of_values,
+        }
     usual = bool(layer["usual_scaling"])
-    return {"heads": Heads(family, q_heads, kv_heads), "head_dim": head_dim, "usual_scaling": usual}
+    return {"heads": Heads.of("softmax", q_heads, kv_heads), "head_dim": head_dim, "usual_scaling": usual}
 
 
 def _rows(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]) -> dict[str, Any]:

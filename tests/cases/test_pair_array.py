@@ -40,7 +40,7 @@ def test_mla_has_an_array_of_its_own() -> None:
     claims = WIDE.with_changes(
         families={"gqa", "mla"}, gqa_ratios={2, 16, 32, 128}, head_dims={128, 512}, mla_rope_dims={64}
     )
-    rows = [values(case) for case in found(claims) if case.is_mla]
+    rows = [values(case) for case in found(claims) if case.heads.layout.values_in_keys]
     assert {(head.q_heads, kv) for head, _, _, kv, *_ in rows} == {  # type: ignore[attr-defined]
         (count, kv) for count in (16, 32, 128) for kv in ("same", "fp8_e4m3")
     }

@@ -15,7 +15,8 @@ from attn_testkit.checks.log_sum_exp import log_sum_exp
 from attn_testkit.checks.lse_patterns import LseEvidence
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import LogSumExp
-from attn_testkit.oracle.expect import Expected, attend_with_limit, expect
+from attn_testkit.families.softmax.answer import attend_with_limit
+from attn_testkit.oracle.expect import Expected, expect
 from attn_testkit.results import Finding
 
 PREFIX = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefix-b3prod")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -51,6 +52,44 @@ def test_bits_are_compared_so_that_nan_equals_nan_and_minus_zero_is_another_numb
     pool, other = empty_pool(SCHEDULE), empty_pool(SCHEDULE)
     other[0, 1, own] = -0.0
     assert not right(pool, other), "a slot of this step's tokens"
+
+
+OWN = int(SCHEDULE.steps[0].requests[0].slots[-1])
+ALLOWED = 0.25
+
+
+def computed(slot: int, value: float, after: float = 1.0) -> Observation:
+    """A step whose memory is computed, within ``ALLOWED``, and should hold ``after`` in its own slots."""
+    expected, due = expected_zeros(SCHEDULE), empty_pool(SCHEDULE)
+    due[0, 1, OWN] = after
+    held = due.clone()
+    held[0, 1, slot, 0, 1] = value
+    seen = with_pool(observation(SCHEDULE, expected), expected, due, held)
+    assert seen.inputs is not None
+    limit = torch.full(seen.inputs.new_rows.shape, ALLOWED, dtype=torch.float64)
+    return replace(seen, inputs=replace(seen.inputs, new_limit=limit))
+
+
+@pytest.mark.parametrize(
+    ("value", "right"), [(1.25, True), (0.75, True), (1.2500001, False), (0.7499999, False), (math.nan, False)]
+)
+def test_memory_that_is_computed_may_be_off_by_its_limit_and_no_more(value: float, right: bool) -> None:
+    seen = computed(OWN, value)
+    assert pool_is_right(seen, PAGE) is right
+    findings = writes_own_kv(seen, SCHEDULE.case)
+    assert [each.headline for each in findings] == [
+        "KV memory is wrong after the step: a slot of this step's tokens does not hold their K and V"
+    ] * (not right)
+    assert all(each.where.startswith(f"layer 0, V, slot {OWN} ") for each in findings)
+
+
+def test_memory_that_is_not_computed_is_compared_in_bits_where_the_rest_has_a_limit() -> None:
+    foreign = next(slot for slot in range(PAGE, LAST) if slot not in OWNED)
+    for slot in (foreign, int(SCHEDULE.steps[0].requests[0].slots[0])):
+        seen = computed(slot, 0.125)
+        assert not pool_is_right(seen, PAGE)
+        (finding,) = writes_own_kv(seen, SCHEDULE.case)
+        assert f"slot {slot} " in finding.where
 
 
 def test_memory_that_is_no_slots_is_not_written_either() -> None:

@@ -16,7 +16,7 @@ from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import ForwardMode
-from attn_testkit.diagnosis import blame
+from attn_testkit.diagnosis import blame, questions
 from attn_testkit.diagnosis.blame import explain_numeric
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.oracle.expect import expect
@@ -125,9 +125,9 @@ def nothing_attended(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         kept["evidence"] = evidence
         return kept.get("hints", [])
 
-    monkeypatch.setattr(blame, "find_attended", attended)
-    monkeypatch.setattr(blame, "find_swapped", swapped)
-    monkeypatch.setattr(blame, "hints", hints)
+    monkeypatch.setattr(questions, "find_attended", attended)
+    monkeypatch.setattr(questions, "find_swapped", swapped)
+    monkeypatch.setattr(questions, "hints", hints)
     return kept
 
 

@@ -20,7 +20,8 @@ from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_ot
 from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed, window_of_another_layer
 from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.swapped_rows import SwappedRow
-from attn_testkit.oracle.expect import attend_with_limit, expect
+from attn_testkit.families.softmax.answer import attend_with_limit
+from attn_testkit.oracle.expect import expect
 
 
 def schedule_of(case: str) -> Schedule:

@@ -17,7 +17,8 @@ from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
-from attn_testkit.oracle.expect import attend_with_limit, expect
+from attn_testkit.families.softmax.answer import attend_with_limit
+from attn_testkit.oracle.expect import expect
 
 CASE = "decode-gqa3x2-d32-fp32-p4-k40.9.21-shuffled-gauss-kvfp8e4m3-w11-cap1.5-sink-b4prod"
 SCHEDULE = make_schedule(parse_case(CASE))

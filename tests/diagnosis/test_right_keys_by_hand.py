@@ -19,7 +19,8 @@ from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.hints.assumed_numbers import other_scaling
 from attn_testkit.diagnosis.hints.numbers import right_keys
-from attn_testkit.oracle.expect import attend_with_limit, expect
+from attn_testkit.families.softmax.answer import attend_with_limit
+from attn_testkit.oracle.expect import expect
 
 DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"
 LENGTH = 41

@@ -17,7 +17,7 @@ from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Judgement
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis.swapped_rows import _like, find_swapped
-from attn_testkit.oracle.attention import attend
+from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
 
 

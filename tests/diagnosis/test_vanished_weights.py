@@ -15,7 +15,7 @@ from attn_testkit.cases.patterns import FAINT_RUN
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.assumed_numbers import vanished_weights
-from attn_testkit.oracle.attention import attend
+from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
 
 CASE = "decode-gqa3x2-d32-bf16-p4-k1200-shuffled-{}-kvfp8e4m3-b1prod"

@@ -56,9 +56,12 @@ def test_a_mode_that_is_left_entered_is_the_backends_mistake_and_named() -> None
 def test_the_oracle_answers_nobody_in_a_process_that_runs_a_backend() -> None:
     code = """
 import gc
-from attn_testkit.oracle import attention, expect
+from attn_testkit.families.softmax import answer, attention
+from attn_testkit.families.table import FAMILIES
+from attn_testkit.oracle import expect
 from attn_testkit.running.hygiene.oracle_sealed import seal_oracle
-held = attention.attend, expect.expect, expect._answer.__wrapped__, expect.attend_with_limit
+held = attention.attend, expect.expect, expect._answer.__wrapped__, answer.attend_with_limit
+held += tuple(family.answer for family in FAMILIES.values())
 seal_oracle()
 for function in (*held, attention.attend):
     try:
@@ -67,6 +70,8 @@ for function in (*held, attention.attend):
         assert "answers the judge alone" in str(error)
     else:
         raise SystemExit(f"{function} answered")
+from attn_testkit.cases.case import parse_case
+assert FAMILIES["softmax"].layers(parse_case("decode-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod"))
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from attn_testkit.runner_modes.batches import batch_on_device, spec_on_device
-from attn_testkit.runner_modes.packing import pack_places, send, sent_alone
 from attn_testkit.runner_modes.tables import Tables
 
 from attn_testkit.contract import ForwardBatch, ForwardMode, VerifyInput
 from attn_testkit.emulation import emulated_cuda
+from attn_testkit.watches.packing import pack_places, send, sent_alone
 
 CUDA = torch.device("cuda")
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 import pytest
 import torch
-from attn_testkit.runner_modes.pool_watch import PoolWatch
 
 from attn_testkit.contract import KV_LAYOUTS, AttentionLayer, KVLayer, KVPool, KVPoolSpec
 from attn_testkit.emulation import emulated_cuda
+from attn_testkit.watches.pool_watch import PoolWatch
 
 CUDA = torch.device("cuda")
 NAMED = [name for name in KV_LAYOUTS if name != "own"]

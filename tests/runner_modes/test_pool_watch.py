@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.pool_watch import PoolWatch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
@@ -17,6 +16,7 @@ from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import AttentionLayer, KVPool
 from attn_testkit.emulation import emulated_cuda
+from attn_testkit.watches.pool_watch import PoolWatch
 
 CUDA = torch.device("cuda")
 CASES = [
@@ -36,7 +36,7 @@ def device() -> Iterator[None]:
 def stored(pool: KVPool) -> torch.Tensor:
     """[L, 2 or 1, slots, H, D]: a view of all rows, for the layout that has one."""
     first = pool.get_key_buffer(0)
-    parts = 1 if pool.is_mla else 2
+    parts = 1 if pool.one_row else 2
     return first.as_strided((2, parts, *first.shape), (parts * first.numel(), first.numel(), *first.stride()), 0)
 
 

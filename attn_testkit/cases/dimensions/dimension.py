@@ -57,6 +57,8 @@ class Word:
     """Spellings that an error may suggest for an unknown word."""
     always: bool = False
     """Whether every id has it."""
+    current: Callable[[], str] | None = None
+    """The pattern as it is now, where it follows from a table that may grow."""
 
 
 def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Word:

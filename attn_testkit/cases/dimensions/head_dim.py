@@ -8,6 +8,7 @@ from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
+from ..head_layouts import latent, per_head
 from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Without, Word, of_number
 from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
@@ -21,27 +22,27 @@ _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 
 def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
     dims = [dim for dim in claims.head_dims if dim <= _WIDEST]
-    if claims.families != {"mla"}:
+    if per_head(claims):
         dims = [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
     found = {"head_dim": some_of(dims, 2 if tier == "smoke" else 3)}
-    return {**found, "rope_dim": sorted(claims.mla_rope_dims)} if "mla" in claims.families else found
+    return {**found, "rope_dim": sorted(claims.mla_rope_dims)} if latent(claims) else found
 
 
 def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
-    return {"rope_dim": row["rope_dim"] if so_far["heads"].family == "mla" else 0}
+    return {"rope_dim": row["rope_dim"] if so_far["heads"].layout.values_in_keys else 0}
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     # As in the catalogue: wider rows are those of MLA.
     widest = max(_WIDEST, min(claims.head_dims))
     dim = draws.one_of([dim for dim in sorted(claims.head_dims) if dim <= widest])
-    mla = so_far["heads"].family == "mla"
-    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(claims.mla_rope_dims)) if mla else 0}
+    has_rope = so_far["heads"].layout.values_in_keys
+    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(claims.mla_rope_dims)) if has_rope else 0}
 
 
 def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     dim = first_undeclared((48, 80, 24), claims.head_dims)
-    if dim is None or context.layers[0].is_mla:
+    if dim is None or context.layers[0].head_layout.values_in_keys:
         return None
     other = with_layers(context, head_dim=dim, v_head_dim=dim)
     pool = pool_like(other)
@@ -49,7 +50,7 @@ def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, Bac
 
 
 def _layers(case: Fields) -> Sequence[Mapping[str, Any]]:
-    rank = case.head_dim if case.is_mla else 0
+    rank = case.head_dim if case.heads.layout.values_in_keys else 0
     widths = [shape.head_dim for shape in case.layer_shapes]
     return [{"head_dim": row, "v_head_dim": row - case.rope_dim, "kv_lora_rank": rank} for row in widths]
 
@@ -75,7 +76,7 @@ HEAD_DIM = Dimension(
         ),
         Asked(
             lambda case: f"MLA rope width {case.rope_dim}",
-            lambda claims, case: case.rope_dim in (claims.mla_rope_dims if case.is_mla else {0}),
+            lambda claims, case: case.rope_dim in (claims.mla_rope_dims if case.heads.layout.values_in_keys else {0}),
         ),
     ),
     fit=Without("Cases are made of declared head dims."),
@@ -84,22 +85,22 @@ HEAD_DIM = Dimension(
         Covered(
             "head_dim",
             "head dim",
-            lambda claims, mode: claims.head_dims if claims.families - {"mla"} else (),
-            lambda claims, case: None if case.is_mla else case.head_dim,
+            lambda claims, mode: claims.head_dims if per_head(claims) else (),
+            lambda claims, case: None if case.heads.layout.values_in_keys else case.head_dim,
             lambda claims, case, dim: of_others(claims, case, head_dim=dim),
         ),
         Covered(
             "latent",
             "MLA latent width",
-            lambda claims, mode: claims.head_dims if "mla" in claims.families else (),
-            lambda claims, case: case.head_dim if case.is_mla else None,
+            lambda claims, mode: claims.head_dims if latent(claims) else (),
+            lambda claims, case: case.head_dim if case.heads.layout.values_in_keys else None,
             lambda claims, case, dim: of_mla(claims, case, head_dim=dim),
         ),
         Covered(
             "rope",
             "MLA rope width",
-            lambda claims, mode: claims.mla_rope_dims if "mla" in claims.families else (),
-            lambda claims, case: case.rope_dim if case.is_mla else None,
+            lambda claims, mode: claims.mla_rope_dims if latent(claims) else (),
+            lambda claims, case: case.rope_dim if case.heads.layout.values_in_keys else None,
             lambda claims, case, dim: of_mla(claims, case, rope_dim=dim),
         ),
     ),

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from ...contract import Capabilities, ForwardMode, HeadShape
+from ...contract import Capabilities, ForwardMode
+from ...contract.head_layout import HEAD_LAYOUTS
 from ..fields import Changes, Fields, Heads
+from ..head_layouts import as_many, latent, latent_heads, plain_layout
 from .dimension import Asked, Columns, Covered, Dimension, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
-__all__ = ["HEADS", "MOST_USUAL_RATIO", "mla_heads", "of_mla", "of_others", "other_heads", "smallest_heads_first",
-           "typical_heads"]  # fmt: skip
+__all__ = ["HEADS", "MOST_USUAL_RATIO", "fewest_latent_heads", "of_mla", "of_others", "other_heads",
+           "smallest_heads_first", "typical_heads"]  # fmt: skip
 
 MOST_USUAL_RATIO = 8
 """Query heads a KV head that a covering array goes up to."""
@@ -22,8 +24,7 @@ def typical_heads(claims: Capabilities) -> list[Heads]:
     """The layouts that a covering array tries."""
     ratios = sorted(claims.gqa_ratios - {1})
     heads: list[Heads] = []
-    if "mha" in claims.families:
-        heads.append(Heads("mha", 2, 2))
+    heads += [Heads(layout.name, 2, 2) for layout in as_many(claims)]
     if "gqa" in claims.families and ratios:
         # The smallest, one that is no power of two, and one large enough to matter.
         odd = [r for r in ratios if r & (r - 1) and r <= MOST_USUAL_RATIO]
@@ -31,35 +32,35 @@ def typical_heads(claims: Capabilities) -> list[Heads]:
         heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
     if "mqa" in claims.families and ratios:
         heads.append(Heads("mqa", nearest(ratios, 4), 1))
-    if "mla" in claims.families:
+    if latent(claims):
         wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
-        heads += [Heads("mla", r, 1) for r in wanted]
+        heads += [latent_heads(claims, r) for r in wanted]
     return heads
 
 
 def smallest_heads_first(claims: Capabilities) -> list[Heads]:
     """Layouts of few KV heads, the simplest first; empty if a family is declared without its numbers."""
     groups = [ratio for ratio in sorted(claims.gqa_ratios) if ratio > 1]
-    found = [Heads("mha", count, count) for count in (2, 1, 4)] if "mha" in claims.families else []
+    found = [Heads(layout.name, count, count) for layout in as_many(claims) for count in (2, 1, 4)]
     if "gqa" in claims.families:
         found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
     if "mqa" in claims.families:
         found += [Heads("mqa", ratio, 1) for ratio in groups]
-    if "mla" in claims.families and claims.mla_rope_dims:
-        found += [Heads("mla", count, 1) for count in sorted(claims.gqa_ratios)]
+    if latent(claims) and claims.mla_rope_dims:
+        found += [latent_heads(claims, count) for count in sorted(claims.gqa_ratios)]
     return [heads for heads in found if heads.q_heads <= _MOST_HEADS] or found[:1]
 
 
-def mla_heads(claims: Capabilities) -> Heads:
-    """The fewest of MLA."""
-    return Heads("mla", min(claims.gqa_ratios), 1)
+def fewest_latent_heads(claims: Capabilities) -> Heads:
+    """The fewest of a latent layout."""
+    return latent_heads(claims, min(claims.gqa_ratios))
 
 
 def other_heads(claims: Capabilities) -> Heads:
     """A group of several heads where it costs little: with many rows they are more than a tile."""
     groups = sorted(claims.gqa_ratios - {1})
     if not groups or not claims.families & {"gqa", "mqa"}:
-        return Heads("mha", 2, 2)
+        return Heads(plain_layout(claims), 2, 2)
     return _group(claims, max([group for group in groups if group <= 8], default=groups[0]))
 
 
@@ -68,24 +69,31 @@ def _group(claims: Capabilities, group: int) -> Heads:
 
 
 def _with(claims: Capabilities, case: Fields, heads: Heads, **changes: Any) -> Changes:
-    rope = (case.rope_dim or min(claims.mla_rope_dims)) if heads.family == "mla" else 0
+    rope = (case.rope_dim or min(claims.mla_rope_dims)) if heads.layout.values_in_keys else 0
     return {"heads": heads, "rope_dim": rope, **changes}
 
 
 def of_mla(claims: Capabilities, case: Fields, **changes: Any) -> Changes:
     """``changes``, and heads of MLA if the case has others."""
-    return _with(claims, case, case.heads if case.is_mla else mla_heads(claims), **changes)
+    return _with(
+        claims, case, case.heads if case.heads.layout.values_in_keys else fewest_latent_heads(claims), **changes
+    )
 
 
 def of_others(claims: Capabilities, case: Fields, **changes: Any) -> Changes:
     """``changes``, and heads of another family if the case has those of MLA."""
-    return _with(claims, case, other_heads(claims) if case.is_mla else case.heads, **changes)
+    return _with(claims, case, other_heads(claims) if case.heads.layout.values_in_keys else case.heads, **changes)
 
 
 def _read(family: str, first: int, second: int) -> Heads:
-    if family == "gqa":
-        return Heads("gqa", first * second, second)
-    return Heads(family, first, first if family == "mha" else 1)
+    layout = HEAD_LAYOUTS[family]
+    return (
+        Heads(family, first * second, second) if layout.is_grouped else Heads(family, first, layout.kv_heads_of(first))
+    )
+
+
+def _pattern() -> str:
+    return rf"(?P<family>{'|'.join(HEAD_LAYOUTS)})(?P<first>\d+)(x(?P<second>\d+))?"
 
 
 def _phrase(case: Fields) -> str:
@@ -94,18 +102,12 @@ def _phrase(case: Fields) -> str:
     return f"{heads.family}: {heads.q_heads} query heads, {kv_heads}{of_all}"
 
 
-def _family(shape: HeadShape) -> str:
-    if shape.num_qo_heads == shape.num_kv_heads:
-        return "mha"
-    return "mqa" if shape.num_kv_heads == 1 else "gqa"
-
-
 def _declared(claims: Capabilities, case: Fields) -> bool:
     """A case whose layers differ has heads of its own, which no layer has."""
-    own = (Heads(_family(shape), shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
+    own = (Heads.of(case.heads.layout.family, shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
     return all(
         heads.family in claims.families
-        and (heads.family == "mha" or heads.q_heads // heads.kv_heads in claims.gqa_ratios)
+        and (heads.layout.kv_heads == "as many" or heads.q_heads // heads.kv_heads in claims.gqa_ratios)
         for heads in (own if case.layers.shapes else (case.heads,))
     )
 
@@ -126,16 +128,16 @@ def _group_of(claims: Capabilities, case: Fields) -> int | None:
 
 def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
     """With what goes with a family, as ``like`` has it: MLA has a rope width and a scaling of its own."""
-    if heads.family == "mla" or case.heads.family != "mla":
+    if heads.layout.values_in_keys or not case.heads.layout.values_in_keys:
         return {"heads": heads}
     return {"heads": heads, "rope_dim": 0, "usual_scaling": like.usual_scaling}
 
 
 def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
     for heads in smallest_heads_first(claims):
-        if heads.family != "mla" or case.is_mla:
+        if not heads.layout.values_in_keys or case.heads.layout.values_in_keys:
             yield _like(case, heads, plain)
-    if case.is_mla:
+    if case.heads.layout.values_in_keys:
         yield from ({"rope_dim": width} for width in sorted(claims.mla_rope_dims))
 
 
@@ -144,10 +146,11 @@ HEADS = Dimension(
     fields=("heads",),
     words=(
         Word(
-            r"(?P<family>mha|gqa|mqa|mla)(?P<first>\d+)(x(?P<second>\d+))?",
+            _pattern(),
             lambda match, so_far: {"heads": _read(match["family"], int(match["first"]), int(match["second"] or 1))},
             lambda case: str(case.heads),
             always=True,
+            current=_pattern,
         ),
     ),
     describe=lambda case: {"heads": _phrase(case)},
@@ -173,9 +176,9 @@ HEADS = Dimension(
         Covered(
             "mla_heads",
             "MLA heads",
-            lambda claims, mode: claims.gqa_ratios if "mla" in claims.families else (),
-            lambda claims, case: case.heads.q_heads if case.is_mla else None,
-            lambda claims, case, heads: _with(claims, case, Heads("mla", heads, 1)),
+            lambda claims, mode: claims.gqa_ratios if latent(claims) else (),
+            lambda claims, case: case.heads.q_heads if case.heads.layout.values_in_keys else None,
+            lambda claims, case, heads: _with(claims, case, latent_heads(claims, heads)),
             largest_first=True,
         ),
     ),
@@ -185,7 +188,8 @@ HEADS = Dimension(
         value=lambda case: f"{case.heads} with rope {case.rope_dim}" if case.rope_dim else str(case.heads),
         reset=lambda case, plain: {**_like(case, plain.heads, plain), "rope_dim": plain.rope_dim},
         size=lambda case, plain: (
-            case.is_mla, case.heads.q_heads // case.heads.kv_heads, case.heads.q_heads, case.rope_dim,
+            case.heads.layout.values_in_keys, case.heads.q_heads // case.heads.kv_heads, case.heads.q_heads,
+            case.rope_dim,
         ),
         steps=_fewer,
     ),
@@ -194,7 +198,9 @@ HEADS = Dimension(
     varies="layer",
     apply=(OnLayers(
         lambda case: [
-            {"tp_q_head_num": shape.num_qo_heads, "tp_k_head_num": shape.num_kv_heads} for shape in case.layer_shapes
+            {"tp_q_head_num": shape.num_qo_heads, "tp_k_head_num": shape.num_kv_heads,
+             "family": case.heads.layout.family}
+            for shape in case.layer_shapes
         ]
     ),),
 )  # fmt: skip

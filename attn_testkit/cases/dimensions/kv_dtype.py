@@ -15,7 +15,10 @@ def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]
     if case.kv_dtype == "same":
         return [{} for _ in own]
-    return [{"k_scale": each.k_scale, "v_scale": each.k_scale if case.is_mla else each.v_scale} for each in own]
+    return [
+        {"k_scale": each.k_scale, "v_scale": each.k_scale if case.heads.layout.values_in_keys else each.v_scale}
+        for each in own
+    ]
 
 
 KV_DTYPE = Dimension(

@@ -7,6 +7,7 @@ from dataclasses import replace
 from ...contract import KV_LAYOUTS, BackendContext, Capabilities
 from ...contract.kv_layouts import OWN
 from ..fields import Fields
+from ..head_layouts import declared_layouts
 from .dimension import Asked, Covered, Dimension, Without, Word, of_fields
 from .outside import pool_like
 from .rows import keys_of
@@ -27,7 +28,7 @@ _NAMES = {_word(name): name for name in KV_LAYOUTS if name != "nhd"}
 
 
 def _tried(claims: Capabilities, case: Fields) -> str | None:
-    one_head = case.heads.kv_heads == 1 and bool(claims.families - {"mqa", "mla"})
+    one_head = case.heads.kv_heads == 1 and any(layout.kv_heads != "one" for layout in declared_layouts(claims))
     one_slot = case.page_size == 1 and claims.page_sizes != {1}
     # Of one KV head, in pages of one slot, or in one page, layouts are alike.
     alike = one_head or one_slot or max(keys_of(case)) <= case.page_size

@@ -9,6 +9,7 @@ from typing import Any
 
 from ...contract import BackendContext, Capabilities, HeadShape, KVGroup
 from ..fields import Changes, Fields, Heads
+from ..head_layouts import by_layer
 from ..head_shapes import claimed_shapes, read_shapes
 from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
 from .dimension import Asked, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option
@@ -65,7 +66,12 @@ def _second_group(claims: Capabilities, context: BackendContext) -> tuple[str, B
 def _other_heads(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     # Of three layers and more, as above. Another layer has heads that are declared by themselves.
     first = context.layers[0]
-    if claims.heads_by_layer or len(context.layers) < 3 or first.is_mla or len(context.head_shapes) > 1:
+    if (
+        claims.heads_by_layer
+        or len(context.layers) < 3
+        or not first.head_layout.by_layer
+        or len(context.head_shapes) > 1
+    ):
         return None
     other = next((dim for dim in sorted(claims.head_dims) if dim != first.head_dim), None)
     changed: dict[str, Any] = {"head_dim": other, "v_head_dim": other} if other else {
@@ -86,7 +92,7 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
     groups = claims.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
-    pairs = claimed_shapes(claims) if claims.heads_by_layer and claims.families - {"mla"} else []
+    pairs = claimed_shapes(claims) if claims.heads_by_layer and by_layer(claims) else []
     # Drawn whatever else is: what needs fewer draws would be taken for simpler. Parts are not drawn with them.
     shapes = draws.one_of([*[None] * (2 * len(pairs) or 1), *pairs])
     return fields_with_shapes(layers, shapes) if shapes and count >= PERIOD else {"layers": layers}
@@ -118,7 +124,7 @@ LAYERS = Dimension(
         ),
         option(
             "heads by layer",
-            lambda claims, mode: claims.heads_by_layer and bool(claims.families - {"mla"}),
+            lambda claims, mode: claims.heads_by_layer and bool(by_layer(claims)),
             lambda case: bool(case.layers.shapes),
             "cases/layer_cases.py has them.",
         ),

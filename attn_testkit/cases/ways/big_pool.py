@@ -40,7 +40,7 @@ def _case(claims: Capabilities, small: C) -> Iterator[C]:
     if usual_layout(claims) == OWN:
         return
     width = small.head_dim
-    if small.heads.family != "mla":
+    if not small.heads.layout.wide_rows:
         width = max([width, *(dim for dim in claims.head_dims if dim <= _MOST_WIDTH)])
     page, narrow = small.page_size, min(claims.dtypes, key=_NARROWEST.index)
     lens = (9, 2 * page + 5, 1)

@@ -15,8 +15,8 @@ import torch
 from ...cases.data import make_layers
 from ...cases.patterns import FAINT_RUN
 from ...contract import AttentionLayer
-from ...oracle.attention import attend
-from ...oracle.limits import attention_limit
+from ...families.softmax.attention import attend
+from ...families.softmax.limits import attention_limit
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import assumption
 

@@ -7,7 +7,7 @@ import torch
 from ...cases.data import make_layers
 from ...cases.parts import parts_of
 from ...contract import KVPart
-from ...oracle.attention import windowed
+from ...families.softmax.attention import windowed
 from .evidence import Evidence
 from .hint import Level, hint
 

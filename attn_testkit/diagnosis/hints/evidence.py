@@ -12,7 +12,8 @@ from ...cases.schedule import Schedule, Step
 from ...checks import Judgement
 from ...checks.observation import Observation
 from ...contract import AttentionLayer, HeadShape
-from ...oracle.expect import Expected, attend_with_limit
+from ...families.softmax.answer import attend_with_limit
+from ...oracle.expect import Expected
 from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..swapped_rows import SwappedRow

@@ -93,7 +93,7 @@ def right_keys(e: Evidence) -> str:
     suspects += ["FP8 scales"] if case.kv_dtype != "same" else []
     suspects += ["q rounded to FP8 (matmul_dtype has to say so)"] if free else []
     suspects += ["head mapping"] if case.heads.q_heads != case.heads.kv_heads else []
-    suspects += ["the split of a row into latent and rope part"] if case.is_mla else []
+    suspects += ["the split of a row into latent and rope part"] if case.heads.layout.values_in_keys else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
     suspects += DATA_SUSPECTS.get(case.data, [])
     unknown = len(attended.not_asked)

@@ -212,7 +212,7 @@ def _room_for(schedule: Schedule, environment: Environment) -> contextlib.Abstra
     # The pool of an earlier case is no room for a copy of this one.
     gc.collect()
     case, (_, heads, width) = schedule.case, schedule.case.head_shape
-    parts, size = 1 if case.is_mla else 2, DTYPES[case.dtype].itemsize
+    parts, size = case.heads.layout.pool_rows, DTYPES[case.dtype].itemsize
     pool = case.layers.count * parts * (pages_in_pool(schedule) + 1) * case.page_size * heads * width * size
     return no_more_than(pool + _BESIDE_A_BIG_POOL)
 

@@ -11,7 +11,7 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.claimed import not_claimed
-from ...cases.data import StepData, make_step_data, new_kv, pool_image
+from ...cases.data import StepData
 from ...cases.loop import make_loop, said
 from ...cases.schedule import Schedule, Step
 from ...cases.ways import dialect_of, way_of
@@ -28,6 +28,7 @@ from ...diagnosis.rerun import Rerunner
 from ...diagnosis.strided_heads import blame_strided_heads
 from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
 from ...environment import Environment, resolve
+from ...families.table import family_of
 from ...model import pack
 from ...oracle.expect import expect, expect_of
 from ...results import CaseResult, Finding, Status
@@ -183,21 +184,23 @@ def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observa
 
 def step_inputs(schedule: Schedule, step: Step, claims: Capabilities) -> StepInputs:
     """What a step is given, and what it should leave in the KV pool."""
-    data = make_step_data(schedule, step)
+    family = family_of(schedule.case)
+    data = family.data(schedule, step, None)
     tails = schedule.case.kv_dtype in claims.finite_page_tails
-    image = partial(_pool, schedule, step, data, tails)
-    slots, rows = new_kv(data)
+    image = partial(_image, schedule, step, data, tails)
+    stored = family.memory.stored(data)
+    slots, rows, limit = stored.slots, stored.rows, stored.limit
     if step.stored:
         # They are in the pool already, and k and v are not to be looked at.
-        slots, rows = slots[:0], rows[:, :, :0]
+        slots, rows, limit = slots[:0], rows[:, :, :0], None if limit is None else limit[:, :, :0]
         data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
     case = schedule.case
-    packed = pack(data.q, data.k, data.v, mla=case.is_mla, maps=case.head_maps)
-    return StepInputs(data, packed, image, slots, rows)
+    packed = pack(data.q, data.k, data.v, one_row=case.heads.layout.values_in_keys, maps=case.head_maps)
+    return StepInputs(data, packed, image, slots, rows, limit)
 
 
-def _pool(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bool) -> torch.Tensor:
-    return pool_image(schedule, step, data, tails, after=after or step.stored)
+def _image(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bool) -> torch.Tensor:
+    return family_of(schedule.case).memory.image(schedule, step, data, tails, after=after or step.stored)
 
 
 def _judge_step(outcome: _Outcome, observed: Observation, claims: Capabilities) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import inspect
 import sys
+from types import FunctionType
 from typing import Any, NoReturn
+
+from ...families.table import FAMILIES
 
 __all__ = ["seal_oracle"]
 
 _ORACLE = "attn_testkit.oracle."
+_KIT = "attn_testkit."
 
 
 def _sealed(*_: Any, **__: Any) -> NoReturn:
@@ -17,9 +21,25 @@ def _sealed(*_: Any, **__: Any) -> NoReturn:
 
 
 def seal_oracle() -> None:
-    """Have every function of the oracle raise in this process, whoever holds it by now."""
+    """Have every function of the oracle, and of what families answer by, raise here, whoever holds it by now."""
     for name, module in list(sys.modules.items()):
-        if name.startswith(_ORACLE):
+        if name.startswith((_ORACLE, *_sealed_packages())) and name not in _open_modules():
             for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):
                 if inspect.isfunction(function) and function.__module__ == name:
                     function.__code__ = _sealed.__code__
+    for family in FAMILIES.values():
+        for each in (family.answer, family.supposed):
+            if isinstance(each, FunctionType):
+                each.__code__ = _sealed.__code__
+
+
+def _sealed_packages() -> set[str]:
+    """Packages of the kit that answers are computed in."""
+    modules = {family.answer.__module__ for family in FAMILIES.values()}
+    return {module.rpartition(".")[0] + "." for module in modules if module.startswith(_KIT)}
+
+
+def _open_modules() -> set[str]:
+    """Modules of what a worker needs of a family."""
+    asked = ((family.layers, family.data, *vars(family.memory).values()) for family in FAMILIES.values())
+    return {each.__module__ for functions in asked for each in functions}

@@ -11,11 +11,13 @@ from enum import Enum
 from ...cases.case import Case, parse_case
 from ...cases.catalogue import TIERS, generate
 from ...cases.claimed import not_claimed
+from ...cases.head_layouts import latent
 from ...cases.large_cases import too_large_for_a_cpu
 from ...cases.untried import says_untried
 from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
+from ...families.table import meaningful, meaningless
 from ...registry import UsageError, did_you_mean, origin_of
 from ...results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
 from ..hygiene.vendor_packages import NOT_HERE
@@ -165,14 +167,22 @@ def _cases_for(
 ) -> tuple[list[Case], dict[str, str]]:
     """Cases to run, and named ones that are not claimed: id -> what is not."""
     named = {case.id: case for case in exact if case.mode is mode}
-    refused = {case_id: lacking for case_id, case in named.items() if (lacking := not_claimed(claims, case))}
+    refused = {case_id: lacking for case_id, case in named.items() if (lacking := _refused(claims, case))}
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
     if globs or not request.cases:
-        for case in generate(claims, mode, request.tier, request.seed):
+        for case in map(meaningful, generate(claims, mode, request.tier, request.seed)):
             if not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs):
                 chosen.setdefault(case.id, case)
     return list(chosen.values()), refused
+
+
+def _refused(claims: Capabilities, case: Case) -> str:
+    """Reason why a named case cannot run: values that are not declared, or mean nothing in its family; or nothing."""
+    if lacking := not_claimed(claims, case):
+        return lacking
+    names = meaningless(case)
+    return f"{' and '.join(names)}, which means nothing to {case.heads.family}" if names else ""
 
 
 def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, reason: str, case: str = "") -> CaseResult:
@@ -196,7 +206,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
     ("kv_layouts is empty", lambda c: not c.kv_layouts),
     ("page_sizes is empty", lambda c: not c.page_sizes),
     ("head_dims is empty, or holds only widths above 512", lambda c: not any(d <= 512 for d in c.head_dims)),
-    ("mla_rope_dims is empty", lambda c: "mla" in c.families and not c.mla_rope_dims),
+    ("mla_rope_dims is empty", lambda c: bool(latent(c)) and not c.mla_rope_dims),
     ("gqa_ratios is empty, and mha is not claimed", lambda c: "mha" not in c.families and not c.gqa_ratios),
     (
         "gqa and mqa need a number above 1 in gqa_ratios; as many query heads as KV heads is mha",

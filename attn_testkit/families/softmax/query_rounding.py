@@ -1,31 +1,31 @@
-"""How far queries may be off that are rounded to FP8 (e4m3) after a division by a scale.
+"""Errors of queries that are rounded to FP8 (e4m3) after a division by a scale.
 
-A group of numbers that share a scale is divided by s, its largest absolute value over 448, or by t, the power of two
-that is no smaller. An e4m3 number has three bits behind the point, and below 2^-6 a spacing of 2^-9. So a query x is
-off by at most
+A group of numbers that share a scale is divided by s, its largest absolute value over 448, or by t, the smallest
+power of two that is at least s. An e4m3 number has three bits behind the point, and below 2^-6 a spacing of 2^-9. So a
+query x is off by at most
 
     max(2^-4 |x|, 2^-10 t),  and by no more than |x|: 0 is a number too.
 
 It is off by nothing where all s of the groups that it may be part of are powers of two, and x / s is an e4m3 number for
 the largest of them: a smaller power of two makes x / s larger by a power of two, and no more than 448. The queries of
-the kit's cases are made so (``cases/query_scales.py``). What is left are rows that are small next to the largest of
-their tensor.
+the kit's cases are made so (``cases/query_scales.py``). The remaining errors are those of
+rows that are small next to the largest of their tensor.
 """
 
 from __future__ import annotations
 
 import torch
 
-from ..cases.query_scales import E4M3, LARGEST_FP8, group_largest
+from ...cases.query_scales import E4M3, LARGEST_FP8, group_largest
 
 __all__ = ["query_rounding"]
 
 _RELATIVE = 2.0**-4
 """Half a spacing of e4m3, relative to the number."""
 _ABSOLUTE = 2.0**-10
-"""The same below the smallest normal number, in units of the scale."""
+"""Half a spacing below the smallest normal number, in units of the scale."""
 _MANTISSA = 0.5
-"""Of a power of two, as ``torch.frexp`` has it."""
+"""Mantissa of a power of two in ``torch.frexp``."""
 
 
 def query_rounding(q: torch.Tensor, q_scale: str) -> torch.Tensor | None:

@@ -8,8 +8,9 @@ from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.rows import Decode
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.oracle.attention import Attention, attend
-from attn_testkit.oracle.limits import attention_limit, row_limit
+from attn_testkit.families.rounding import row_limit
+from attn_testkit.families.softmax.attention import Attention, attend
+from attn_testkit.families.softmax.limits import attention_limit
 
 FP8 = torch.float8_e4m3fn
 

@@ -12,10 +12,10 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.oracle.attention import Attention, attend
+from attn_testkit.families.softmax.attention import Attention, attend
+from attn_testkit.families.softmax.limits import lse_limit, merged_limit, merged_lse_limit
+from attn_testkit.families.softmax.parts import attend_part
 from attn_testkit.oracle.expect import expect
-from attn_testkit.oracle.limits import lse_limit, merged_limit, merged_lse_limit
-from attn_testkit.oracle.parts import attend_part
 
 EPS = 2.0**-24
 U = {"bf16": 2.0**-8, "fp16": 2.0**-11}

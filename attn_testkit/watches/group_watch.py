@@ -9,11 +9,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.head_shapes import HeadMap
-from attn_testkit.cases.kv_groups import slot_map
-from attn_testkit.cases.schedule import Schedule, Step
-from attn_testkit.contract import KVGroup
-
+from ..cases.head_shapes import HeadMap
+from ..cases.kv_groups import slot_map
+from ..cases.schedule import Schedule, Step
+from ..contract import KVGroup
 from .packing import Bytes
 from .pool_watch import PoolWatch
 from .uploads import upload

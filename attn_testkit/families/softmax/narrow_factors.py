@@ -1,8 +1,8 @@
-"""What products of narrow factors may do: sums that the errors of tf32 scale with, from the factors themselves.
+"""Errors of products of narrow factors: sums that the errors of tf32 scale with, from the factors themselves.
 
 A factor is cut off or rounded to a spacing of u of itself, so its error is one of u at most, and below that anything.
-Errors of many factors do two things. What they have in common scales a sum: cutting off makes every term smaller. What
-they do not have in common adds up as a random walk does. With s = sqrt(2 / 12) u, the standard deviation of the errors
+Errors of many factors do two things. What they have in common scales a sum: cutting off makes every term smaller. Their
+independent parts add up as a random walk does. With s = sqrt(2 / 12) u, the standard deviation of the errors
 of two factors that lie anywhere in a spacing, a sum of terms t_j is off by at most
 
     2 u |sum_j t_j|  +  8 s sqrt(sum_j t_j^2).
@@ -11,7 +11,7 @@ The first is all that errors can do together, those of one factor that all terms
 deviations of the second come once in 10^14 numbers, and a suite has 10^9.
 
 An output is sum_j p_j v_j, and so is off by that with t_j = p_j v_j. A logit l_j = sum_d q_d k_jd is off by e_j, and
-the output by sum_j p_j e_j (v_j - out) and what is of second order. What the e_j have in common scales all logits; that
+the output by sum_j p_j e_j (v_j - out) and what is of second order. The common part of the e_j scales all logits; that
 moves the output by its derivative, sum_j p_j l_j (v_j - out). The rest of e_j goes by a_j = sqrt(sum_d (q_d k_jd)^2).
 """
 
@@ -33,7 +33,7 @@ _APART = 8 * math.sqrt(2 / 12)
 
 @dataclass(frozen=True)
 class FactorErrors:
-    """How far results may be off, as multiples of the relative spacing u of a factor, or of its square."""
+    """Largest errors of results, as multiples of the relative spacing u of a factor, or of its square."""
 
     values: torch.Tensor
     """[L, T, Hq, Dv]: of u, by the second product."""

@@ -1,4 +1,4 @@
-"""How far a right answer may be from the oracle. Computed from dtypes and data; nothing here is tuned to a backend.
+"""Limits of a right answer's distance from the oracle. Computed from dtypes and data; none is tuned to a backend.
 
 A kernel rounds the probabilities and the output to dtypes of unit roundoff u. Each rounding moves an output channel by
 at most u times the weight that the channel carries, so the limit of one output element is
@@ -15,7 +15,7 @@ any other backend with an FP8 pool are free, and who rounds them is over the lim
 FP8 has few small numbers: below 2^-6 its error no longer shrinks with the number, and is 2^-10 at most. Kernels round
 p relative to the row's largest, and multiplied by a factor (7 in FlyDSL, which leaves room for a maximum that is out of
 date; 256 in FlashAttention 3; 448 in XQA). The limit asks for 4: then 2^-12 of the largest p may be lost, whatever p_j
-is. Who says ``fp8_e4m3_unscaled`` has no factor.
+is. A backend that declares ``fp8_e4m3_unscaled`` has no factor.
 
 Queries that are rounded to FP8 move a logit by some e at most, from their own numbers (``query_rounding.py``), and a
 weight by a factor of at most exp(2 e): by that an output is off, and by as much all that scales with weights is larger.
@@ -33,34 +33,25 @@ from __future__ import annotations
 
 import torch
 
-from ..cases.patterns import CODE_BOUND
+from ...cases.patterns import CODE_BOUND
+from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .attention import Attention
 from .narrow_factors import TOGETHER
 
 __all__ = [
-    "UNIT_ROUNDOFF",
     "attention_limit",
     "key_factor",
-    "linear_limit",
     "lse_limit",
     "merged_limit",
     "merged_lse_limit",
-    "row_limit",
 ]
 
-UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4, "tf32": 2.0**-10}
-"""tf32 is cut off, not rounded, where nobody asks for more."""
 _FP8_ABSOLUTE = {"fp8_e4m3": 2.0**-12, "fp8_e4m3_unscaled": 2.0**-10}
 """Half the spacing of the subnormal e4m3 numbers, over the factor that probabilities are multiplied by."""
 _FP16_ABSOLUTE = 2.0**-25
-"""The same for fp16. Where a sink is part of the running maximum every p of a row may be that small."""
-_SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}
-"""Smallest positive number of the dtype: an output below it rounds to it or to zero."""
-_FLUSHED = 2.0**-110
-"""GPU kernels flush numbers below 2^-126 to zero; so much may a sum of 2^16 of them be."""
-_FLOAT32 = 2.0**-24
+"""Half that spacing for fp16. If a sink is part of the running maximum every p of a row may be that small."""
 _LARGEST_ERROR = 100.0
-"""Of a logit: nothing is left to ask of a row, and the numbers stay finite."""
+"""Largest error of a logit: beyond it nothing can be asked of a row, and the numbers stay finite."""
 
 
 def _unit(dtype: str, attention: Attention) -> torch.Tensor:
@@ -80,10 +71,10 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     """
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
-    exponent = (2 * 8 * _FLOAT32 * attention.logit_noise).clamp(max=1.0)
+    exponent = (2 * 8 * FLOAT32 * attention.logit_noise).clamp(max=1.0)
     limit = attention.out.abs().add_(attention.mass)
     narrow = _of_factors(attention, limit) if matmul_dtype == "tf32" else 0.0
-    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * _SMALLEST[dtype] + _FLUSHED).add_(narrow)
+    limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * SMALLEST[dtype] + FLUSHED).add_(narrow)
     if attention.flat is not None and dtype == "fp16":
         limit.add_(attention.flat, alpha=2 * _FP16_ABSOLUTE)
     if matmul_dtype in _FP8_ABSOLUTE:
@@ -130,7 +121,7 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_
     noise, keys = attention.logit_noise.squeeze(-1), attention.keys.double().view(-1, 1)
     # The logits, by eight roundings each as in attention_limit; the sum, of as many terms as a row sees; then the
     # logarithm, and the maximum that is added to it.
-    limit = _FLOAT32 * (8 * noise + (keys + 16) + 4 * noise)
+    limit = FLOAT32 * (8 * noise + (keys + 16) + 4 * noise)
     if dtype != "fp32":
         limit += UNIT_ROUNDOFF[dtype]
     if dtype == "fp16":
@@ -146,10 +137,10 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_
 
 
 def _lse_rounding(lse: torch.Tensor, dtype: str, lse_dtype: str) -> torch.Tensor:
-    """What a log-sum-exp of that size may lose by the arithmetic on it, a change of base too, and where it is kept."""
+    """Rounding of a log-sum-exp of that size: by the arithmetic on it, by a change of base, and by its dtype."""
     size = _finite(lse.abs())
-    rounding = 4 * _FLOAT32 * size
-    return rounding if lse_dtype == "fp32" else rounding + UNIT_ROUNDOFF[dtype] * size + _SMALLEST[dtype]
+    rounding = 4 * FLOAT32 * size
+    return rounding if lse_dtype == "fp32" else rounding + UNIT_ROUNDOFF[dtype] * size + SMALLEST[dtype]
 
 
 def _finite(sizes: torch.Tensor) -> torch.Tensor:
@@ -177,30 +168,5 @@ def merged_limit(
     ``merges``: results that are rounded between one part and the next, 0 where all are merged in float32.
     """
     # Merging subtracts the largest from each, in float32 and in one base or the other.
-    apart = (off + 8 * _FLOAT32 * _finite(lse.abs())).amax(2)[..., None]
+    apart = (off + 8 * FLOAT32 * _finite(lse.abs())).amax(2)[..., None]
     return limit + attention.mass * (torch.expm1(2 * apart) + merges * UNIT_ROUNDOFF[dtype])
-
-
-def row_limit(limit: torch.Tensor, dtype: str, alike: bool = False) -> torch.Tensor:
-    """[L, T, Hq] float64: the largest allowed norm of (out - ref) over one row of one head. ``limit``: of its elements.
-
-    Rounding errors of different channels are not aligned, so a whole row keeps half of what its elements may do each;
-    but for channels that are ``alike``: all round the same way at each step (XQA in fp16: 0.79 of each element's limit,
-    in every channel of a row).
-    """
-    norm: torch.Tensor = torch.linalg.vector_norm(limit, dim=-1)
-    # What is flushed to zero is flushed in all channels alike.
-    flushed: float = _FLUSHED * limit.shape[-1] ** 0.5
-    return norm / (1 if alike else 2) + (2 * _SMALLEST[dtype] + flushed)
-
-
-def linear_limit(
-    limit: torch.Tensor, value: torch.Tensor, sizes: torch.Tensor, terms: torch.Tensor | None = None
-) -> torch.Tensor:
-    """Carry a limit through ``value @ W`` in float32: |W| times the limit, plus the product's own sums.
-
-    ``limit`` and ``value`` [..., T, K], ``sizes`` [..., K, N]: |W|; all float64 -> [..., T, N] float64. ``terms``
-    [..., 1, 1]: of so many of the K numbers each sum is; None: of all.
-    """
-    own = ((value.shape[-1] if terms is None else terms) + 2) * _FLOAT32
-    return value.abs().mul_(own).add_(limit) @ sizes

@@ -8,8 +8,8 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.oracle import attention
-from attn_testkit.oracle.attention import attend
+from attn_testkit.families.softmax import attention
+from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
 
 CASES = [

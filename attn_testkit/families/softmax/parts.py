@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import torch
 
-from ..cases.case import Case
-from ..cases.data import StepData, make_layers
-from ..cases.parts import parts_of
-from ..contract import AttentionLayer, KVPart
+from ...cases.case import Case
+from ...cases.data import StepData, make_layers
+from ...cases.parts import parts_of
+from ...contract import AttentionLayer, KVPart
 from .attention import Attention, attend
 from .limits import lse_limit, merged_limit, merged_lse_limit
 
@@ -20,12 +20,12 @@ __all__ = ["attend_part", "merged_attention_limit", "part_sums"]
 def attend_part(
     data: StepData, layers: Sequence[AttentionLayer], part: KVPart, *, factors: bool = False, q_scale: str = "none"
 ) -> Attention:
-    """Attention on the keys of ``part`` alone. Outputs of rows that see none of them are NaN.
+    """Attention on only the keys of ``part``. Outputs of rows that see none of them are NaN.
 
     ``factors``, ``q_scale``: as in ``attend``.
     """
     bs, _, longest = data.visible.shape
-    # A request's first row stands behind its prefix. In draft-decode all keys are one part.
+    # A request's first row follows its prefix. In draft-decode all keys are one part.
     first = data.row_offset == 0
     prefix = torch.zeros(bs, 1, dtype=torch.int64)
     prefix[data.row_request[first], 0] = data.row_key[first]

@@ -9,9 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.head_shapes import HeadMap
-from attn_testkit.contract import KVPool
-
+from ..cases.head_shapes import HeadMap
+from ..contract import KVPool
 from .packing import Bytes
 from .past_modes import past_modes
 from .pool_rows import BITS, Between, PoolRows
@@ -26,7 +25,7 @@ class PoolWatch:
     def __init__(self, pool: KVPool, maps: Sequence[HeadMap] = ()) -> None:
         """``maps``: of each layer, where they differ in their heads. Rows outside are then those of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
-        self._shape, self._maps = (len(pool.layers), 1 if pool.is_mla else 2), maps
+        self._shape, self._maps = (len(pool.layers), first.head_layout.pool_rows), maps
         self._row = (maps[0].case if maps else first.head_shape)[1:]
         self.bits = BITS[size]
         """Integers of an element's bits."""

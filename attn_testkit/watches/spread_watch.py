@@ -12,10 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.kv_groups import slot_map
-from attn_testkit.cases.schedule import Schedule
-from attn_testkit.contract import KVPool
-
+from ..cases.kv_groups import slot_map
+from ..cases.schedule import Schedule
+from ..contract import KVPool
 from .packing import Bytes
 from .past_modes import past_modes
 from .pool_rows import BITS, PoolRows
@@ -31,7 +30,7 @@ class SpreadWatch:
 
     def __init__(self, pool: KVPool, schedule: Schedule) -> None:
         first, size = pool.layers[0], pool.dtype.itemsize
-        self._shape, self._row = (len(pool.layers), 1 if pool.is_mla else 2), first.head_shape[1:]
+        self._shape, self._row = (len(pool.layers), first.head_layout.pool_rows), first.head_shape[1:]
         self.bits = BITS[size]
         """Integers of an element's bits."""
         self._pool, self._device, self._dtype = PoolRows.of(pool), pool.device, pool.dtype

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_testkit.contract import KVPool
-from attn_testkit.contract.kv_layouts import between, place_of, slot_dims
+from ..contract import KVPool
+from ..contract.kv_layouts import between, place_of, slot_dims
 
 __all__ = ["BITS", "PoolRows"]
 

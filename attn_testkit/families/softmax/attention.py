@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cases.data import StepData, dequantised
-from ..contract import AttentionLayer
+from ...cases.data import StepData, dequantised
+from ...contract import AttentionLayer
 from .narrow_factors import FactorErrors, factor_errors
 from .query_rounding import query_rounding
 
@@ -35,7 +35,7 @@ class Attention:
     """Sum of |v_j| over the visible keys, times the weight of a logit as large as the row's largest: what the absolute
     error of small probabilities scales with. None unless asked for."""
     factors: FactorErrors | None = None
-    """How far narrow factors of both products may move the answer and ``lse``. None unless asked for."""
+    """Errors that narrow factors of both products may cause in the answer and in ``lse``. None unless asked for."""
     logit_error: torch.Tensor | None = None
     """[L, T, Hq, 1]: how far queries that are rounded to FP8 may move a logit. None where they are not off."""
 
@@ -49,7 +49,7 @@ def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor
 
 @dataclass(frozen=True)
 class _Asked:
-    """Which of the fields that are None unless asked for."""
+    """Fields of ``Attention`` that are asked for, of those that are None otherwise."""
 
     flat: bool = False
     factors: bool = False
@@ -75,14 +75,14 @@ def attend(
     if _numbers(data, visible) <= _AT_ONCE:
         return _attend(data, layers, visible, asked)
     # One request at a time: nothing is computed on the padding behind short requests, and what is needed for a moment
-    # stays small. A long one a layer at a time.
+    # stays small. A long one one layer at a time.
     return _joined([_of_request(data, layers, visible, request, asked) for request in range(len(visible))], 1)
 
 
 _AT_ONCE = 1 << 17
 """Numbers in a step's keys and logits up to which all of it is computed at once."""
 _LAYERS_AT_ONCE = 1 << 19
-"""The same of one request, up to which its layers are."""
+"""Numbers in one request up to which all its layers are computed at once."""
 
 
 def _numbers(data: StepData, visible: torch.Tensor) -> int:
@@ -109,7 +109,7 @@ def _of_request(
 
 
 def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
-    """One request, cut to the keys that it may see: views. What attention does not look at stays whole."""
+    """One request, cut to the keys that it may see: views. Tensors that attention does not read stay whole."""
     one = slice(request, request + 1)
     seen = visible[request].any(0).nonzero()
     keys = slice(0, int(seen[-1]) + 1 if len(seen) else 1)

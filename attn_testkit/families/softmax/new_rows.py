@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import torch
 
-from ..cases.data import StepData
+from ...cases.data import StepData
 
 __all__ = ["as_given"]
 
 
 def as_given(data: StepData, *, one_by_one: bool) -> StepData:
-    """The same step for ``attend``, with the rows of a forward beside the keys of the pool, as keys of their own.
+    """The same step for ``attend``, with the rows of a forward as keys of their own, behind the keys of the pool.
 
     ``one_by_one``: a forward has one row of a branch, as in draft-decode; otherwise all new rows are of one forward.
     ``visible`` and ``key_positions`` get Tmax columns behind those of the pool; ``stored_keys`` and ``stored_values``

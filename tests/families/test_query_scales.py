@@ -13,10 +13,11 @@ from attn_testkit.cases.data import StepData, make_layers, make_step_data
 from attn_testkit.cases.query_scales import held_queries, large_or_small
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.oracle.attention import attend
-from attn_testkit.oracle.expect import attend_with_limit, expect
-from attn_testkit.oracle.limits import attention_limit, lse_limit
-from attn_testkit.oracle.query_rounding import query_rounding
+from attn_testkit.families.softmax.answer import attend_with_limit
+from attn_testkit.families.softmax.attention import attend
+from attn_testkit.families.softmax.limits import attention_limit, lse_limit
+from attn_testkit.families.softmax.query_rounding import query_rounding
+from attn_testkit.oracle.expect import expect
 
 FP8 = torch.float8_e4m3fn
 SCALED = ("per_token_head", "per_token", "per_tensor")

@@ -1,0 +1,108 @@
+"""Head layouts: how many KV heads a layer has for its query heads, what a row holds, and what follows from that.
+
+``HEAD_LAYOUTS`` is the only place that knows one layout from another. Everything else asks it for the property that
+matters there. A layout also names its family, which is what a layer computes (``attn_testkit/families``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+__all__ = ["HEAD_LAYOUTS", "HeadLayout", "OfHeadLayout", "head_layout_of", "register_head_layout"]
+
+KVHeads = Literal["as many", "some", "one"]
+_HAS: dict[KVHeads, Callable[[int, int], bool]] = {
+    "as many": lambda q_heads, kv_heads: kv_heads == q_heads,
+    "some": lambda q_heads, kv_heads: 1 < kv_heads < q_heads,
+    "one": lambda q_heads, kv_heads: kv_heads == 1 < q_heads,
+}
+
+
+@dataclass(frozen=True)
+class HeadLayout:
+    """One head layout."""
+
+    name: str
+    """Name in ``Capabilities.families`` and case ids: lower-case letters."""
+    kv_heads: KVHeads
+    """KV heads on one rank: as many as query heads, fewer but more than one, or one."""
+    family: str = "softmax"
+    """Family, which says what a layer computes: a name of ``attn_testkit.families.table``."""
+    values_in_keys: bool = False
+    """The value of a token is the first part of its key. A slot of the KV pool holds one row, which all heads share, a
+    layer has a ``kv_lora_rank``, and the part of a key behind the value is its rope part."""
+    usual_scaling: bool = True
+    """Layers may have the scaling 1/sqrt(head_dim). False: models of this layout have a scaling of their own."""
+    by_layer: bool = True
+    """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
+    wide_rows: bool = False
+    """A row is so wide that cases of many heads or long contexts have fewer of them."""
+
+    @property
+    def pool_rows(self) -> int:
+        """Rows that a slot of the KV pool holds in one layer: key and value, or one that is both."""
+        return 1 if self.values_in_keys else 2
+
+    @property
+    def is_grouped(self) -> bool:
+        """Several query heads share a KV head, and which one is theirs can be wrong."""
+        return self.kv_heads == "some"
+
+    def has(self, q_heads: int, kv_heads: int) -> bool:
+        """True if heads of these numbers have this layout."""
+        # With one query head it is all the same; of layouts that differ in it that one counts as "as many".
+        return _HAS[self.kv_heads](q_heads, kv_heads) or (self.values_in_keys and q_heads == kv_heads == 1)
+
+    def kv_heads_of(self, q_heads: int) -> int:
+        """KV heads for so many query heads, where the layout decides it."""
+        return q_heads if self.kv_heads == "as many" else 1
+
+
+HEAD_LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        HeadLayout("mha", "as many"),
+        HeadLayout("gqa", "some"),
+        HeadLayout("mqa", "one"),
+        HeadLayout("mla", "one", values_in_keys=True, usual_scaling=False, by_layer=False, wide_rows=True),
+    )
+}
+"""Name -> layout, the simplest first."""
+
+
+def register_head_layout(layout: HeadLayout) -> None:
+    """Add a layout. Raises ``ValueError`` for a name that another one has, or that no case id can hold."""
+    if HEAD_LAYOUTS.get(layout.name, layout) != layout:
+        raise ValueError(f"there is another head layout {layout.name!r}; give it another name")
+    if not (layout.name.isalpha() and layout.name.islower() and layout.name.isascii()):
+        raise ValueError(f"head layout {layout.name!r}: case ids hold names of lower-case letters")
+    HEAD_LAYOUTS[layout.name] = layout
+
+
+def head_layout_of(family: str, q_heads: int, kv_heads: int, *, values_in_keys: bool = False) -> HeadLayout:
+    """The layout of a family that heads of these numbers have. Raises ``LookupError`` where none has."""
+    for layout in HEAD_LAYOUTS.values():
+        if layout.family == family and layout.values_in_keys == values_in_keys and layout.has(q_heads, kv_heads):
+            return layout
+    raise LookupError(f"no head layout of family {family!r} has {q_heads} query heads and {kv_heads} KV heads")
+
+
+class OfHeadLayout:
+    """Properties of a layer that follow from its head layout."""
+
+    family: str
+    tp_q_head_num: int
+    tp_k_head_num: int
+    kv_lora_rank: int
+
+    @property
+    def is_mla(self) -> bool:
+        """True if the pool holds one latent row per token, whose first ``kv_lora_rank`` columns are the value."""
+        return self.kv_lora_rank > 0
+
+    @property
+    def head_layout(self) -> HeadLayout:
+        """The layout of the layer's heads."""
+        return head_layout_of(self.family, self.tp_q_head_num, self.tp_k_head_num, values_in_keys=self.is_mla)

@@ -1,0 +1,174 @@
+"""``Family``: all that a family of layers has to say. Modes, graphs, poison, isolation and reports know none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..cases.data import StepData
+from ..cases.fields import Fields
+from ..cases.schedule import Schedule, Step
+from ..contract import AttentionLayer, BackendContext
+
+__all__ = ["Answer", "Family", "Memory", "Question", "Stored", "Supposition", "Watch"]
+
+_Ints = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """Expected outputs of the layers of a step. Float64, host; L layers, T live rows, Hq heads, Dv values a head."""
+
+    out: torch.Tensor
+    """[L, T, Hq, Dv]."""
+    limit: torch.Tensor
+    """[L, T, Hq, Dv]: the largest allowed error of each element."""
+    lse: torch.Tensor | None = None
+    """[L, T, P, Hq]: natural log-sum-exp of each KV split, in cases that have any."""
+    lse_limit: torch.Tensor | None = None
+    """[L, T, P, Hq]."""
+    key_sum: torch.Tensor | None = None
+    """[L, T, Hq]: with codes as data, the sum of a row's weights if each key has the weight 1. None in a family that
+    has no such weights."""
+    key_factor: torch.Tensor | None = None
+    """[L, T, Hq]: the relative error that all weights of a row may share; NaN where its keys cannot be counted."""
+
+
+@dataclass(frozen=True, eq=False)
+class Stored:
+    """Expected contents of memory after a step, where the step writes."""
+
+    slots: torch.Tensor
+    """[n] int64, ascending."""
+    rows: torch.Tensor
+    """[L, rows of a slot, n, Hk, D] in the dtype of the memory."""
+    limit: torch.Tensor | None = None
+    """Float64, of the shape of ``rows``: the largest allowed error of each element. None: memory holds copies, and is
+    compared in bits."""
+
+
+class Watch(Protocol):
+    """Fills memory before a step, and finds out which slots of it changed. ``watches/pool_watch.py`` has the shapes."""
+
+    @property
+    def bits(self) -> torch.dtype:
+        """Integers of an element's bits."""
+
+    def fill(
+        self, name: tuple[Schedule, Step, str | None], held: Callable[[], tuple[_Ints, _Bytes]], unowned: float
+    ) -> None:
+        """Have some slots hold rows, and all other memory ``unowned``."""
+
+    def clear(self) -> None:
+        """Leave memory as a server has it when it captures."""
+
+    def clear_page_0(self) -> None:
+        """Fill page 0 with zeros."""
+
+    def written_since_clear(self) -> _Ints:
+        """Slots outside page 0 that were written since ``clear``, [n] ascending."""
+
+    def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Compare on the device, without a wait."""
+
+    def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
+        """Slots that changed, and what they hold."""
+
+    def outside(self, found: Sequence[_Bytes]) -> _Ints:
+        """Bytes that changed and belong to no slot."""
+
+
+class Question(StrEnum):
+    """Question about a wrong row, which diagnosis puts to a backend by running the step again with other data."""
+
+    ATTENDED_KEYS = "attended keys"
+    """Keys that had weight in the row."""
+    MISROUTED_ROWS = "misrouted rows"
+    """Request and row whose result it is."""
+    NAMED_PATTERNS = "named patterns"
+    """Patterns in ``diagnosis/hints`` that the two above fit."""
+
+
+@dataclass(frozen=True, eq=False)
+class Supposition:
+    """The answer of a backend that makes one mistake."""
+
+    text: str
+    """The mistake, for people. Diagnosis prints it where every wrong row is right for ``answer``."""
+    answer: Answer
+
+
+class Image(Protocol):
+    """Makes an image of all memory before a step or after it."""
+
+    def __call__(
+        self,
+        schedule: Schedule,
+        step: Step,
+        data: StepData,
+        finite_tails: bool,
+        *,
+        after: bool,
+        unowned: float = ...,
+        marked: str = ...,
+    ) -> torch.Tensor:
+        """[L, rows of a slot, slots, Hk, D] in the dtype of the memory. ``cases/data.py:pool_image`` has the rest."""
+
+
+class Held(Protocol):
+    """Says what live requests have in memory before a step or after it."""
+
+    def __call__(self, schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[_Ints, _Bytes]:
+        """Slots [n], and the bytes of their rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """The memory that outlives a step: what it holds before, how it is watched, and what a step leaves in it."""
+
+    watch: Callable[[BackendContext, Schedule], Watch]
+    """(context of an instance, its first schedule) -> a watch."""
+    held: Held
+    image: Image
+    stored: Callable[[StepData], Stored]
+    """Data of a step -> what it leaves, and how far that may be off."""
+
+
+def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
+    yield from ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One family of layers.
+
+    ``layers``, ``data`` and ``memory`` run in the worker, too; ``answer`` and ``supposed`` only in the judge. A worker
+    cannot call the functions of the modules that these two are defined in (``running/hygiene/oracle_sealed.py``).
+    """
+
+    name: str
+    """Name, which a ``HeadLayout`` refers to."""
+    dimensions: frozenset[str]
+    """Names of the dimensions of cases that mean something (``cases/dimensions``). In all others a case has the
+    default."""
+    layers: Callable[[Fields], tuple[AttentionLayer, ...]]
+    """Case -> the layers of the test model. They differ in everything that a layer of the family may differ in."""
+    data: Callable[[Schedule, Step, str | None], StepData]
+    """(schedule, step, data pattern other than the case's) -> what the model looks up, and what memory holds."""
+    memory: Memory
+    """The memory that outlives a step."""
+    answer: Callable[[Schedule, StepData, bool], Answer]
+    """(schedule, data, whether new rows are attended as given): outputs, and how far they may be off."""
+    questions: frozenset[Question] = frozenset()
+    """Questions that diagnosis may ask. It asks no other."""
+    supposed: Callable[[Schedule, StepData], Iterator[Supposition]] = _nothing_supposed
+    """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
+    counts_keys: bool = False
+    """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

@@ -1,0 +1,41 @@
+"""Effects of rounding in any family: unit roundoffs of dtypes, and limits that follow from limits on outputs."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["FLOAT32", "FLUSHED", "SMALLEST", "UNIT_ROUNDOFF", "linear_limit", "row_limit"]
+
+UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4, "tf32": 2.0**-10}
+"""tf32 is cut off, not rounded, where nobody asks for more."""
+SMALLEST = {"bf16": 2.0**-133, "fp16": 2.0**-24, "fp32": 2.0**-149}
+"""Smallest positive number of the dtype: an output below it rounds to it or to zero."""
+FLUSHED = 2.0**-110
+"""GPU kernels flush numbers below 2^-126 to zero; so much may a sum of 2^16 of them be."""
+FLOAT32 = 2.0**-24
+"""Unit roundoff of the float32 sums of every kernel."""
+
+
+def row_limit(limit: torch.Tensor, dtype: str, alike: bool = False) -> torch.Tensor:
+    """[L, T, Hq] float64: the largest allowed norm of (out - ref) over one row of one head. ``limit``: of its elements.
+
+    Rounding errors of different channels are not aligned, so a whole row keeps half of what its elements may do each;
+    but for channels that are ``alike``: all round the same way at each step (XQA in fp16: 0.79 of each element's limit,
+    in every channel of a row).
+    """
+    norm: torch.Tensor = torch.linalg.vector_norm(limit, dim=-1)
+    # What is flushed to zero is flushed in all channels alike.
+    flushed: float = FLUSHED * limit.shape[-1] ** 0.5
+    return norm / (1 if alike else 2) + (2 * SMALLEST[dtype] + flushed)
+
+
+def linear_limit(
+    limit: torch.Tensor, value: torch.Tensor, sizes: torch.Tensor, terms: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Carry a limit through ``value @ W`` in float32: |W| times the limit, plus the product's own sums.
+
+    ``limit`` and ``value`` [..., T, K], ``sizes`` [..., K, N]: |W|; all float64 -> [..., T, N] float64. ``terms``
+    [..., 1, 1]: of so many of the K numbers each sum is; None: of all.
+    """
+    own = ((value.shape[-1] if terms is None else terms) + 2) * FLOAT32
+    return value.abs().mul_(own).add_(limit) @ sizes

@@ -1,0 +1,23 @@
+"""Softmax attention as a family: the record in which its parts come together."""
+
+from __future__ import annotations
+
+from ...cases.data import make_layers, make_step_data
+from ...cases.dimensions.table import DIMENSIONS
+from ..family import Family, Question
+from .answer import answer
+from .memory import KV_POOL
+
+__all__ = ["SOFTMAX"]
+
+
+SOFTMAX = Family(
+    name="softmax",
+    dimensions=frozenset(dimension.name for dimension in DIMENSIONS),
+    layers=make_layers,
+    data=make_step_data,
+    memory=KV_POOL,
+    answer=answer,
+    questions=frozenset(Question),
+    counts_keys=True,
+)

@@ -1,0 +1,32 @@
+"""The KV pool as memory: what it holds, and its watch, of one pool, of one per KV group, or of few slots of many."""
+
+from __future__ import annotations
+
+from ...cases.data import StepData, new_kv, pool_image, stored_kv
+from ...cases.schedule import Schedule
+from ...cases.ways import way_of
+from ...contract import BackendContext
+from ...watches.group_watch import GroupWatch
+from ...watches.pool_watch import PoolWatch
+from ...watches.spread_watch import SpreadWatch
+from ..family import Memory, Stored, Watch
+
+__all__ = ["KV_POOL"]
+
+
+def _watch(context: BackendContext, schedule: Schedule) -> Watch:
+    """The watch of an instance whose first schedule is ``schedule``."""
+    case = schedule.case
+    if way_of(case).pool_elements:
+        return SpreadWatch(context.kv_pool, schedule)
+    if context.kv_groups:
+        return GroupWatch(context.kv_groups, context.device, case.head_maps)
+    return PoolWatch(context.kv_pool, case.head_maps)
+
+
+def _stored(data: StepData) -> Stored:
+    """K and V of the new rows: copies, compared in bits."""
+    return Stored(*new_kv(data))
+
+
+KV_POOL = Memory(watch=_watch, held=stored_kv, image=pool_image, stored=_stored)

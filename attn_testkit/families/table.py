@@ -1,0 +1,63 @@
+"""The table of families. A family of the kit is a row here; a test registers its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Any
+
+from ..cases.dimensions.dimension import Dimension
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.fields import C, Fields
+from .family import Family
+from .softmax.family import SOFTMAX
+
+__all__ = ["FAMILIES", "family_of", "meaningful", "meaningless", "register"]
+
+FAMILIES = {family.name: family for family in (SOFTMAX,)}
+"""Name -> family."""
+
+
+def register(family: Family) -> None:
+    """Add a family. Raises ``ValueError`` for the name of another one, for dimensions that there are not, and
+    without those that every case has a value in.
+    """
+    unknown = family.dimensions - {dimension.name for dimension in DIMENSIONS}
+    if unknown:
+        raise ValueError(f"family {family.name!r}: no dimension of cases is called {', '.join(sorted(unknown))}")
+    needed = {each.name for each in DIMENSIONS if any(_USUAL[name] is MISSING for name in each.fields)}
+    if needed - family.dimensions:
+        missing = ", ".join(sorted(needed - family.dimensions))
+        raise ValueError(f"family {family.name!r} leaves out {missing}, in which every case has a value; add them")
+    if FAMILIES.get(family.name, family) is not family:
+        raise ValueError(f"there is another family {family.name!r}; give it another name")
+    FAMILIES[family.name] = family
+
+
+def family_of(case: Fields) -> Family:
+    """The family of a case. Raises ``KeyError`` where nobody registered the one that its head layout names."""
+    name = case.heads.layout.family
+    if name not in FAMILIES:
+        raise KeyError(f"head layout {case.heads.family!r} is of family {name!r}, which nobody registered")
+    return FAMILIES[name]
+
+
+def meaningless(case: Fields) -> list[str]:
+    """Names of dimensions in which a case has a value of its own, and which mean nothing in its family."""
+    return [each.name for each in _outside(case) if any(getattr(case, n) != _USUAL[n] for n in each.fields)]
+
+
+def meaningful(case: C) -> C:
+    """The case with the default of everything that means nothing in its family."""
+    changes: dict[str, Any] = {name: _USUAL[name] for each in _outside(case) for name in each.fields}
+    return replace(case, **changes) if meaningless(case) else case
+
+
+def _outside(case: Fields) -> list[Dimension]:
+    """Dimensions that mean nothing in the family of the case."""
+    known = family_of(case).dimensions
+    return [each for each in DIMENSIONS if each.name not in known]
+
+
+_USUAL: Mapping[str, Any] = {each.name: each.default for each in fields(Fields)}
+"""Field -> its default. A dimension of a field that has none, such as the mode, means something in every family."""
