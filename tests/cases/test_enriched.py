@@ -150,4 +150,4 @@ def test_ways_have_other_batches_and_rows_as_well() -> None:
         changed = list(varied(CLAIMS, plain, batches=batches))
         assert sum(before.prefixes != after.prefixes for before, after in zip(plain, changed, strict=True)) <= most
         assert bool(most) is any(b.new != a.new for b, a in zip(plain, changed, strict=True))
-        assert [case.variants for case in changed] == [case.variants for case in plain]
+        assert all(before.variants <= after.variants for before, after in zip(plain, changed, strict=True))

@@ -23,9 +23,9 @@ PLAIN = MinimalBackend.capabilities
 
 
 def ways(claims: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> dict[str, Case]:
-    """By word, the first case that has it and no other."""
+    """By word, the last case that has it and no other."""
     alone = [case for case in generate(claims, mode, tier) if len(case.variants) == 1]
-    return {word: case for case in reversed(alone) for word in case.variants}
+    return {word: case for case in alone for word in case.variants}
 
 
 def test_each_way_is_a_word_of_ids_and_says_what_it_is() -> None:
