@@ -19,6 +19,6 @@ class Fixed(BakedMaxLength):
     """Launches for the longest request that the server may have, a number that no batch changes."""
 
     def init_forward_metadata_out_graph(self, batch: object, in_capture: bool = False) -> None:
-        """As above, with the bound in place of the count."""
+        """Fill the buffers, with the bound in place of the count."""
         super().init_forward_metadata_out_graph(batch, in_capture)  # type: ignore[arg-type]
         self.max_len = self.context.max_context_len
