@@ -56,8 +56,8 @@ def forward(
         in_parts = InParts(harness) if harness.context.kv_parts else None
         traces.append(
             harness.model.forward(
-                in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.takes_none_kv, lend=loan,
-                at_once=claims.output_lifetime == "layer", turned=turned,
+                in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.server.takes_none_kv, lend=loan,
+                at_once=claims.server.output_lifetime == "layer", turned=turned,
             )
         )  # fmt: skip
         if in_parts:
@@ -133,10 +133,11 @@ def _check(harness: ServerHarness, rows: int, loan: _Loan | None, trace: Trace) 
     check_returned(name, out, shapes, harness.context.dtype, harness.device)
     if loan is not None and out.data_ptr() != loan.out.data_ptr():
         raise ShapeError(f"{name} was given out=, and returned other memory; write the output to out and return it")
-    if harness.capabilities.output_lifetime == "model":
+    if harness.capabilities.server.output_lifetime == "model":
         earlier = {each.data_ptr(): layer for each, layer in zip(trace.raw[:-1], harness.context.layers, strict=False)}
         if out.numel() and out.data_ptr() in earlier:
             raise ShapeError(
                 f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must hold "
-                "until all layers have run; return another tensor, or claim output_lifetime='layer'"
+                "until all layers have run; return another tensor, or declare "
+                "server=ServerConventions(output_lifetime='layer')"
             )

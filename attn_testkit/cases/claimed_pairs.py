@@ -33,7 +33,7 @@ def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     options, of each head dim and dtype of the pool with several splits, and of outputs in which a sum of another order
     shows. Made of ``small``.
     """
-    if small.mode in _FAR_MODES & claims.sliding_window and not small.heads.layout.wide_rows:
+    if small.mode in _FAR_MODES & claims.windows.modes and not small.heads.layout.wide_rows:
         yield small.of_requests(_FAR, data="footprint", window=_NARROW)
     page = nearest(claims.page_sizes, _PAGE)
     one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")

@@ -99,7 +99,7 @@ def companions(
 
 def claimed_companions(claims: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
     """``companions`` of these modes, no larger than is claimed."""
-    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+    max_topk = claims.max_topk if claims.windows.in_trees or case.window < 0 else 1
     most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
     return [as_claimed(claims, each) for each in companions(case, modes, *most)]
 

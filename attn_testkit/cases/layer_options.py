@@ -22,7 +22,7 @@ _TREE = Tree((0, 0, 1, 2))
 
 def takes_window(claims: Capabilities, case: Case) -> bool:
     """Whether a window is claimed for the mode of ``case``, and beside its tree."""
-    return case.mode in claims.sliding_window and (case.topk < 2 or claims.window_in_trees)
+    return case.mode in claims.windows.modes and (case.topk < 2 or claims.windows.in_trees)
 
 
 def with_options(claims: Capabilities, case: Case, window: int) -> Case:
@@ -47,7 +47,7 @@ def _with_branches(claims: Capabilities, case: Case) -> Case:
 
 
 def _windows_chains_alone(claims: Capabilities, case: Case) -> bool:
-    return case.mode in claims.sliding_window and not claims.window_in_trees
+    return case.mode in claims.windows.modes and not claims.windows.in_trees
 
 
 def _branching(claims: Capabilities, case: Case) -> Case:

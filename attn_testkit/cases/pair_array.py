@@ -74,7 +74,7 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
     three = plain.rows.counted((*plain.new[:2], *plain.new[:1]))
     one = plain.of_requests((0,) * 3, padded=1, rows=three, layout="shuffled", data="gauss")
-    chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not claims.window_in_trees else one
+    chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not claims.windows.in_trees else one
     alone = [each for each in typical_heads(claims) if alike(each, plain.heads)]
     if not alone:
         return

@@ -121,7 +121,7 @@ def _classify(
             "no-host-lengths",
             f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare that they are needed"
-            + ("" if phase == "plan for replay" else " (or eager_waits, where only eager steps wait)"),
+            + ("" if phase == "plan for replay" else f" (or {_MAY_WAIT}, if only eager steps wait)"),
         )
     if phase == "forward without k and v" and "NoneType" in message:
         return "completes", raised, "takes_none_kv: with save_kv_cache False k and v may be None, and are not read"
@@ -151,6 +151,7 @@ _WITHOUT_WAITS = {
 }
 """Phases in which nothing may wait for the device, where CPU lengths are declared unneeded; and their words."""
 
+_MAY_WAIT = "server=ServerConventions(eager_without_waits=False)"
 _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
 
 

@@ -171,7 +171,7 @@ CHECKS = (
         "This step's: frozen slots, the wrong numbers, or padding that was stored over them.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, schedule, claims: writes_own_kv(
-            judgement.observed, schedule.case, takes_strided_heads=claims.takes_strided_heads
+            judgement.observed, schedule.case, takes_strided_heads=claims.server.takes_strided_heads
         ),
     ),
     Check(

@@ -12,6 +12,7 @@ from functools import cached_property
 
 from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
+from ..cases.numerics import Numerics
 from ..cases.schedule import Schedule, make_schedule
 from ..checks import Judgement
 from ..contract import ForwardMode
@@ -135,8 +136,7 @@ class ChangedCases:
             return None
         # What is said of products and new rows beside an FP8 pool holds for that alone.
         alike = case.kv_dtype == own.case.kv_dtype
-        products, as_given = (own.matmul_dtype, own.new_rows_as_given) if alike else ("model", False)
-        schedule = make_schedule(case, products, as_given, own.lse_dtype, own.q_scale if alike else "none")
+        schedule = make_schedule(case, own.numerics if alike else Numerics(lse_dtype=own.lse_dtype))
         step = schedule.steps[0]
         seen = self._rerunner.eager(schedule, step)
         return None if seen is None else Judgement(seen, expect(schedule, step)).right

@@ -15,7 +15,7 @@ from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
-_CLAIMS = LEAN.with_changes(takes_more_rows=True)
+_CLAIMS = LEAN.with_changes(server={"takes_more_rows": True})
 
 
 class SlotsOfTheForward(PlannedBackend):
@@ -96,7 +96,7 @@ class MoreRowsAreCutOff(SlotsOfTheForward):
 class MoreRowsOfBlocks(BlockBackend):
     """Healthy: rows behind those of the plan get zeros, in layers that are not causal too."""
 
-    capabilities = NON_CAUSAL.with_changes(takes_more_rows=True)
+    capabilities = NON_CAUSAL.with_changes(server={"takes_more_rows": True})
 
     @override
     def forward(

@@ -98,11 +98,11 @@ def test_a_case_that_fills_what_is_claimed_to_the_last_token_is_tried() -> None:
 
 
 def test_a_window_with_a_branching_tree_is_tried_where_it_is_claimed_alone() -> None:
-    windows = {"sliding_window": set(ForwardMode)}
-    without = core(VERIFY, **windows)
+    windows = {"modes": set(ForwardMode)}
+    without = core(VERIFY, windows=windows)
     assert any(case.window >= 0 for case in without)
     assert not any(case.window >= 0 and case.topk > 1 for case in without)
-    assert any(case.window >= 0 and case.topk > 1 for case in core(VERIFY, **windows, window_in_trees=True))
+    assert any(case.window >= 0 and case.topk > 1 for case in core(VERIFY, windows={**windows, "in_trees": True}))
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,10 @@ def pairs(cases: list[Case]) -> int:
 
 def test_what_is_not_claimed_is_not_taken() -> None:
     narrow = CLAIMS.with_changes(
-        lse=None, kv_groups=False, takes_out=False, takes_more_rows=False, takes_bare_chains=False, non_causal=()
+        lse=None,
+        kv_groups=False,
+        server={"takes_out": False, "takes_more_rows": False, "takes_bare_chains": False},
+        non_causal=(),
     )
     for mode in ForwardMode:
         found = list(enriched(narrow, arrays(narrow, mode)))
@@ -83,7 +86,7 @@ def test_what_is_not_claimed_is_not_taken() -> None:
 
 
 def test_trees_that_branch_have_no_window_where_that_is_not_claimed() -> None:
-    chains = CLAIMS.with_changes(window_in_trees=False)
+    chains = CLAIMS.with_changes(windows={"in_trees": False})
     found = list(enriched(chains, arrays(chains, ForwardMode.TARGET_VERIFY)))
     assert {case.topk > 1 for case in found if case.window < 0} == {False, True}
     assert {case.topk > 1 for case in found if case.window >= 0} == {False}

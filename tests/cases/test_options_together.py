@@ -53,7 +53,7 @@ def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_tre
         lambda case: bool(case.parts),
         *map(of_way, ("lent", "morerows", "ahead", "withnew")),
     ]
-    cases = core(VERIFY, CLAIMS.with_changes(window_in_trees=in_trees))
+    cases = core(VERIFY, CLAIMS.with_changes(windows={"in_trees": in_trees}))
     for has in kinds:
         met = {case.window >= 0 for case in cases if has(case) and case.topk > 1}
         assert in_trees in met
@@ -79,13 +79,13 @@ def test_every_other_layout_meets_a_window_in_heads_that_differ() -> None:
 
 
 def test_what_is_not_claimed_is_in_none_of_them() -> None:
-    claims = CLAIMS.with_changes(sliding_window=(), sinks=False, logit_cap=False, kv_dtypes={"same"})
+    claims = CLAIMS.with_changes(windows=(), sinks=False, logit_cap=False, kv_dtypes={"same"})
     for mode in ForwardMode:
         for case in core(mode, claims):
             assert case.window < 0
             assert not case.sinks
             assert case.kv_dtype == "same"
-    assert not any("lent" in case.variants for case in core(DECODE, CLAIMS.with_changes(takes_out=False)))
+    assert not any("lent" in case.variants for case in core(DECODE, CLAIMS.with_changes(server={"takes_out": False})))
 
 
 def full(claims: Capabilities, mode: ForwardMode) -> list[Case]:

@@ -176,7 +176,7 @@ def test_widths_of_mla_and_of_other_families_are_tried_apart() -> None:
 
 
 def test_a_window_is_tried_where_it_leaves_a_key_out() -> None:
-    windows = {"sliding_window": {DECODE, VERIFY}, "window_in_trees": True, "max_topk": 2}
+    windows = {"windows": {"modes": {DECODE, VERIFY}, "in_trees": True}, "max_topk": 2}
     assert tries("sliding window", case(window=20), **windows) == []
     assert tries("sliding window", case(window=19), **windows) == ["sliding window"]
     assert tries("sliding window", case(window=0), **windows) == ["sliding window"]

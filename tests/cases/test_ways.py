@@ -51,10 +51,10 @@ def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None
     big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
     assert set(ways(PLAIN, mode)) == {"idle", "ahead"} | far | big
     assert set(ways(ALL, mode)) == {"idle", "ahead", "norows", "lent"} | far | big | more | verify
-    assert "ahead" not in ways(PLAIN.with_changes(waits_between_steps=True), mode)
+    assert "ahead" not in ways(PLAIN.with_changes(server={"overlap_scheduling": False}), mode)
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
-    assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
-    assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"
+    assert "norows" not in ways(ALL.with_changes(server={"padded_requests": {"nothing"}}), mode), "all cases have it so"
+    assert "withnew" not in ways(ALL.with_changes(server={"verify_lens": {"all"}}), mode), "all cases have it so"
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -96,14 +96,14 @@ def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
     schedule = make_schedule(ways(PLAIN)["idle"])
     empty, *_ = (step for step in schedule.idle if step.eager_too)
     live, *_ = (step for step in schedule.steps if step.eager_too and step.requests)
-    takes = PLAIN.with_changes(takes_empty_batches=True)
+    takes = PLAIN.with_changes(server={"takes_empty_batches": True})
     assert (schedule.runs_eagerly(empty, PLAIN), schedule.runs_eagerly(empty, takes)) == (False, True)
     assert schedule.runs_eagerly(live, PLAIN)
 
 
 def test_no_step_runs_eagerly_in_a_mode_of_graphs_alone() -> None:
     schedule = make_schedule(ways(PLAIN)["idle"])
-    alone = PLAIN.with_changes(eager={"extend"}, takes_empty_batches=True)
+    alone = PLAIN.with_changes(eager={"extend"}, server={"takes_empty_batches": True})
     assert not [step for step in schedule.steps if schedule.runs_eagerly(step, alone)]
     assert [step for step in schedule.steps if schedule.runs_eagerly(step, alone.with_changes(eager={"decode"}))]
 

@@ -71,7 +71,7 @@ def test_it_is_a_claim_of_extend_and_of_verify_alone(mode: ForwardMode) -> None:
 class Looks(KernelBackend):
     """A kernel call that looks at the layer of its plan; and remembers what else it was told."""
 
-    capabilities = CLAIMS.with_changes(sliding_window=(), window_in_trees=False, max_topk=1)
+    capabilities = CLAIMS.with_changes(windows={"modes": (), "in_trees": False}, max_topk=1)
     masks: list[object] = []  # noqa: RUF012 - of the process
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

@@ -14,7 +14,7 @@ __all__ = ["PREFIXED"]
 
 
 def _behind_prefixes(claims: Capabilities, case: Fields) -> Changes:
-    if not case.draft or claims.drafts_without_prefix or case.with_prefix:
+    if not case.draft or claims.server.drafts_without_prefix or case.with_prefix:
         return {}
     prefixes = tuple(max(1, prefix) for prefix in case.prefixes)
     return {"prefixes": prefixes, **changed_rows(case.rows, with_prefix=True)}
@@ -41,7 +41,7 @@ PREFIXED = Dimension(
     declared=(
         Asked(
             lambda case: "a draft without a prefix",
-            lambda claims, case: claims.drafts_without_prefix or case.with_prefix or not case.draft,
+            lambda claims, case: claims.server.drafts_without_prefix or case.with_prefix or not case.draft,
         ),
     ),
     fit=_behind_prefixes,

@@ -79,7 +79,7 @@ def dialect_of(claims: Capabilities, case: Fields) -> Dialect:
     in the one that the backend knows.
     """
     says = way_of(case).says
-    usual = {name: next(v for v in values if v in getattr(claims, name)) for name, values in DIALECTS.items()}
+    usual = {name: next(v for v in values if v in getattr(claims.server, name)) for name, values in DIALECTS.items()}
     return Dialect(**{**usual, **says})
 
 

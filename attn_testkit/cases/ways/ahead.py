@@ -14,7 +14,7 @@ _LENS = (9, 70, 1, 33)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return not claims.waits_between_steps
+    return claims.server.overlap_scheduling
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
@@ -25,7 +25,7 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
 AHEAD = Way(
     "ahead",
     "the next step is planned while the device is still busy with this one",
-    "waits_between_steps=False",
+    "server.overlap_scheduling",
     _cases,
     _fits,
 )

@@ -36,7 +36,7 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 IDLE = Way(
     "idle",
     "some steps have no live request, as on a rank of data parallelism that has none",
-    "in eager for who claims takes_empty_batches alone",
+    "in eager for who claims server.takes_empty_batches alone",
     _cases,
     _fits,
     _plans,

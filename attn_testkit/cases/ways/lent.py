@@ -14,7 +14,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_out
+    return claims.server.takes_out
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
@@ -25,7 +25,7 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
 LENT = Way(
     "lent",
     "each forward is given out=, which it writes and returns",
-    "takes_out",
+    "server.takes_out",
     _cases,
     _fits,
     excludes={"KV splits": "forward_return_lse has no out=: each part has an output of its own, and they are merged"},

@@ -14,7 +14,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
+    return claims.server.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
@@ -25,7 +25,7 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
 MORE_ROWS = Way(
     "morerows",
     "each forward has rows of no request behind those of its plan",
-    "takes_more_rows",
+    "server.takes_more_rows",
     _cases,
     _fits,
     excludes={

@@ -14,7 +14,7 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return case.mode in claims.graph and set(claims.padded_requests) > {"nothing"}
+    return case.mode in claims.graph and set(claims.server.padded_requests) > {"nothing"}
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
@@ -25,7 +25,7 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
 NO_ROWS = Way(
     "norows",
     "padded requests have neither rows nor keys",
-    "padded_requests",
+    "server.padded_requests",
     _cases,
     _fits,
     says={"padded_requests": "nothing"},

@@ -22,11 +22,11 @@ def _verify(claims: Capabilities, small: C) -> C:
 
 
 def _fits_with_new(claims: Capabilities, case: Fields) -> bool:
-    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}
+    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.server.verify_lens) > {"all"}
 
 
 def _fits_bare(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
+    return claims.server.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
 
 
 def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
@@ -35,14 +35,14 @@ def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
 
 
 def _bare(claims: Capabilities, small: C) -> Iterator[C]:
-    if small.mode is ForwardMode.TARGET_VERIFY and claims.takes_bare_chains:
+    if small.mode is ForwardMode.TARGET_VERIFY and claims.server.takes_bare_chains:
         yield replace(_verify(claims, small), variants=frozenset({"bare"}))
 
 
 WITH_NEW = Way(
     "withnew",
     "seq_lens of target-verify count the step's own tokens",
-    "verify_lens",
+    "server.verify_lens",
     _with_new,
     _fits_with_new,
     says={"verify_lens": "all"},
@@ -50,7 +50,7 @@ WITH_NEW = Way(
 BARE = Way(
     "bare",
     "a chain is verified without a tree: no custom_mask and no retrieve_*",
-    "takes_bare_chains",
+    "server.takes_bare_chains",
     _bare,
     _fits_bare,
     gives_none=True,
