@@ -350,11 +350,9 @@ def _with_hint(finding: Finding, why: str) -> Finding:
 
 def _of_way(finding: Finding, case: Case) -> Finding:
     """With what the server of the case does and not every server does, where there is such a thing."""
-    if not case.way:
+    if not case.variants:
         return finding
-    way = way_of(case)
-    said = f"{way.about} ({way.claim})" if way.claim else way.about
-    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {said}"))))
+    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {way_of(case).about}"))))
 
 
 def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:
