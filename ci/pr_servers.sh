@@ -8,7 +8,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 name="${1:?usage: ci/pr_servers.sh NAME}"
-# The quickest backend of each that has eager steps and graphs.
+# A quick backend of each; SGLang's runs in eager only.
 declare -A backends=([sglang-0.5.23]=sglang:torch_native [vllm-0.33.0]=vllm:triton_mla)
 backend="${backends[$name]:-}"
 [[ -n "$backend" ]] || { echo "ci/pr_servers.sh: there is no $name; there are: ${!backends[*]}" >&2; exit 4; }

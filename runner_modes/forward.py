@@ -48,9 +48,9 @@ def forward(
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
         claims = harness.capabilities
-        if case.way == "morerows":
+        if "morerows" in case.variants:
             part = _with_more_rows(harness, part)
-        loan = _Loan(harness) if case.way == "lent" else None
+        loan = _Loan(harness) if "lent" in case.variants else None
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
         in_parts = InParts(harness) if harness.context.kv_parts else None
@@ -94,6 +94,10 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
     for name, value in values.items():
         own: torch.Tensor = getattr(batch, name)
         longer[name] = torch.cat([own, own.new_full((_MORE_ROWS,), value)])
+    by_group = getattr(batch, "group_cache_locs", None)
+    if by_group is not None:
+        slots = by_group.new_full((len(by_group), _MORE_ROWS), values["out_cache_loc"])
+        longer["group_cache_locs"] = torch.cat([by_group, slots], 1)
     return replace(batch, **longer)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
+from .rows import Verify
 from .trees import Tree
 from .ways import way_of
 
@@ -55,4 +56,4 @@ def _branching(claims: Capabilities, case: Case) -> Case:
     claimed = claims.max_topk >= _TREE.topk and claims.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not claimed or way_of(case).gives_none:
         return case
-    return replace(case, tree=_TREE)
+    return replace(case, rows=Verify(_TREE))

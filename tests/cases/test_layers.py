@@ -101,7 +101,7 @@ def test_the_default_is_not_written_and_a_loop_has_no_other() -> None:
     with pytest.raises(ValueError, match="not in its usual form"):
         parse_case(DECODE.format("-layers2from0"))
     loop = parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-loop6-shuffled-gauss-b2prod")
-    with pytest.raises(ValueError, match="layers3from5: the model of a loop has two layers"):
+    with pytest.raises(ValueError, match="loop and other layers: the model of a loop has two layers"):
         replace(loop, layers=RANK)
 
 

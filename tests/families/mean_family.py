@@ -60,7 +60,7 @@ MEAN = Family(
     name=NAME,
     dimensions=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "layout", "data",
-         "KV layout", "window", "layers", "padded requests", "padding", "mixed", "way", "seed"}
+         "KV layout", "window", "layers", "padded requests", "padding", "mixed", "variants", "seed"}
     ),
     layers=layers,
     data=make_step_data,

@@ -6,6 +6,7 @@ import torch
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.numerics import Numerics
+from attn_testkit.cases.rows import Decode
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.families.rounding import row_limit
@@ -18,7 +19,7 @@ FP8 = torch.float8_e4m3fn
 def decode(length: int, data: str, dim: int = 64) -> Case:
     heads = Heads("mha", 2, 2)
     return Case(
-        ForwardMode.DECODE, heads, dim, "bf16", 16, (length - 1,), data=data, bucket=1, kv_dtype="fp8_e4m3"
+        Decode(), heads, dim, "bf16", 16, (length - 1,), data=data, bucket=1, kv_dtype="fp8_e4m3"
     )  # fmt: skip
 
 

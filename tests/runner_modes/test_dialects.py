@@ -296,7 +296,7 @@ class Either(Padded):
 def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: str) -> None:
     width = WIDTHS.get(case_id, 1)
     for backend, way, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
-        spy = graph(replace(parse_case(case_id), way=way), backend)
+        spy = graph(replace(parse_case(case_id), variants=frozenset({way} - {""})), backend)
         assert isinstance(spy, Padded)
         # Capture, then a step of three requests, then one of four.
         captured, padded, full, *_ = ({name: t.tolist() for name, t in read.items()} for read in spy.read)
@@ -332,14 +332,14 @@ class CountsEither(Spy):
 def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
     backend: type[Spy], way: str, lens: list[int]
 ) -> None:
-    spy = eager(replace(parse_case(VERIFY), way=way), backend)
+    spy = eager(replace(parse_case(VERIFY), variants=frozenset({way} - {""})), backend)
     assert spy.eager[0].seq_lens.tolist() == lens
     assert spy.context.dialect.verify_lens == ("all" if lens[0] == 6 else "prefix")
 
 
 @pytest.mark.parametrize("way", ["", "bare"])
 def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
-    case = replace(parse_case(VERIFY), way=way)
+    case = replace(parse_case(VERIFY), variants=frozenset({way} - {""}))
     specs = [eager(case, Spy).eager[0].spec_info, *(batch.spec_info for batch in graph(case, Spy).captured)]
     for spec in specs:
         assert isinstance(spec, VerifyInput)
@@ -350,7 +350,7 @@ def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
 
 def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
     with pytest.raises(Unsupported, match="padded_requests nothing is not declared"):
-        graph(replace(parse_case(DECODE), way="norows"), Spy)
+        graph(replace(parse_case(DECODE), variants=frozenset({"norows"})), Spy)
 
 
 class Lent(Spy):
@@ -387,7 +387,7 @@ class Copies(Lent):
 
 
 def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
-    lent = eager(replace(parse_case(DECODE), way="lent"), Lent)
+    lent = eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), Lent)
     assert isinstance(lent, Lent)
     (first, shape, poisoned), (second, *_) = lent.lent
     assert first != second
@@ -400,7 +400,7 @@ def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
 @pytest.mark.parametrize("backend", [Other, Copies])
 def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
     with pytest.raises(DriveError) as caught:
-        eager(replace(parse_case(DECODE), way="lent"), backend)
+        eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), backend)
     assert "was given out=, and returned other memory" in str(caught.value.__cause__)
 
 
@@ -456,7 +456,7 @@ class MoreRows(Spy):
 @pytest.mark.parametrize(("way", "more"), [("", 0), ("morerows", 3)])
 @pytest.mark.parametrize(("case_id", "rows"), [(DECODE, 3), (VERIFY, 9), (V1, 6)])
 def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(way: str, more: int, case_id: str, rows: int) -> None:
-    case = replace(parse_case(case_id), way=way)
+    case = replace(parse_case(case_id), variants=frozenset({way} - {""}))
     spy = eager(case, MoreRows)
     assert isinstance(spy, MoreRows)
     assert spy.rows == [(rows, *[rows + more] * 6)] * 2

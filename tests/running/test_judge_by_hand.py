@@ -20,8 +20,8 @@ from attn_testkit.contract import Execution, Requires
 from attn_testkit.environment import resolve
 from attn_testkit.results import CaseResult, Finding, Status
 from attn_testkit.running.case_runs import judge
-from attn_testkit.running.case_runs.case_run import request_to_isolate, schedule_for, schedules_of
-from attn_testkit.running.case_runs.judge import CaseRun, _Outcome, judge_item
+from attn_testkit.running.case_runs.case_run import CaseRun, request_to_isolate, schedule_for, schedules_of
+from attn_testkit.running.case_runs.judge import _Outcome, judge_item
 from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import candidate_for
 from attn_testkit.running.planning.plan import plan_run

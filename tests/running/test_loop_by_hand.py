@@ -19,7 +19,7 @@ from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
 from attn_testkit.running.case_runs import lane, loop, worker_main, worker_slot
 from attn_testkit.running.case_runs.between_cases import Afresh
-from attn_testkit.running.case_runs.judge import CaseRun
+from attn_testkit.running.case_runs.case_run import CaseRun
 from attn_testkit.running.case_runs.lane import Lane, Work
 from attn_testkit.running.case_runs.loop import Runner, _groups
 from attn_testkit.running.case_runs.worker_main import LocalWorker, given_up

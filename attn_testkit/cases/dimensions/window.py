@@ -78,8 +78,8 @@ def _smaller(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Chan
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    fits = claims.windows.in_trees or not branches(so_far.get("tree"))
-    if so_far["mode"] not in claims.windows.modes or not fits or not draws.one_of([False, True]):
+    fits = claims.windows.in_trees or not branches(getattr(so_far["rows"], "tree", None))
+    if so_far["rows"].mode not in claims.windows.modes or not fits or not draws.one_of([False, True]):
         return {}
     return {"window": draws.number(claims.windows.smallest, max(_MOST_RANDOM, claims.windows.smallest))}
 
@@ -123,7 +123,11 @@ WINDOW = Dimension(
     name="window",
     fields=("window", "layer_windows"),
     words=(
-        Word(r"w(\d+)(one|same)?", lambda match: {"window": int(match[1]), "layer_windows": match[2] or "any"}, _write),
+        Word(
+            r"w(\d+)(one|same)?",
+            lambda match, so_far: {"window": int(match[1]), "layer_windows": match[2] or "any"},
+            _write,
+        ),
     ),
     describe=lambda case: {"window": _phrase(case)},
     declared=(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities
 from ..fields import C, Fields
@@ -20,8 +19,7 @@ def _fits(claims: Capabilities, case: Fields) -> bool:
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
-        new = small.new[:1] * len(_LENS)
-        yield replace(small, prefixes=_LENS, new=new, layout="shuffled", data="gauss", bucket=5, way="ahead")
+        yield small.of_requests(_LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"ahead"}))
 
 
 AHEAD = Way(

@@ -16,9 +16,7 @@ _LENS = (9, 70, 1)
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
-    lens, new = _LENS, small.new[:1] * len(_LENS)
-    own = replace(small, prefixes=lens, new=new, layout="shuffled", data="gauss", bucket=len(lens) + 1)
-    yield replace(own, way="idle")
+    yield small.of_requests(_LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"idle"}))
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
@@ -43,4 +41,5 @@ IDLE = Way(
     _fits,
     _plans,
     reaches_kernels=False,
+    excludes={"KV splits": "without rows nothing is merged: servers return before they split keys"},
 )

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
+from ..rows import Verify
 from ..trees import chain
 from .way import Way
 
@@ -17,7 +18,7 @@ _LENS = (9, 70, 1)
 
 def _verify(claims: Capabilities, small: C) -> C:
     rows = min(4, claims.max_q_rows)
-    return replace(small, prefixes=_LENS, tree=chain(rows), data="gauss", bucket=4)
+    return small.of_requests(_LENS, padded=1, rows=Verify(chain(rows)), data="gauss")
 
 
 def _fits_with_new(claims: Capabilities, case: Fields) -> bool:
@@ -30,12 +31,12 @@ def _fits_bare(claims: Capabilities, case: Fields) -> bool:
 
 def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits_with_new(claims, small):
-        yield replace(_verify(claims, small), way="withnew")
+        yield replace(_verify(claims, small), variants=frozenset({"withnew"}))
 
 
 def _bare(claims: Capabilities, small: C) -> Iterator[C]:
     if small.mode is ForwardMode.TARGET_VERIFY and claims.server.takes_bare_chains:
-        yield replace(_verify(claims, small), way="bare")
+        yield replace(_verify(claims, small), variants=frozenset({"bare"}))
 
 
 WITH_NEW = Way(

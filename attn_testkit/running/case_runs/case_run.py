@@ -37,9 +37,11 @@ from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.lossless import run_loop
 from ...runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
 from ...runner_modes.neighbour import EagerNeighbour
+from ..planning.request import Item
 from ..processes.memory_limit import no_more_than
 
 __all__ = [
+    "CaseRun",
     "drive_case",
     "gradients_off",
     "in_other_company",
@@ -49,6 +51,15 @@ __all__ = [
     "schedule_for",
     "schedules_of",
 ]
+
+
+@dataclass(frozen=True)
+class CaseRun:
+    """An item of a plan with its case, which is parsed once."""
+
+    item: Item
+    case: Case
+    execution: Execution
 
 
 @contextmanager

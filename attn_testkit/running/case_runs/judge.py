@@ -36,21 +36,12 @@ from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
-from .case_run import in_other_company, loop_of, schedule_for, schedules_of
+from .case_run import CaseRun, in_other_company, loop_of, schedule_for, schedules_of
 
-__all__ = ["CaseRun", "Drive", "fails", "judge_item"]
+__all__ = ["Drive", "fails", "judge_item"]
 
 Drive = Callable[[DriveCase | Rerun], Driven]
 """Has a worker drive something. May raise ``WorkerLost``."""
-
-
-@dataclass(frozen=True)
-class CaseRun:
-    """An item of a plan with its case, which is parsed once."""
-
-    item: Item
-    case: Case
-    execution: Execution
 
 
 @dataclass
@@ -359,11 +350,9 @@ def _with_hint(finding: Finding, why: str) -> Finding:
 
 def _of_way(finding: Finding, case: Case) -> Finding:
     """With what the server of the case does and not every server does, where there is such a thing."""
-    if not case.way:
+    if not case.variants:
         return finding
-    way = way_of(case)
-    said = f"{way.about} ({way.claim})" if way.claim else way.about
-    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {said}"))))
+    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {way_of(case).about}"))))
 
 
 def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:

@@ -20,7 +20,8 @@ from ..planning.request import Item, Options, Plan, bare_result, kit_error
 from ..processes.host_memory import Trimmer
 from ..processes.worker_process import WorkerLost
 from .between_cases import Afresh, explained_by_what_was_kept
-from .judge import CaseRun, fails, judge_item
+from .case_run import CaseRun
+from .judge import fails, judge_item
 from .worker_slot import WorkerSlot
 
 __all__ = ["Lane", "Work"]
