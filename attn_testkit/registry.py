@@ -311,7 +311,7 @@ def capabilities_line(claims: Capabilities) -> str:
     extras = [
         word
         for word, claimed in (
-            ("window", claims.sliding_window),
+            ("window", claims.windows.modes),
             ("soft cap", claims.logit_cap),
             ("sinks", claims.sinks),
             ("trees" if claims.max_topk > 1 else "chains", claims.max_topk),

@@ -121,7 +121,7 @@ def _cases(claims: Capabilities, length: int, dtypes: frozenset[str], pools: fro
     """Decode cases of this many keys, in every one of these dtypes of the model and of the pool."""
     whole = claims.with_changes(max_context_len=max(claims.max_context_len, length + 4096))
     (first, *_) = [case for case in generate(whole, ForwardMode.DECODE, "core") if case.data == "codes"]
-    plain = replace(first, prefixes=(length - 1, *_BESIDE), new=(), layout="shuffled", bucket=1 + len(_BESIDE))
+    plain = first.of_requests((length - 1, *_BESIDE), layout="shuffled")
     for dtype in sorted(claims.dtypes & dtypes):
         for kv_dtype in sorted(claims.kv_dtypes & pools, reverse=True):
             yield replace(plain, dtype=dtype, kv_dtype=kv_dtype)

@@ -20,7 +20,7 @@ __all__ = ["next_of", "plans_ahead"]
 
 def plans_ahead(loaded: LoadedStep) -> bool:
     """True if another step is planned after this one, before anything waits for the device."""
-    return loaded.schedule.case.way == "ahead" and bool(loaded.step.requests)
+    return "ahead" in loaded.schedule.case.variants and bool(loaded.step.requests)
 
 
 def next_of(loaded: LoadedStep, pattern: str | None = None) -> LoadedStep:

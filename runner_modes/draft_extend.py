@@ -64,7 +64,7 @@ def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
 
 def captured_width(harness: ServerHarness, width: int) -> int:
     """Value of ``num_tokens_per_req`` at capture: the width, or unset as in older servers if ``takes_unset_width``."""
-    if not harness.capabilities.takes_unset_width:
+    if not harness.capabilities.server.takes_unset_width:
         return width
     return -1 if harness.case.pick("num-tokens-per-req") else 0
 

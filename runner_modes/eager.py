@@ -59,11 +59,11 @@ def run_eager(
         done_ahead = keep_device_busy(ahead is not None)
     with clock.phase("eager"):
         claims = harness.capabilities
-        no_waits = not claims.needs_cpu_seq_lens and not claims.eager_waits
+        no_waits = not claims.needs_cpu_seq_lens and claims.server.eager_without_waits
         looked_at(harness, "plan", label, no_waits, partial(harness.backend.init_forward_metadata, batch))
         if between is not None:
             between()
-        none_kv = step.stored and harness.capabilities.takes_none_kv
+        none_kv = step.stored and harness.capabilities.server.takes_none_kv
         run = partial(forward, harness, driver, batch, case, not step.stored, between, step.turned)
         trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:

@@ -48,16 +48,16 @@ def forward(
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
         claims = harness.capabilities
-        if case.way == "morerows":
+        if "morerows" in case.variants:
             part = _with_more_rows(harness, part)
-        loan = _Loan(harness) if case.way == "lent" else None
+        loan = _Loan(harness) if "lent" in case.variants else None
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
         in_parts = InParts(harness) if harness.context.kv_parts else None
         traces.append(
             harness.model.forward(
-                in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.takes_none_kv, lend=loan,
-                at_once=claims.output_lifetime == "layer", turned=turned,
+                in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.server.takes_none_kv, lend=loan,
+                at_once=claims.server.output_lifetime == "layer", turned=turned,
             )
         )  # fmt: skip
         if in_parts:
@@ -94,6 +94,10 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
     for name, value in values.items():
         own: torch.Tensor = getattr(batch, name)
         longer[name] = torch.cat([own, own.new_full((_MORE_ROWS,), value)])
+    by_group = getattr(batch, "group_cache_locs", None)
+    if by_group is not None:
+        slots = by_group.new_full((len(by_group), _MORE_ROWS), values["out_cache_loc"])
+        longer["group_cache_locs"] = torch.cat([by_group, slots], 1)
     return replace(batch, **longer)
 
 
@@ -129,10 +133,11 @@ def _check(harness: ServerHarness, rows: int, loan: _Loan | None, trace: Trace) 
     check_returned(name, out, shapes, harness.context.dtype, harness.device)
     if loan is not None and out.data_ptr() != loan.out.data_ptr():
         raise ShapeError(f"{name} was given out=, but returned other memory; write the output to out and return it")
-    if harness.capabilities.output_lifetime == "model":
+    if harness.capabilities.server.output_lifetime == "model":
         earlier = {each.data_ptr(): layer for each, layer in zip(trace.raw[:-1], harness.context.layers, strict=False)}
         if out.numel() and out.data_ptr() in earlier:
             raise ShapeError(
                 f"{name} returned the memory of layer {earlier[out.data_ptr()].layer_id}'s output, which must remain "
-                "until all layers have run; return another tensor, or declare output_lifetime='layer'"
+                "until all layers have run; return another tensor, or declare "
+                "server=ServerConventions(output_lifetime='layer')"
             )

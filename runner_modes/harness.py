@@ -196,7 +196,7 @@ class ServerHarness:
         self._is_spread = bool(way_of(self.case).pool_elements)
         self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
         """The memory that outlives a step, before a step and after it."""
-        strided = self.capabilities.takes_strided_heads
+        strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
             self.backend = backend_class(self.context)
@@ -232,7 +232,7 @@ class ServerHarness:
 
     def padding_slot(self, turn: int) -> int:
         """KV slot of padded rows: each that the backend takes, in turn; at capture it is turn 0."""
-        slots = sorted(self.capabilities.padding_slots, reverse=True)
+        slots = sorted(self.capabilities.server.padding_slots, reverse=True)
         return slots[turn % len(slots)]
 
     def prepare_capture(self) -> None:

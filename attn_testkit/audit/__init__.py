@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..environment import resolve
 from ..faults import all_faults
-from ..running.case_runs.loop import JUDGED_HERE, Runner
+from ..running.case_runs.loop import Runner
 from ..running.planning.request import Options
 from ..running.processes.forking import begin_forking, preload
 from ..running.processes.merging import merged
@@ -55,7 +55,7 @@ def _verdicts(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:
     waiting = deque(tasks)
     jobs = max(1, min(settings.jobs, len(tasks)))
     options = Options(timeout_s=settings.timeout_s, asks_afresh=False)
-    runners = [Runner(options, judges_beside=jobs > JUDGED_HERE) for _ in range(jobs)]
+    runners = [Runner(options, apart=jobs > 1) for _ in range(jobs)]
     front_ends = [FrontEnd(settings) for _ in runners]
 
     def verdicts_of(runner: Runner, front_end: FrontEnd) -> Iterator[Verdict]:

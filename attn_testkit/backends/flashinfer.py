@@ -23,6 +23,8 @@ from attn_testkit.contract import (
     KVPart,
     LogSumExp,
     Requires,
+    ServerConventions,
+    Windows,
 )
 
 from .branches import forward_number, kernel_requests
@@ -73,17 +75,15 @@ class FlashInferBackend(AttentionBackend):
         max_q_rows=64,
         max_topk=64,
         max_draft_branches=16,
-        sliding_window=_MODES,
         # With a mask the kernel counts the window by row, and a node's row is not its depth.
-        window_in_trees=False,
+        windows=Windows(_MODES, in_trees=False),
         logit_cap=True,
         deterministic=True,
         needs_cpu_seq_lens=True,
-        takes_none_kv=True,
-        takes_bare_chains=True,
+        server=ServerConventions(
+            takes_none_kv=True, takes_bare_chains=True, takes_strided_heads=True, takes_unset_width=True
+        ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
-        takes_strided_heads=True,
-        takes_unset_width=True,
         lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True),
         kv_groups=True,
         heads_by_layer=True,

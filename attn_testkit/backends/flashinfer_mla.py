@@ -19,6 +19,7 @@ from attn_testkit.contract import (
     KVPart,
     LogSumExp,
     Requires,
+    ServerConventions,
 )
 
 from .branches import forward_number
@@ -55,9 +56,7 @@ class FlashInferMLABackend(AttentionBackend):
         max_draft_branches=16,
         deterministic=True,
         needs_cpu_seq_lens=True,
-        takes_none_kv=True,
-        takes_bare_chains=True,
-        takes_unset_width=True,
+        server=ServerConventions(takes_none_kv=True, takes_bare_chains=True, takes_unset_width=True),
         # Several rows are causal over the last keys, which those of a rank are not.
         lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_DECODE, tokens=_DECODE, merges=True),
         requires=Requires(sm=(80, 129), packages=_PACKAGES),

@@ -31,13 +31,12 @@ class FlashInferRaggedBackend(FlashInferBackend):
         # Servers run prefill between the pieces of a graph.
         graph=frozenset(),
         max_draft_branches=1,
-        sliding_window=_MODES,
+        windows=_MODES,
         non_causal=_MODES,
         new_rows_as_given=_MODES,
         max_q_rows=1,
         max_topk=0,
-        takes_bare_chains=False,
-        takes_unset_width=False,
+        server={"takes_bare_chains": False, "takes_unset_width": False},
         lse=LogSumExp(base="2", whole=_MODES, merges=True),
     )
 

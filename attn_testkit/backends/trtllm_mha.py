@@ -25,8 +25,10 @@ from attn_testkit.contract import (
     ForwardMode,
     KVGroup,
     Requires,
+    ServerConventions,
     TreeMaskMode,
     VerifyMask,
+    Windows,
 )
 
 from .branches import branch_slots, forward_number, kernel_requests
@@ -89,13 +91,12 @@ class TRTLLMMHABackend(AttentionBackend):
         max_q_rows=32,
         max_topk=1,  # the mask of XQA is for chains, and trtllm-gen has none
         max_draft_branches=16,
-        sliding_window=frozenset(ForwardMode),
+        windows=Windows(frozenset(ForwardMode)),
         sinks=True,
         needs_cpu_seq_lens=False,
-        takes_none_kv=True,
-        takes_bare_chains=True,
-        takes_strided_heads=True,
-        takes_unset_width=True,
+        server=ServerConventions(
+            takes_none_kv=True, takes_bare_chains=True, takes_strided_heads=True, takes_unset_width=True
+        ),
         # XQA on an H200 (flashinfer 0.7.2): an FP8 NaN in an unused slot of the last page makes the whole row NaN in
         # decode; bf16 and fp16 NaN there change nothing.
         finite_page_tails=frozenset({"fp8_e4m3"}),
@@ -311,7 +312,7 @@ class XQABackend(TRTLLMMHABackend):
     capabilities: ClassVar[Capabilities] = TRTLLMMHABackend.capabilities.with_changes(
         eager=frozenset(ForwardMode) - _CONTEXT_MODES,
         graph=frozenset(ForwardMode) - _CONTEXT_MODES,
-        sliding_window=frozenset(ForwardMode) - _CONTEXT_MODES,
+        windows=frozenset(ForwardMode) - _CONTEXT_MODES,
         requires=Requires(sm=((90, 90), (120, 121)), packages=_PACKAGES),
         mode_requires={},
     )

@@ -27,6 +27,7 @@ from attn_testkit.contract import (
     ForwardBatch,
     ForwardMode,
     Requires,
+    ServerConventions,
     TreeMaskMode,
     VerifyMask,
 )
@@ -81,9 +82,7 @@ class TRTLLMMLABackend(AttentionBackend):
         max_topk=1,
         max_draft_branches=16,
         needs_cpu_seq_lens=False,
-        takes_none_kv=True,
-        takes_bare_chains=True,
-        takes_unset_width=True,
+        server=ServerConventions(takes_none_kv=True, takes_bare_chains=True, takes_unset_width=True),
         requires=Requires(
             sm=(100, 103),
             packages=("flashinfer-python>=0.7.2,<0.8",),

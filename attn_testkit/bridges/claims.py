@@ -24,7 +24,7 @@ class Line:
     """One declared capability."""
 
     claim: str
-    """A field of ``Capabilities``."""
+    """A field of ``Capabilities``, or of a record in it: ``server.takes_out``."""
     value: Any
     place: str
     """``file:Class.function`` under the server's package, where the capability can be read."""
@@ -41,7 +41,13 @@ class Claims:
     @property
     def capabilities(self) -> Capabilities:
         """All lines as one object."""
-        return Capabilities(**{line.claim: line.value for line in self.lines})
+        whole: dict[str, Any] = {line.claim: line.value for line in self.lines if "." not in line.claim}
+        in_records: dict[str, dict[str, Any]] = {}
+        for line in self.lines:
+            record, _, name = line.claim.partition(".")
+            if name:
+                in_records.setdefault(record, {})[name] = line.value
+        return Capabilities(**whole).with_changes(**in_records)
 
 
 def class_of(

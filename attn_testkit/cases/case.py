@@ -18,17 +18,30 @@ from .dimensions.slot_order import LAYOUTS
 from .dimensions.table import DIMENSIONS
 from .fields import Fields, Heads
 from .plans import context_len
+from .rows import Decode, minimal_rows
+from .ways import excluded
 
 __all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Case", "Heads", "parse_case"]
 
 WORDS = tuple(word for dimension in DIMENSIONS for word in dimension.words)
 """Every word of an id, in the order in which they stand."""
-_NEEDED = tuple(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple))
+_NEEDED = (
+    "rows",
+    *(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple)),
+)
 
 
 @dataclass(frozen=True)
 class Case(Fields):
-    """One thing to try: fields, and the name that they have. ``Fields`` says what is refused."""
+    """One thing to try: fields, and the name that they have. ``Fields`` says what is refused.
+
+    Raises ``ValueError`` for a server variant together with what it excludes, too.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if why := excluded(self):
+            raise ValueError(why)
 
     @cached_property
     def id(self) -> str:
@@ -79,7 +92,8 @@ def parse_case(case_id: str) -> Case:
         close = difflib.get_close_matches(case_id.split("-")[0], modes, n=1, cutoff=0.3)
         hint = f" (did you mean {close[0]}-...?)" if close else ""
         raise ValueError(f"case id {case_id!r} does not begin with a mode: {', '.join(sorted(modes))}{hint}")
-    values: dict[str, Any] = {"mode": ForwardMode(mode)}
+    rows = minimal_rows(ForwardMode(mode))
+    values: dict[str, Any] = {"rows": rows} if rows == Decode() else {}
     readers = _readers(frozenset(HEAD_LAYOUTS))
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((match, kind) for pattern, kind in readers if (match := pattern.fullmatch(word))), None)
@@ -87,7 +101,7 @@ def parse_case(case_id: str) -> Case:
             close = difflib.get_close_matches(word, [each for kind in WORDS for each in kind.spelled], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")
-        values.update(found[1].read(found[0]))
+        values.update(found[1].read(found[0], {"rows": rows, **values}))
     missing = [name for name in _NEEDED if name not in values]
     if missing:
         raise ValueError(f"case id {case_id!r} does not say: {', '.join(missing)}")

@@ -34,6 +34,7 @@ from .pair_array import layout_array_cases, pair_array_cases
 from .parts import part_cases
 from .pool_layouts import pool_layout_cases
 from .row_edges import row_edge_cases
+from .rows import minimal_rows
 from .shared_prefixes import shared_prefix_cases
 from .small_cases import plain_case, small_cases
 from .uniform_batches import uniform_batch_cases
@@ -62,7 +63,7 @@ def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Se
 
 
 def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
-    values: dict[str, Any] = {"mode": mode}
+    values: dict[str, Any] = {"rows": minimal_rows(mode)}
     for dimension in DIMENSIONS:
         if not isinstance(dimension.values, Without):
             values |= {name: row[name] for name in dimension.fields if name in row}

@@ -5,17 +5,19 @@ from __future__ import annotations
 from ..contract import Capabilities
 from .case import Case
 from .companions import claimed_companions
+from .dimensions.context import CONTEXT
 from .dimensions.table import DIMENSIONS
+from .dimensions.window import WINDOW
 
 __all__ = ["not_claimed", "within_claims"]
 
 
 def within_claims(claims: Capabilities, case: Case) -> bool:
     """Whether the case, and all cases that share its instance, keep within what is declared of lengths and windows."""
-    if case.window >= 0 and case.topk > 1 and not claims.window_in_trees:
+    if not all(asked.declared(claims, case) for asked in WINDOW.declared):
         return False
     others = claimed_companions(claims, case, claims.graph | claims.eager) if case.mixed else []
-    return all(each.context_len <= claims.max_context_len for each in (case, *others))
+    return all(asked.declared(claims, each) for asked in CONTEXT.declared for each in (case, *others))
 
 
 def not_claimed(claims: Capabilities, case: Case) -> str:

@@ -33,9 +33,8 @@ def claimed_pair_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     options, of each head dim and dtype of the pool with several splits, and of outputs in which a sum of another order
     shows. Made of ``small``.
     """
-    if small.mode in _FAR_MODES & claims.sliding_window and not small.heads.layout.wide_rows:
-        new = small.new[:1] * len(_FAR)
-        yield replace(small, prefixes=_FAR, new=new, bucket=len(_FAR), data="footprint", window=_NARROW)
+    if small.mode in _FAR_MODES & claims.windows.modes and not small.heads.layout.wide_rows:
+        yield small.of_requests(_FAR, data="footprint", window=_NARROW)
     page = nearest(claims.page_sizes, _PAGE)
     one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
     yield from _groups_in_fp8(claims, one)

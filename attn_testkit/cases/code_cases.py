@@ -61,4 +61,4 @@ def _of_other_pages(claims: Capabilities, plain: Case) -> Iterator[Case]:
 
 
 def _of(case: Case, lens: tuple[int, ...]) -> Case:
-    return replace(case, prefixes=lens, new=case.new[:1] * len(lens), bucket=len(lens) + 1)
+    return case.of_requests(lens, padded=1)

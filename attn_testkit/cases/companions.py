@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Set
 from dataclasses import replace
-from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
@@ -13,6 +12,7 @@ from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from .dimensions.rows import accepted
 from .draft import Draft
 from .head_layouts import alike, as_many
+from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify
 from .trees import Tree, chain
 
 __all__ = [
@@ -80,33 +80,26 @@ def companions(
     branches no step. ``max_q_rows`` and what follows: as claimed.
     """
     width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
-    bs = case.bs
-    others = []
+    counts = accepted("uneven", width, case.bs)
+    few = min(width, max_extend_tokens)
     # S is one number of an instance, and the draft-extends have S + 1 rows.
     steps = width - 1 if any(mode.is_speculative() for mode in (*modes, case.mode)) else 3
-    for mode in sorted(modes - {case.mode}):
-        changes: dict[str, Any] = {"mode": mode, "tree": None, "new": (), "width": width, "chunks": 1, "mixed": False}
-        changes["host"] = case
-        if mode is ForwardMode.DRAFT_DECODE:
-            if steps > 1:
-                draft = Draft(min(2, max_draft_branches), steps)
-                others.append(replace(case, **{**changes, "draft": draft}))
-            continue
-        if mode is ForwardMode.DECODE:
-            changes["width"] = 1
-        elif mode is ForwardMode.TARGET_VERIFY:
-            changes["tree"] = branching(width) if max_topk > 1 else chain(width)
-        else:
-            if mode is ForwardMode.EXTEND:
-                changes["width"] = width = min(width, max_extend_tokens)
-            changes["new"] = accepted("uneven", width, bs)
-        others.append(replace(case, **changes))
-    return others
+    rows: dict[ForwardMode, Rows] = {
+        ForwardMode.DECODE: Decode(),
+        ForwardMode.TARGET_VERIFY: Verify(branching(width) if max_topk > 1 else chain(width)),
+        ForwardMode.DRAFT_EXTEND: Accepted(counts, width),
+        ForwardMode.DRAFT_EXTEND_V2: Accepted(counts, width, v2=True),
+        ForwardMode.EXTEND: Extend(accepted("uneven", few, case.bs), few),
+    }
+    if steps > 1:
+        rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
+    others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
+    return [replace(case, rows=each, mixed=False, host=case) for each in others]
 
 
 def claimed_companions(claims: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
     """``companions`` of these modes, no larger than is claimed."""
-    max_topk = claims.max_topk if claims.window_in_trees or case.window < 0 else 1
+    max_topk = claims.max_topk if claims.windows.in_trees or case.window < 0 else 1
     most = (claims.max_q_rows, max_topk, claims.max_extend_tokens, claims.max_draft_branches)
     return [as_claimed(claims, each) for each in companions(case, modes, *most)]
 

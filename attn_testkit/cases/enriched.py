@@ -1,8 +1,9 @@
-"""Cases with more in them: another batch, other rows, parts of the keys, a way of servers, padding.
+"""Cases with more in them: another batch, other rows, KV splits, server variants, layers that differ, padding.
 
 A program chooses a path by any of these, and a bug may need two at once. Named cases are made for one thing each, with
 usual values of everything else. Here each case of an array takes what none before it has together, and those that are
-made for two things, such as a way and the options of a layer, take other slots, data and padding: at no further case.
+made for two things, such as a server variant and options of a layer, take other slots, data and padding. None of it
+adds a case.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case
+from .claimed import within_claims
 from .dimensions.padding import PADDINGS
 from .dimensions.rows import accepted, most_rows
 from .dimensions.slot_order import LAYOUTS
 from .draft import Draft
-from .extend import room_for
 from .layers import PERIOD, Layers
-from .plans import context_len
+from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from .trees import Tree, chain
-from .ways import WAYS, Way
+from .ways import WAYS, Way, all_fit
 
 __all__ = ["enriched", "varied"]
 
@@ -39,6 +40,13 @@ _DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(4, 2), Draft(1, 7))
 _WIDTHS, _ACCEPTED = (2, 4, 6), ("uneven", "one", "all")
 _NEW = {"ones": (1,), "equal": (17,), "prompt first": (70, 1), "decodes first": (1, 2, 70), "ragged": (9, 20, 2)}
 """New tokens of the first requests; the last one again for all behind them, and none for those that are not there."""
+
+_NONE = None
+_SELDOM, _MOST_VARIANTS = 4, 2
+"""One of five draws has a given server variant, KV splits, or layers that differ, and none has more than two variants:
+what needs a third is rare, and each of them excludes batches and rows of others."""
+
+_WEIGHT_OF_VARIANTS = 20
 
 _Feature = tuple[str, Any]
 
@@ -71,15 +79,17 @@ def varied(claims: Capabilities, cases: Sequence[Case], *, batches: bool = False
             yield case
             continue
         own: list[_Feature] = [
-            ("kind", (case.way, case.parts, case.own_merge, case.layers)),
+            ("kind", (case.variants, case.parts, case.own_merge, case.layers)),
             ("kv_dtype", case.kv_dtype),
+            *((word, word) for word in WAYS if word in case.variants),
         ]
         of_kind = _dimensions(claims, case)
         more = {name: of_kind[name] for name in ("layout", "slack", "padding")}
         # Other data than the usual were chosen for what they show.
         more["data"] = of_kind["data"] if case.data == "gauss" else [case.data]
         if batches:
-            more["batch"] = of_kind["batch"]
+            others = [word for word in WAYS if word in of_kind and word not in case.variants]
+            more |= {name: of_kind[name] for name in ("batch", *others)}
             if case.new and "rows" in of_kind:
                 more["rows"] = of_kind["rows"]
         yield _meeting_most(claims, case, own, more, met, f"{case.id} varied")
@@ -97,8 +107,8 @@ def _meeting_most(
     is where none is claimed. ``own``: what it has anyway.
     """
     draws = random.Random(salt)
-    drawn = [{name: draws.choice(values) for name, values in more.items()} for _ in range(_DRAWS)]
-    drawn.sort(key=lambda each: len(_pairs(own, each) - met), reverse=True)
+    drawn = _with_pairs([_drawn(draws, more) for _ in range(_DRAWS)], more, met)
+    drawn.sort(key=lambda each: sum(map(_weight, _pairs(own, each) - met)), reverse=True)
     for each in drawn:
         if changed := _changed(claims, case, each):
             met |= _pairs(own, each)
@@ -106,9 +116,32 @@ def _meeting_most(
     return case
 
 
+def _drawn(draws: random.Random, more: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    found = ((name, draws.choice(values)) for name, values in more.items() if values)
+    return {name: value for name, value in found if value is not _NONE}
+
+
+def _with_pairs(
+    drawn: list[dict[str, Any]], more: Mapping[str, Sequence[Any]], met: set[tuple[_Feature, _Feature]]
+) -> list[dict[str, Any]]:
+    """Every second one with two server variants that no case has together: two that fit are seldom drawn."""
+    words = [word for word in WAYS if word in more]
+    lacking = [pair for pair in combinations(words, 2) if tuple(zip(pair, pair, strict=True)) not in met]
+    for number in range(1, len(drawn) if lacking else 0, 2):
+        pair, others = lacking[number // 2 % len(lacking)], drawn[number]
+        taken = {**{name: value for name, value in others.items() if name not in WAYS}, **{word: word for word in pair}}
+        drawn[number] = {name: taken[name] for name in more if name in taken}
+    return drawn
+
+
 def _features(case: Case) -> list[_Feature]:
     names = ("heads", "head_dim", "dtype", "kv_dtype", "page_size", "kv_layout", "window", "logit_cap", "sinks")
     return [(name, getattr(case, name)) for name in names]
+
+
+def _weight(pair: tuple[_Feature, _Feature]) -> int:
+    """Two server variants are met in few cases, and most of those that are drawn are refused."""
+    return _WEIGHT_OF_VARIANTS if pair[0][0] in WAYS and pair[1][0] in WAYS else 1
 
 
 def _pairs(own: Sequence[_Feature], drawn: Mapping[str, Any]) -> set[tuple[_Feature, _Feature]]:
@@ -120,12 +153,17 @@ def _dimensions(claims: Capabilities, case: Case) -> dict[str, list[Any]]:
     """Name -> values of which a case has one."""
     found: dict[str, list[Any]] = {
         "batch": list(_batches(case)),
-        "kind": _kinds(claims, case),
         "layout": list(LAYOUTS),
         "data": list(_DATA),
         "slack": list(_SLACK),
         "padding": list(PADDINGS),
     }
+    layers = [Layers(PERIOD, 5)] + [Layers(PERIOD, groups=True)] * (claims.kv_groups and not case.draft)
+    for name, values in (("layers", layers), ("parts", _parts(claims, case))):
+        found[name] = [_NONE] * _SELDOM * len(values) + values
+    for word, way in WAYS.items():
+        if way.combines and _may_fit(claims, case, way):
+            found[word] = [*[_NONE] * _SELDOM, word]
     if case.mode is ForwardMode.EXTEND:
         found["chunks"] = [1, 3]
     rows = [each for each in _rows(claims, case.mode) if _width(each) <= most_rows(claims, case.mode)]
@@ -146,24 +184,18 @@ def _batches(case: Case) -> dict[str, tuple[int, ...]]:
     }
 
 
-def _kinds(claims: Capabilities, case: Case) -> list[tuple[str, str]]:
-    """("way", word), ("parts", text), ("own", text) for those that the backend merges, ("layers", name)."""
-    found = [
-        ("way", ""),
-        *(("way", way.word) for way in WAYS.values() if way.combines and _may_fit(claims, case, way)),
-        ("layers", "rank"),
-    ]
-    found += [("layers", "groups")] * (claims.kv_groups and not case.draft)
+def _parts(claims: Capabilities, case: Case) -> list[tuple[str, bool]]:
+    """KV splits, and whether the backend merges them."""
     as_given = case.kv_dtype != "same" and case.mode in claims.new_rows_as_given
-    if claims.lse and not as_given:
-        parts = [text for kind in claims.lse.kinds(case.mode) for text in _PARTS[kind]]
-        found += [("parts", text) for text in parts]
-        found += [("own", text) for text in parts if claims.lse.merges and text != "whole"]
-    return found
+    if not claims.lse or as_given:
+        return []
+    parts = [text for kind in claims.lse.kinds(case.mode) for text in _PARTS[kind]]
+    mine = [(text, True) for text in parts if claims.lse.merges and text != "whole"]
+    return [(text, False) for text in parts] + mine
 
 
 def _may_fit(claims: Capabilities, case: Case, way: Way) -> bool:
-    plain = replace(case, window=-1, tree=chain(2) if case.tree else None)
+    plain = replace(case, window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
     return way.fits(claims, plain)
 
 
@@ -185,15 +217,7 @@ def _width(rows: Any) -> int:
 def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case | None:
     """None where that is no case, or more than is claimed."""
     prefixes = _batches(case)[drawn.get("batch", "own")]
-    name, value = drawn.get("kind", ("", ""))
-    layers = {"rank": Layers(PERIOD, 5), "groups": Layers(PERIOD, groups=True)}
-    kinds: dict[str, dict[str, Any]] = {
-        "": {},
-        "way": {"way": value},
-        "parts": {"parts": value},
-        "own": {"parts": value, "own_merge": True},
-        "layers": {"layers": layers.get(value)},
-    }
+    parts, own_merge = drawn.get("parts", (case.parts, case.own_merge))
     try:
         changed = replace(
             case,
@@ -202,28 +226,34 @@ def _changed(claims: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case
             data=drawn["data"],
             bucket=len(prefixes) + drawn["slack"],
             padding=drawn["padding"] if drawn["slack"] else "prod",
-            chunks=drawn.get("chunks", case.chunks),
-            **kinds[name],
-            **_fields_of_rows(claims, drawn.get("rows"), len(prefixes)),
+            rows=_rows_of(claims, case, drawn, len(prefixes)),
+            layers=drawn.get("layers", case.layers),
+            parts=parts,
+            own_merge=own_merge,
+            variants=case.variants | WAYS.keys() & drawn.keys(),
         )
     except ValueError:
         return None
-    branches = changed.topk > 1 and changed.window >= 0 and not claims.window_in_trees
-    fits = not changed.way or WAYS[changed.way].fits(claims, changed)
-    return changed if fits and not branches and context_len(changed) <= claims.max_context_len else None
+    few = len(changed.variants) <= _MOST_VARIANTS
+    return changed if few and all_fit(claims, changed) and within_claims(claims, changed) else None
 
 
-def _fields_of_rows(claims: Capabilities, rows: Any, count: int) -> dict[str, Any]:
-    """Fields of a case with ``count`` requests."""
-    if isinstance(rows, Tree):
-        return {"tree": rows}
-    if isinstance(rows, Draft):
-        return {"draft": rows}
-    if isinstance(rows, str):
-        pattern = _NEW[rows]
-        new = tuple(min(pattern[min(at, len(pattern) - 1)], claims.max_extend_tokens) for at in range(count))
-        return {"new": new, "width": room_for(new)}
-    if rows is None:
-        return {}
-    width, pattern = rows
-    return {"new": accepted(pattern, width, count), "width": width}
+def _rows_of(claims: Capabilities, case: Case, drawn: Mapping[str, Any], count: int) -> Rows:
+    """Rows of ``count`` requests. Raises ``ValueError`` for an accepted count beyond its width."""
+    chosen, rows = drawn.get("rows"), case.rows
+    match rows:
+        case Extend():
+            new, room = rows.new, rows.room
+            if chosen is not None:
+                pattern = _NEW[chosen]
+                new = tuple(min(pattern[min(at, len(pattern) - 1)], claims.max_extend_tokens) for at in range(count))
+                room = room_for(new)
+            return replace(rows, new=new, room=room, chunks=drawn.get("chunks", rows.chunks))
+        case Accepted() if chosen is not None:
+            width, pattern = chosen
+            return replace(rows, new=accepted(pattern, width, count), width=width)
+        case Verify() if chosen is not None:
+            return Verify(chosen)
+        case Drafted() if chosen is not None:
+            return replace(rows, draft=chosen)
+    return rows

@@ -15,7 +15,7 @@ import numpy as np
 from .fields import Fields
 from .plan import Plan
 
-__all__ = ["NEW_TOKENS", "chunks_of", "new_tokens", "room_for", "with_new_tokens"]
+__all__ = ["NEW_TOKENS", "chunks_of", "new_tokens", "with_new_tokens"]
 
 NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     # Nothing but the mode tells these from a decode.
@@ -47,11 +47,6 @@ def new_tokens(name: str, count: int, page: int, most: int) -> tuple[int, ...]:
         wanted = pattern[i] if i < len(pattern) else 1
         lens.append(min(wanted, most) if sum(lens) + wanted <= _MOST_ROWS else 1)
     return tuple(lens)
-
-
-def room_for(new: Sequence[int]) -> int:
-    """The least ``width`` whose graph holds these requests, where there are no others."""
-    return -(-sum(new) // len(new))
 
 
 def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:

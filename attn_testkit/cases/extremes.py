@@ -25,9 +25,9 @@ _FEW_KEYS = (70, 20)
 
 def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """What is claimed of them, made of ``small``, a case with as little work for each key as is claimed."""
-    one = replace(small, prefixes=(_MANY_KEYS,), new=small.new[:1], bucket=1)
+    one = small.of_requests((_MANY_KEYS,))
     two = (small.page_size + 1, 2 * small.page_size)
-    fp8 = replace(small, kv_dtype="fp8_e4m3", prefixes=two, new=small.new[:1] * 2, bucket=2)
+    fp8 = small.of_requests(two, kv_dtype="fp8_e4m3")
     if "fp8_e4m3" in claims.kv_dtypes:
         yield replace(fp8, data="saturated")
     if "fp16" in claims.dtypes and "same" in claims.kv_dtypes:
@@ -39,7 +39,7 @@ def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         if claims.q_scale != "none":
             # Each step draws which rows are large: of three requests two are alike, where each has a scale of its own.
             lengths = (small.page_size + 16, 2 * small.page_size + 2, 5)
-            three = replace(fp8, prefixes=lengths, new=small.new[:1] * 3, bucket=4)
+            three = fp8.of_requests(lengths, padded=1)
             yield replace(three, data="large_and_small_queries")
     for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):
         if dtype in claims.dtypes and "same" in claims.kv_dtypes:

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
+from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .trees import Tree
 
-__all__ = ["C", "Changes", "Fields", "Heads"]
+__all__ = ["THINGS", "C", "Changes", "Fields", "Heads"]
 
 Changes = Mapping[str, Any]
 """Names of fields and their new values."""
@@ -52,16 +53,14 @@ class Fields:
 
     Lengths are in tokens; every tuple has one entry per request.
 
-    Raises ``ValueError`` for a batch that is empty or larger than its bucket, accepted counts that are not one per
-    request and 1 .. width, new tokens that are not one or more per request or more than their graph holds, chunks in
-    another mode than extend, a tree in another mode than target-verify, or none there, a draft in another mode than
-    draft-decode, or none there, a loop without a draft, with an FP8 pool, or with other layers than two from 0, parts
-    that a draft cannot have, KV groups in draft-decode or beside parts or a way, layers that share a window where
-    there is none, and MLA with the usual scaling; also for layers whose heads do not lie in those of the case
-    (``cases/head_shapes.py``), which are of MLA, or which stand beside parts or a way.
+    Raises ``ValueError`` for a batch that is empty, larger than its bucket, or of another size than its rows; for new
+    tokens that are more than their graph holds; a draft without a prefix that is to have one; a merge of no parts;
+    layers that share a window where there is none; layers whose heads do not lie in those of the case
+    (``cases/head_shapes.py``); and two things that exclude each other (``_EXCLUSIVE``).
     """
 
-    mode: ForwardMode
+    rows: Rows
+    """Rows of each request, from which the mode follows (``cases/rows.py``)."""
     heads: Heads
     head_dim: int
     """Width of a value row (MLA: of the latent part)."""
@@ -71,21 +70,6 @@ class Fields:
     """KV slots a page."""
     prefixes: tuple[int, ...]
     """Keys of each request before this step."""
-    new: tuple[int, ...] = ()
-    """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
-    width: int = 1
-    """Rows a request in the graph: 1, N (verify, v2) or S + 1 (v1). Extend: a graph of B requests has B times as many,
-    and a step shares them out. Of a tree as many as it has nodes, of a draft those of all forwards: not given."""
-    chunks: int = 1
-    """Extend: steps in which the prompts of the own batch come; it is the first of them. 1 elsewhere."""
-    rounds: int = 0
-    """Draft-decode: rounds of a lossless loop (``cases/loop.py``), run beside the steps. 0 elsewhere."""
-    tree: Tree | None = None
-    """Target-verify: the draft tree. None elsewhere."""
-    draft: Draft | None = None
-    """Draft-decode: the branches. None elsewhere."""
-    prefixed: bool = False
-    """Draft-decode: no request of any step has an empty prefix."""
     layout: str = "shuffled"
     """One of ``LAYOUTS`` (``dimensions/slot_order.py``)."""
     data: str = "gauss"
@@ -121,8 +105,8 @@ class Fields:
     """One of ``PADDINGS`` (``dimensions/padding.py``)."""
     mixed: bool = False
     """Graph drives of all claimed modes share one backend instance and run interleaved."""
-    way: str = ""
-    """Word of a server variant (``ways/``); empty: as all servers do it."""
+    variants: frozenset[str] = frozenset()
+    """Words of server variants (``ways/``); none: as all servers do it."""
     seed: int = 0
     """Other data, slots, schedule and choices for the same shapes."""
     host: Fields | None = field(default=None, repr=False)
@@ -130,64 +114,29 @@ class Fields:
     ``companions`` makes such a case, and the id of the host rebuilds it."""
 
     def __post_init__(self) -> None:
-        rows = self.tree or self.draft
-        if rows is not None:
-            object.__setattr__(self, "width", len(rows))
         if not self.prefixes:
             raise ValueError("a case needs at least one request")
-        if self.bucket < len(self.prefixes):
-            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {len(self.prefixes)} requests")
-        if self.mode is ForwardMode.EXTEND:
-            self._check_new_tokens()
-        elif self.new and (len(self.new) != len(self.prefixes) or not all(1 <= n <= self.width for n in self.new)):
-            raise ValueError(f"accepted counts {self.new} must be one per request, each 1..{self.width}")
-        if self.chunks < 1 or (self.chunks > 1 and self.mode is not ForwardMode.EXTEND):
-            raise ValueError(f"{self.chunks} chunks: prompts come in one or more, and in extend alone")
-        if (self.tree is not None) != (self.mode is ForwardMode.TARGET_VERIFY):
-            raise ValueError("a tree goes with target-verify, and only with it")
-        if (self.draft is not None) != (self.mode is ForwardMode.DRAFT_DECODE):
-            raise ValueError("a draft goes with draft-decode, and only with it")
-        if self.prefixed and (not self.draft or 0 in self.prefixes):
-            raise ValueError(f"prefixed, with keys {self.prefixes}: in draft-decode alone, and one key or more of each")
-        if self.rounds < 0 or (self.rounds and (not self.draft or self.kv_dtype != "same")):
-            raise ValueError(f"{self.rounds} rounds: a loop goes with draft-decode, and a KV pool of the model's dtype")
+        if self.bucket < self.bs:
+            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {self.bs} requests")
+        rows = self.rows
+        if isinstance(rows, Accepted | Extend) and len(rows.new) != self.bs:
+            raise ValueError(f"{rows.new}: counts must be one per request, and there are {self.bs} requests")
+        if isinstance(rows, Extend) and sum(rows.new) > self.bucket * rows.room:
+            raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
+        if self.with_prefix and 0 in self.prefixes:
+            raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
         if self.own_merge and self.parts in ("", "whole"):
             raise ValueError("a backend merges parts, and the case has none")
-        if self.parts and (self.mixed or self.rounds or (self.draft and self.parts != "whole")):
-            raise ValueError(f"parts {self.parts!r}: of no mixed case and of no loop, and of a draft the whole alone")
-        if self.rounds and self.layers != Layers():
-            raise ValueError(f"{self.layers}: the model of a loop has two layers, from id 0 on")
         if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
-        if self.usual_scaling and not self.heads.layout.usual_scaling:
-            raise ValueError(
-                f"{self.heads.family.upper()} has a scaling of its own, and never the usual one of its rows"
-            )
-        if self.layers.groups and self.draft:
-            raise ValueError(f"{self.layers}: in draft-decode all layers share one KV group")
-        if self.layers.groups and (self.parts or self.way):
-            beside = f"parts {self.parts!r}" if self.parts else f"way {self.way!r}"
-            raise ValueError(f"{self.layers}: KV groups go neither with parts nor with a way, here {beside}")
-        if self.layers.shapes:
-            self._check_shapes()
-
-    def _check_shapes(self) -> None:
-        beside = self.parts or self.way if self.heads.layout.by_layer else self.heads.family
-        if beside:
-            raise ValueError(f"{self.layers}: heads that differ go neither with MLA, parts nor a way, here {beside!r}")
-        wrong = wrong_with_shapes(self.head_shape, self.layers.shapes)
+        for one, other, why in _EXCLUSIVE:
+            if THINGS[one](self) and THINGS[other](self):
+                raise ValueError(f"{one} and {other}: {why}")
+        wrong = wrong_with_shapes(self.head_shape, self.layers.shapes) if self.layers.shapes else ""
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
-
-    def _check_new_tokens(self) -> None:
-        if len(self.new) != len(self.prefixes) or min(self.new) < 1:
-            raise ValueError(f"new tokens {self.new} must be one or more per request")
-        if sum(self.new) > self.bucket * self.width:
-            raise ValueError(
-                f"{sum(self.new)} new tokens are more than the {self.bucket} x {self.width} of their graph"
-            )
 
     @property
     def head_shape(self) -> HeadShape:
@@ -205,6 +154,61 @@ class Fields:
         """Heads of each layer."""
         by_turns = self.layers.shapes or (self.head_shape,)
         return tuple(by_turns[i % len(by_turns)] for i in range(self.layers.count))
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """All fields by name but ``host``, with those of the rows in place of ``rows``, and the mode."""
+        found: dict[str, Any] = {"mode": self.mode}
+        for record in (self, self.rows):
+            found |= {each.name: getattr(record, each.name) for each in fields(record)}
+        return {name: value for name, value in found.items() if name not in ("rows", "host")}
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The forward mode of the rows."""
+        return self.rows.mode
+
+    @property
+    def width(self) -> int:
+        """Rows of a request in the graph: 1, N (verify, v2), S + 1 (v1), those of all forwards (draft-decode). Extend:
+        a graph of B requests has B times as many, and a step shares them out.
+        """
+        return self.rows.width
+
+    @property
+    def new(self) -> tuple[int, ...]:
+        """Draft-extend: accepted tokens of each request, 1 .. width. Extend: new tokens of each. Empty elsewhere."""
+        return self.rows.new
+
+    @property
+    def tree(self) -> Tree | None:
+        """Target-verify: the draft tree. None elsewhere."""
+        return self.rows.tree if isinstance(self.rows, Verify) else None
+
+    @property
+    def draft(self) -> Draft | None:
+        """Draft-decode: the branches. None elsewhere."""
+        return self.rows.draft if isinstance(self.rows, Drafted) else None
+
+    @property
+    def rounds(self) -> int:
+        """Draft-decode: rounds of a greedy-equivalence loop. 0 elsewhere."""
+        return self.rows.rounds if isinstance(self.rows, Drafted) else 0
+
+    @property
+    def with_prefix(self) -> bool:
+        """Draft-decode: no request of any step has an empty prefix. False elsewhere."""
+        return isinstance(self.rows, Drafted) and self.rows.with_prefix
+
+    @property
+    def chunks(self) -> int:
+        """Extend: steps in which the prompts of the own batch come. 1 elsewhere."""
+        return self.rows.chunks if isinstance(self.rows, Extend) else 1
+
+    def of_requests(self, prefixes: tuple[int, ...], padded: int = 0, **changes: Any) -> Self:
+        """The case with these requests, all of them with the rows of its first one, and so many padded ones."""
+        rows = self.rows.counted(self.new[:1] * len(prefixes))
+        return replace(self, **{"prefixes": prefixes, "rows": rows, "bucket": len(prefixes) + padded, **changes})
 
     @property
     def bs(self) -> int:
@@ -248,6 +252,36 @@ class Fields:
         """
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 
+
+THINGS: Mapping[str, Callable[[Fields], bool]] = {
+    "KV splits": lambda case: bool(case.parts),
+    "KV splits of fewer keys": lambda case: case.parts not in ("", "whole"),
+    "KV groups": lambda case: case.layers.groups,
+    "heads by layer": lambda case: bool(case.layers.shapes),
+    "other layers": lambda case: case.layers != Layers(),
+    "FP8 pool": lambda case: case.kv_dtype != "same",
+    "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
+    "loop": lambda case: case.rounds > 0,
+    "multi-mode instance": lambda case: case.mixed,
+    "heads with a scaling of their own": lambda case: not case.heads.layout.usual_scaling,
+    "heads that are alike": lambda case: not case.heads.layout.by_layer,
+    "usual scaling": lambda case: case.usual_scaling,
+}
+"""Things that some cases have. Name -> whether a case has it."""
+_EXCLUSIVE = (
+    ("KV splits", "multi-mode instance", "the other modes of the instance attend all keys at once"),
+    ("KV splits", "loop", "generated tokens are those of a model that attends all keys at once"),
+    ("KV splits of fewer keys", "draft-decode", "branches have pages of their own, and no rank has a part of them"),
+    ("KV splits", "KV groups", "each group has a request table of its own, and parts are those of one"),
+    ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
+    ("KV groups", "draft-decode", "all layers of a draft share one KV group"),
+    ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
+    ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
+    ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
+    ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
+    ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
+)
+"""Two ``THINGS`` that no case has together, and why."""
 
 C = TypeVar("C", bound=Fields)
 """A function of any record gives back the kind that it was given."""

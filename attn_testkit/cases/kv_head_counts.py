@@ -21,8 +21,7 @@ def one_head_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     if "mha" in claims.families:
         head_dim = min(claims.head_dims) if small.heads.layout.values_in_keys else small.head_dim
         yield replace(
-            small, heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, prefixes=_LENS,
-            new=small.new[:1] * len(_LENS), data="gauss", bucket=len(_LENS) + 1,
+            small.of_requests(_LENS, padded=1), heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, data="gauss",
         )  # fmt: skip
 
 
@@ -34,6 +33,6 @@ def three_kv_heads_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     family, group = ("gqa", groups[0]) if groups else ("mha", 1)
     head_dim = min(claims.head_dims) if small.heads.layout.values_in_keys else small.head_dim
     yield replace(
-        small, heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim, rope_dim=0, prefixes=_LENS,
-        new=small.new[:1] * len(_LENS), data="gauss", bucket=len(_LENS) + 1,
+        small.of_requests(_LENS, padded=1), heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim,
+        rope_dim=0, data="gauss",
     )  # fmt: skip

@@ -12,8 +12,8 @@ from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import many_heads
 from .dimensions.rows import most_rows
-from .extend import room_for
 from .layers import Layers
+from .rows import Extend, room_for
 
 __all__ = ["company_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
 
@@ -38,7 +38,7 @@ def large_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     wide = small.heads.layout.wide_rows
     if tier == "full":
         long = replace(one, heads=many_heads(claims, small.heads, _MANY_HEADS), data="footprint")
-        yield replace(long, prefixes=(_KEYS, 70), new=small.new[:1] * 2, bucket=2)
+        yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers a head: minutes of comparing.
     if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
         yield _beyond_a_grid(replace(one, heads=many_heads(claims, small.heads, _MOST_HEADS)))
@@ -46,7 +46,7 @@ def large_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
         rows = min(_ROWS, most_rows(claims, small.mode))
         new = (rows,) * (_GRID // rows + 1)
         heads = Heads("mha", 1, 1) if "mha" in claims.families else small.heads
-        yield replace(one, heads=heads, prefixes=(1,) * len(new), new=new, width=room_for(new), bucket=len(new))
+        yield one.of_requests((1,) * len(new), rows=Extend(new, room_for(new)), heads=heads)
 
 
 def too_large_for_a_cpu(case: Case) -> bool:
@@ -58,7 +58,7 @@ def _beyond_a_grid(wide: Case) -> Case:
     """So many requests that with the query heads they are just more than a grid holds."""
     requests = _GRID // wide.heads.q_heads + 1
     lens = tuple(sorted((_PREFIXES * requests)[:requests]))
-    return replace(wide, prefixes=lens, new=wide.new[:1] * requests, bucket=requests)
+    return wide.of_requests(lens)
 
 
 def company_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
@@ -66,20 +66,12 @@ def company_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     if not claims.batch_invariant:
         return
     prefixes = tuple(prefix for prefix in _COMPANY for _ in range(_OF_EACH))
-    yield replace(
-        small,
-        dtype=next(dtype for dtype in _BY_BITS if dtype in claims.dtypes),
-        prefixes=prefixes,
-        new=small.new[:1] * len(prefixes),
-        layers=Layers(1),
-        data="gauss",
-        layout="shuffled",
-        bucket=len(prefixes),
-    )
+    dtype = next(dtype for dtype in _BY_BITS if dtype in claims.dtypes)
+    yield small.of_requests(prefixes, dtype=dtype, layers=Layers(1), data="gauss", layout="shuffled")
 
 
 def switch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with as little work for each row as is claimed. The graph is as large as the batch."""
     for bs in sorted({size for at in claims.kernel_changes_at for size in (at - 1, at)}):
         lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
-        yield replace(small, prefixes=lens, new=small.new[:1] * bs, data="gauss", bucket=bs)
+        yield small.of_requests(lens, data="gauss")

@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ..contract import Capabilities, ForwardMode, HeadShape
+from ..contract import Capabilities, HeadShape
 from .as_claimed import as_claimed
 from .case import Case
 from .companions import unlike
 from .dimensions.layers import fields_with_shapes
 from .dimensions.rows import most_rows
-from .extend import room_for
 from .head_layouts import by_layer
 from .head_shapes import claimed_shapes
 from .layer_options import with_options, without_options
 from .layers import Layers
+from .rows import Accepted, Extend, room_for
 
 __all__ = ["layer_cases", "with_shapes"]
 
@@ -32,8 +32,7 @@ _WINDOW = 7
 
 def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Without options, and with all that are claimed; made of ``small``, which has little work for each row."""
-    new = small.new[:1] * len(_LENS)
-    plain = replace(small, prefixes=_LENS, new=new, data="gauss", bucket=len(_LENS) + 1, layers=_RANK)
+    plain = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
     window = as_claimed(claims, replace(small, window=_WINDOW)).window
     options = replace(with_options(claims, unlike(claims, plain), window), kv_dtype=min(claims.kv_dtypes))
     options = _behind_rows_that_decode(claims, options)
@@ -54,11 +53,13 @@ def _behind_rows_that_decode(claims: Capabilities, case: Case) -> Case:
     """Requests of one row in front, as servers sort them: what is planned for the others counts from behind them, and
     once for each KV group (vLLM #27650).
     """
-    if not case.new:
-        return case
-    extends = case.mode is ForwardMode.EXTEND
-    new = (1,) * (case.bs - 1) + (min(_ROWS, most_rows(claims, case.mode)) if extends else case.width,)
-    return replace(case, new=new, width=max(case.width, room_for(new)) if extends else case.width)
+    rows, decoding = case.rows, (1,) * (case.bs - 1)
+    if isinstance(rows, Accepted):
+        return replace(case, rows=replace(rows, new=(*decoding, rows.width)))
+    if isinstance(rows, Extend):
+        new = (*decoding, min(_ROWS, most_rows(claims, case.mode)))
+        return replace(case, rows=replace(rows, new=new, room=max(rows.room, room_for(new))))
+    return case
 
 
 def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[Case]:

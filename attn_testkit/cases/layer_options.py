@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
+from .rows import Verify
 from .trees import Tree
 from .ways import way_of
 
@@ -21,7 +22,7 @@ _TREE = Tree((0, 0, 1, 2))
 
 def takes_window(claims: Capabilities, case: Case) -> bool:
     """Whether a window is claimed for the mode of ``case``, and beside its tree."""
-    return case.mode in claims.sliding_window and (case.topk < 2 or claims.window_in_trees)
+    return case.mode in claims.windows.modes and (case.topk < 2 or claims.windows.in_trees)
 
 
 def with_options(claims: Capabilities, case: Case, window: int) -> Case:
@@ -46,7 +47,7 @@ def _with_branches(claims: Capabilities, case: Case) -> Case:
 
 
 def _windows_chains_alone(claims: Capabilities, case: Case) -> bool:
-    return case.mode in claims.sliding_window and not claims.window_in_trees
+    return case.mode in claims.windows.modes and not claims.windows.in_trees
 
 
 def _branching(claims: Capabilities, case: Case) -> Case:
@@ -55,4 +56,4 @@ def _branching(claims: Capabilities, case: Case) -> Case:
     claimed = claims.max_topk >= _TREE.topk and claims.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not claimed or way_of(case).gives_none:
         return case
-    return replace(case, tree=_TREE)
+    return replace(case, rows=Verify(_TREE))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..contract import HeadShape
-from .head_shapes import SHAPES_WORD, read_shapes, shapes_word
+from .head_shapes import SHAPES_WORD, shapes_word
 
-__all__ = ["LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting", "read_layers"]
+__all__ = ["LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting"]
 
 
 class Setting(NamedTuple):
@@ -81,8 +80,3 @@ class Layers:
 
 LAYERS_WORD = rf"layers(\d+)from(\d+)(groups)?{SHAPES_WORD}"
 """The word of a case id, which those of two layers from 0 lack."""
-
-
-def read_layers(match: re.Match[str]) -> dict[str, Any]:
-    """What ``LAYERS_WORD`` says."""
-    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[4], match[5])))}

@@ -18,6 +18,7 @@ from ..contract import ForwardMode
 from .case import Case
 from .data import DTYPES, HIDDEN, VOCAB, StepData
 from .patterns import normals
+from .rows import Accepted, Verify
 from .schedule import Schedule, make_schedule
 from .trees import Tree
 
@@ -135,18 +136,11 @@ def _stage(case: Case, tree: Tree, mode: ForwardMode) -> Case:
     assert case.draft is not None
     if mode is ForwardMode.DRAFT_DECODE:
         return case
-    verify = mode is ForwardMode.TARGET_VERIFY
-    return replace(
-        case,
-        mode=mode,
-        draft=None,
-        prefixed=False,
-        rounds=0,
-        host=case,
-        tree=tree if verify else None,
-        new=() if verify else (1,) * case.bs,
-        width=case.draft.steps + 1 if mode is ForwardMode.DRAFT_EXTEND else len(tree),
-    )
+    if mode is ForwardMode.TARGET_VERIFY:
+        return replace(case, rows=Verify(tree), host=case)
+    v2 = mode is ForwardMode.DRAFT_EXTEND_V2
+    width = len(tree) if v2 else case.draft.steps + 1
+    return replace(case, rows=Accepted((1,) * case.bs, width, v2), host=case)
 
 
 def make_vocabulary(case: Case) -> Vocabulary:

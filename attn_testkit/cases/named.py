@@ -11,9 +11,9 @@ from .companions import branching
 from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from .dimensions.rows import MOST_NEW_TOKENS, most_rows
 from .draft import Draft
-from .extend import room_for
 from .head_layouts import alike
 from .layer_options import with_options
+from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from .trees import Tree, chain
 
 __all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
@@ -35,12 +35,13 @@ def without_options_of(claims: Capabilities, base: Case) -> Case:
     """``base`` without options."""
     kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
     # Whether the usual scaling is meant says ``as_claimed``, case by case: MLA has none.
-    plain = replace(base, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False, chunks=1)
-    plain = replace(plain, kv_dtype=kv_dtype)
-    if not plain.draft:
-        return plain
-    draft = Draft(min(2, claims.max_draft_branches), 3)
-    return replace(plain, draft=draft)
+    rows = base.rows
+    if isinstance(rows, Extend):
+        rows = replace(rows, chunks=1)
+    elif isinstance(rows, Drafted):
+        rows = replace(rows, draft=Draft(min(2, claims.max_draft_branches), 3))
+    return replace(base, rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
+                   kv_dtype=kv_dtype)  # fmt: skip
 
 
 def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
@@ -52,8 +53,9 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
     if mode in hosts and len(claimed) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
-        tree = branching(4) if plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4 else plain.tree
-        yield replace(plain, mixed=True, tree=tree, bucket=len(plain.prefixes) + 1, padding="prod")
+        branches = plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4
+        rows = Verify(branching(4)) if branches else plain.rows
+        yield replace(plain, mixed=True, rows=rows, bucket=plain.bs + 1, padding="prod")
     if plain.draft:
         yield from _loops(claims, plain, tier)
     if tier == "smoke":
@@ -63,11 +65,11 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
         yield replace(plain, heads=replace(plain.heads, q_heads=max(claims.gqa_ratios)), data="gauss")
     # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
     for dtype in sorted(claims.dtypes):
-        new = (plain.width,) if plain.new else ()
-        yield replace(plain, dtype=dtype, prefixes=(4096,), new=new, data="footprint", bucket=1, padding="prod")
+        rows = plain.rows.counted((plain.width,))
+        yield plain.of_requests((4096,), rows=rows, dtype=dtype, data="footprint", padding="prod")
     yield _long_with_options(claims, plain)
     # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
-    yield replace(plain, prefixes=(300, 70), new=(plain.width, 1) if plain.new else (), data="cliff", bucket=2)
+    yield plain.of_requests((300, 70), rows=plain.rows.counted((plain.width, 1)), data="cliff")
     yield _many_requests(claims, plain)
     if not plain.heads.layout.wide_rows or tier == "full":
         # 576 numbers a key: minutes without a device.
@@ -77,28 +79,30 @@ def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) 
         two = (9, 40)
         for tree in (_BIG_TREE, chain(17)):
             if len(tree) <= claims.max_q_rows and tree.topk <= claims.max_topk:
-                yield replace(plain, prefixes=two, tree=tree, bucket=3)
+                yield plain.of_requests(two, padded=1, rows=Verify(tree))
     if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
         # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
-        yield replace(plain, prefixes=(5, 9), new=(1, 3), width=4, bucket=2)
+        yield plain.of_requests((5, 9), rows=Accepted((1, 3), 4))
     if mode is ForwardMode.EXTEND:
         yield from _prompts(claims, plain)
     if plain.new and most_rows(claims, mode) > MOST_USUAL_ROWS:
         # Rows times heads of a KV head are more than one tile of rows.
-        rows = min(most_rows(claims, mode), 33)
+        many = min(most_rows(claims, mode), 33)
         heads = _heads_like(claims, plain)[-1]
-        yield replace(plain, heads=heads, prefixes=(9, 40), new=(rows, 3), width=rows, bucket=2)
+        extends, v2 = mode is ForwardMode.EXTEND, mode is ForwardMode.DRAFT_EXTEND_V2
+        few = Extend((many, 3), many) if extends else Accepted((many, 3), many, v2)
+        yield plain.of_requests((9, 40), rows=few, heads=heads)
 
 
 def _long_with_options(claims: Capabilities, plain: Case) -> Case:
     """Everything that is claimed, at a length where kernels take another path (split keys), beside a short request."""
-    return replace(
-        with_options(claims, plain, 700),
-        prefixes=(1500, 70),
-        new=(plain.width, 1) if plain.new else (),
+    optional = with_options(claims, plain, 700)
+    return optional.of_requests(
+        (1500, 70),
+        padded=1,
+        rows=optional.rows.counted((plain.width, 1)),
         kv_dtype=sorted(claims.kv_dtypes)[0],
         data="gauss",
-        bucket=3,
         padding="prod",
     )
 
@@ -110,32 +114,41 @@ def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
 
 def smallest_of(claims: Capabilities, plain: Case) -> Case:
     """As little work for each row and key as is claimed, for cases with very many of them."""
-    rows = min(2, plain.width)
-    draft = Draft(min(2, plain.draft.branches), 2) if plain.draft else None
     return replace(
         plain,
         heads=min(_heads_like(claims, plain), key=lambda heads: (heads.kv_heads, heads.q_heads)),
         head_dim=plain.head_dim if plain.heads.layout.values_in_keys else min(claims.head_dims),
         page_size=min(claims.page_sizes),
-        new=(rows,) * plain.bs if plain.new else (),
-        width=rows,
-        tree=chain(rows) if plain.tree else None,
-        draft=draft,
+        rows=_fewest(plain.rows),
         padding="prod",
     )
+
+
+def _fewest(rows: Rows) -> Rows:
+    few = min(2, rows.width)
+    match rows:
+        case Verify():
+            return Verify(chain(few))
+        case Drafted(draft):
+            return replace(rows, draft=Draft(min(2, draft.branches), 2))
+        case Extend():
+            return replace(rows, new=(few,) * len(rows.new), room=few)
+        case Accepted():
+            return replace(rows, new=(few,) * len(rows.new), width=few)
+    return rows
 
 
 def _many_requests(claims: Capabilities, plain: Case) -> Case:
     """More requests than a warp has lanes, and than a block of 128 threads: those sum offsets and make schedules."""
     small = smallest_of(claims, plain)
-    new = (1,) * 66 + (small.width,) * 66 if plain.new else ()
-    return replace(small, prefixes=(3,) * 45 + (1,) * 43 + (9,) * 44, new=new, data="gauss", bucket=132)
+    rows = small.rows.counted((1,) * 66 + (small.width,) * 66)
+    return small.of_requests((3,) * 45 + (1,) * 43 + (9,) * 44, rows=rows, data="gauss")
 
 
 def _beyond_16_bits(claims: Capabilities, plain: Case) -> Case:
     """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
     small = smallest_of(claims, plain)
-    return replace(small, prefixes=(66_000,), new=small.new[:1], data="footprint", bucket=1)
+    return small.of_requests((66_000,), data="footprint")
 
 
 def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
@@ -143,10 +156,10 @@ def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
     rows, page = min(MOST_NEW_TOKENS, claims.max_extend_tokens), plain.page_size
     small = replace(smallest_of(claims, plain), page_size=page, data="gauss")
     among_decodes = (1, rows, 1)
-    yield replace(small, prefixes=(70, 300, 5), new=among_decodes, width=room_for(among_decodes), bucket=3)
+    yield small.of_requests((70, 300, 5), rows=Extend(among_decodes, room_for(among_decodes)))
     new = tuple(min(n, claims.max_extend_tokens) for n in (page + 1, 2, 1))
     prefixes = (2 * page, 2 * page + 1, page)
-    yield replace(small, prefixes=prefixes, new=new, width=room_for(new), bucket=4, layout="shared", chunks=3)
+    yield small.of_requests(prefixes, padded=1, rows=Extend(new, room_for(new), chunks=3), layout="shared")
 
 
 def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
@@ -154,13 +167,13 @@ def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
     # What is stored in FP8 is not what greedy decode would have attended.
     if "same" not in claims.kv_dtypes:
         return
-    small = replace(smallest_of(claims, plain), page_size=plain.page_size, kv_dtype="same", data="gauss", rounds=6)
+    small = replace(smallest_of(claims, plain), page_size=plain.page_size, kv_dtype="same", data="gauss")
     page = plain.page_size
     prefixes = (page + 1, 2 * page, 1)
     for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
         most = min(claims.max_topk, claims.max_draft_branches)
         if draft.branches <= most and 1 + draft.branches * draft.steps <= claims.max_q_rows:
-            yield replace(small, draft=draft, prefixes=prefixes, bucket=4)
+            yield small.of_requests(prefixes, padded=1, rows=Drafted(draft, rounds=6))
 
 
 def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:

@@ -53,8 +53,8 @@ def options_together_cases(claims: Capabilities, small: Case, arrays: Sequence[C
     yield from _full_context(claims, small)
 
 
-def _together(case: Case) -> tuple[str, bool, bool, bool, bool]:
-    return case.way, case.window >= 0, case.logit_cap > 0, case.sinks, case.topk > 1
+def _together(case: Case) -> tuple[frozenset[str], bool, bool, bool, bool]:
+    return case.variants, case.window >= 0, case.logit_cap > 0, case.sinks, case.topk > 1
 
 
 def _with_options(claims: Capabilities, plain: Case) -> Case:
@@ -70,7 +70,7 @@ def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:
     most = claims.max_context_len
     if most <= _SHORT or (most > _LONG_OF_MLA if small.heads.layout.wide_rows else most > _LONG):
         return
-    two = replace(small, prefixes=(1, 1), new=small.new[:1] * 2, bucket=2, layers=Layers(1))
+    two = small.of_requests((1, 1), layers=Layers(1))
     # Whether the request table is wider than its longest request is drawn for each case: the longest that fits.
     for below, shift in product(range(1, _PAGES_BELOW * small.page_size), range(_DRAWS)):
         near = replace(two, prefixes=(most - below, most * 5 // 8 + shift), layout="shuffled", data=CODES)

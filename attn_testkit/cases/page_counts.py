@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
@@ -37,17 +36,15 @@ def page_count_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         for kv_dtype in sorted(claims.kv_dtypes)
     ]
     for turn, (heads, kv_dtype) in enumerate(pairs):
-        yield replace(
-            small,
+        yield small.of_requests(
+            prefixes,
             heads=heads,
             head_dim=small.head_dim if small.heads.layout.values_in_keys else dims[turn % len(dims)],
             dtype=sorted(claims.dtypes)[turn % len(claims.dtypes)],
             kv_dtype=kv_dtype,
             page_size=page,
-            prefixes=prefixes,
             layers=Layers(1),
             data="gauss",
-            bucket=len(prefixes),
         )
 
 

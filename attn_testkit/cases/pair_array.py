@@ -19,6 +19,7 @@ from .head_layouts import alike, latent, latent_heads
 from .layer_options import with_options
 from .layers import Layers
 from .pool_layouts import other_layouts
+from .rows import Verify
 from .trees import chain
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
@@ -71,9 +72,9 @@ def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
     dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes, reverse=True)
     # In pages of one slot most layouts are alike.
     pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
-    new = plain.new and (*plain.new[:2], plain.new[0])
-    one = replace(plain, layout="shuffled", prefixes=(0,) * 3, new=new, bucket=4, data="gauss")
-    chained = replace(one, tree=chain(one.width)) if one.tree and not claims.window_in_trees else one
+    three = plain.rows.counted((*plain.new[:2], *plain.new[:1]))
+    one = plain.of_requests((0,) * 3, padded=1, rows=three, layout="shuffled", data="gauss")
+    chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not claims.windows.in_trees else one
     alone = [each for each in typical_heads(claims) if alike(each, plain.heads)]
     if not alone:
         return

@@ -11,9 +11,9 @@ from .case import Case, Heads
 from .companions import many_heads, unlike
 from .dimensions.kv_splits import parts_of
 from .dimensions.numbers import nearest
-from .extend import room_for
 from .head_layouts import latent, latent_heads
 from .layer_options import takes_window, with_options, without_options
+from .rows import Extend, room_for
 
 __all__ = ["part_cases", "parts_of"]
 
@@ -75,7 +75,7 @@ def _of_many_heads(claims: Capabilities, small: Case, parts: str, page: int, own
     if prompts:
         rows = min(_PROMPT, claims.max_extend_tokens)
         new = (rows, 1, max(1, rows // 2))
-        many = replace(many, new=new, width=room_for(new), bucket=len(new))
+        many = many.of_requests(lens, rows=Extend(new, room_for(new)))
     return replace(many, data="gauss", own_merge=own)
 
 
@@ -95,7 +95,7 @@ def _of_one_row_each(claims: Capabilities, small: Case, parts: str, page: int, o
     """Every request has one new token: heads of a group become rows then (flashinfer #5245)."""
     for long in _of_long_groups(claims, small, parts, page, own):
         lens, new = (70, 0, 33), (1,) * 3
-        yield replace(long, prefixes=lens, new=new, width=room_for(new), bucket=len(lens))
+        yield long.of_requests(lens, rows=Extend(new, room_for(new)))
 
 
 def _of_larger_pages(claims: Capabilities, few: Case) -> Iterator[Case]:
@@ -106,9 +106,8 @@ def _of_larger_pages(claims: Capabilities, few: Case) -> Iterator[Case]:
 
 def _like(small: Case, page: int, prefixes: tuple[int, ...], parts: str) -> Case:
     """``small`` with other requests, the first of which have all its rows."""
-    new = tuple(small.width if index % 2 == 0 else 1 for index in range(len(prefixes))) if small.new else ()
-    bucket = len(prefixes) + 1
-    return replace(small, prefixes=prefixes, new=new, page_size=page, parts=parts, bucket=bucket, padding="prod")
+    rows = small.rows.counted([small.width if index % 2 == 0 else 1 for index in range(len(prefixes))])
+    return small.of_requests(prefixes, padded=1, rows=rows, page_size=page, parts=parts, padding="prod")
 
 
 def _with_options(claims: Capabilities, case: Case, own: bool) -> Case:

@@ -9,9 +9,7 @@ from ..contract import Capabilities, ForwardMode
 from .as_claimed import as_claimed
 from .case import Case
 from .dimensions.heads import smallest_heads_first
-from .draft import Draft
-from .fields import Changes
-from .trees import chain
+from .rows import minimal_rows
 
 __all__ = ["plain_cases", "plainest_case"]
 
@@ -26,7 +24,7 @@ def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
     if not layouts:
         raise ValueError(f"{mode} is claimed, and no head layout with it")
     case = Case(
-        mode=mode,
+        rows=minimal_rows(mode),
         heads=layouts[0],
         head_dim=min(claims.head_dims),
         rope_dim=min(claims.mla_rope_dims) if layouts[0].layout.values_in_keys else 0,
@@ -35,17 +33,8 @@ def plainest_case(claims: Capabilities, mode: ForwardMode) -> Case:
         page_size=min(claims.page_sizes),
         prefixes=(0,),
         layout="contiguous",
-        **_rows(mode),
     )
     return as_claimed(claims, case)
-
-
-def _rows(mode: ForwardMode) -> Changes:
-    if mode is ForwardMode.TARGET_VERIFY:
-        return {"tree": chain(1)}
-    if mode is ForwardMode.DRAFT_DECODE:
-        return {"draft": Draft(1, 2)}
-    return {} if mode is ForwardMode.DECODE else {"new": (1,)}
 
 
 def plain_cases(claims: Capabilities, mode: ForwardMode) -> Iterator[Case]:

@@ -38,6 +38,7 @@ def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small:
             for size in pages if tier == "full" else [page]:
                 # More than a page, and more than another; pages that lie in no order.
                 prefixes = (2 * size + 1, size + max(1, size // 2), 3)
-                new = small.new and (*small.new[:2], small.new[0])
                 of_pool = replace(small, kv_layout=name, kv_dtype=dtype, page_size=size, layout="shuffled")
-                yield replace(of_pool, prefixes=prefixes, new=new, bucket=4, data="gauss")
+                yield of_pool.of_requests(
+                    prefixes, padded=1, rows=small.rows.counted((*small.new[:2], *small.new[:1])), data="gauss"
+                )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case, Heads
 from .dimensions.rows import most_rows
-from .extend import room_for
+from .rows import Accepted, Extend, Verify, room_for
 from .trees import chain
 
 __all__ = ["row_edge_cases"]
@@ -52,12 +52,10 @@ def row_edge_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Cas
 
 def _with_rows(case: Case, rows: int, prefixes: tuple[int, ...]) -> Case:
     """Requests with so many rows each; where a mode lists them the last one has fewer."""
-    new = (*(rows,) * (len(prefixes) - 1), max(1, rows - 1)) if case.new else ()
-    return replace(
-        case,
-        prefixes=prefixes,
-        new=new,
-        width=room_for(new) if case.mode is ForwardMode.EXTEND else rows,
-        tree=chain(rows) if case.tree else None,
-        bucket=len(prefixes),
-    )
+    new = (*(rows,) * (len(prefixes) - 1), max(1, rows - 1))
+    of_case = case.rows
+    if isinstance(of_case, Extend):
+        return case.of_requests(prefixes, rows=replace(of_case, new=new, room=room_for(new)))
+    if isinstance(of_case, Accepted):
+        return case.of_requests(prefixes, rows=replace(of_case, new=new, width=rows))
+    return case.of_requests(prefixes, rows=Verify(chain(rows)))

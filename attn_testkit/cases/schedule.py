@@ -16,6 +16,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,12 +25,13 @@ from ..contract import Capabilities, ForwardMode
 from .case import Case
 from .choices import CHOICES, shallow_depth
 from .draft import Draft
+from .numerics import MODEL, Numerics
 from .plan import Plan
 from .plans import context_len_of, lens_of, make_plans
 from .trees import Tree, chain, random_tree
 from .variety import layout_at, padding_at
 
-__all__ = ["Request", "Schedule", "Step", "branched", "make_schedule", "only"]
+__all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
@@ -166,17 +168,32 @@ class Schedule:
     """Rows of ``req_to_token`` after row 0."""
     spec_steps: int
     """S of the draft trees (S + 1 = width in v1)."""
-    matmul_dtype: str = "model"
-    """What the backend says it multiplies in (``Capabilities.matmul_dtype``, and ``tf32`` of
-    ``Capabilities.fp32_products`` where that is coarser): limits follow from it, and
-    whether the queries of a case with an FP8 pool are numbers that FP8 holds."""
-    new_rows_as_given: bool = False
-    """Whether it says that a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
-    lse_dtype: str = "fp32"
-    """Of the log-sum-exps of a case with parts: ``fp32``, or ``model`` for the case's dtype."""
-    q_scale: str = "none"
-    """By what it says it divides queries before it rounds them to FP8 (``Capabilities.q_scale``); ``none`` where it
-    says that it does not multiply in FP8."""
+    numerics: Numerics = MODEL
+    """Numbers that the backend declares."""
+
+    @property
+    def matmul_dtype(self) -> str:
+        """``Numerics.matmul_dtype``."""
+        return self.numerics.matmul_dtype
+
+    @property
+    def new_rows_as_given(self) -> bool:
+        """``Numerics.new_rows_as_given``."""
+        return self.numerics.new_rows_as_given
+
+    @property
+    def lse_dtype(self) -> str:
+        """``Numerics.lse_dtype``."""
+        return self.numerics.lse_dtype
+
+    @property
+    def q_scale(self) -> str:
+        """``Numerics.q_scale``."""
+        return self.numerics.q_scale
+
+    def with_numerics(self, **changes: Any) -> Schedule:
+        """The same steps under other numerics."""
+        return replace(self, numerics=replace(self.numerics, **changes))
 
     @property
     def chunks(self) -> tuple[Step, ...]:
@@ -216,7 +233,7 @@ class Schedule:
     def runs_eagerly(self, step: Step, claims: Capabilities) -> bool:
         """Whether an eager run follows the replay of a step, on a backend with these claims."""
         claimed = self.case.mode in claims.eager
-        return claimed and step.eager_too and (claims.takes_empty_batches or bool(step.requests))
+        return claimed and step.eager_too and (claims.server.takes_empty_batches or bool(step.requests))
 
     def step_named(self, name: str) -> Step:
         """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``part`` makes of one of them.
@@ -404,17 +421,15 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
     return by_label.get(label, by_label[_SAME_LENGTHS])
 
 
-@lru_cache(maxsize=256)
-def make_schedule(
-    case: Case, matmul_dtype: str = "model", new_rows_as_given: bool = False, lse_dtype: str = "fp32",
-    q_scale: str = "none",
-) -> Schedule:  # fmt: skip
-    """Lay out all steps of a case. The same case always gives the same schedule.
-
-    ``matmul_dtype``, ``new_rows_as_given``, ``lse_dtype``, ``q_scale``: see ``Schedule``.
-
-    Cached: what is computed of a schedule is kept by the object.
+def make_schedule(case: Case, numerics: Numerics = MODEL) -> Schedule:
+    """Lay out all steps of a case. The same case and numerics always give the same object: what is computed of a
+    schedule is kept by it.
     """
+    return _made(case, numerics)
+
+
+@lru_cache(maxsize=256)
+def _made(case: Case, numerics: Numerics) -> Schedule:
     rng = np.random.default_rng(case.digest)
     buckets, plans = make_plans(case, rng)
     page = case.page_size
@@ -434,6 +449,9 @@ def make_schedule(
     second = replace(_second(case, steps, sizes), name="second", stored=stored, turned=turned)
     oversized = replace(last, name="oversized")
     return Schedule(
-        case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, matmul_dtype, new_rows_as_given,
-        lse_dtype, q_scale,
+        case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, numerics
     )  # fmt: skip
+
+
+forget_schedules = _made.cache_clear
+"""Let go of every schedule that was made: the next one is another object."""

@@ -24,15 +24,12 @@ def shared_prefix_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
     whose results are merged, forgets what one call has: sinks (vLLM #26325), caps, scales of FP8. Windows turn it off.
     Made of ``small``.
     """
-    shared = replace(
-        small,
-        prefixes=_PREFIXES,
-        new=small.new[:1] * len(_PREFIXES),
+    shared = small.of_requests(
+        _PREFIXES,
         page_size=nearest(claims.page_sizes, _PAGE),
         layout="shared",
         layers=Layers(1),
         data="gauss",
-        bucket=len(_PREFIXES),
     )
     yield shared
     optional = replace(with_options(claims, shared, -1), kv_dtype=min(claims.kv_dtypes))

@@ -14,7 +14,7 @@ from .case import Case
 from .dimensions.dimension import Covered, Without
 from .dimensions.heads import fewest_latent_heads, other_heads
 from .dimensions.page_size import lens_beyond_a_page
-from .dimensions.rows import most_rows, rows_of, two_requests
+from .dimensions.rows import most_rows, rows_of, rows_of_two
 from .fields import Changes
 from .head_layouts import per_head
 from .untried import CLAIMS, Value, is_tried, untried
@@ -93,7 +93,7 @@ def plain_case(claims: Capabilities, mode: ForwardMode) -> Case:
     only_latent = not per_head(claims)
     rows, topk = min(4, most_rows(claims, mode)), min(2, claims.max_topk)
     return Case(
-        mode=mode,
+        rows=rows_of_two(mode, rows, topk),
         heads=fewest_latent_heads(claims) if only_latent else other_heads(claims),
         head_dim=min(claims.head_dims),
         rope_dim=min(claims.mla_rope_dims) if only_latent else 0,
@@ -102,5 +102,4 @@ def plain_case(claims: Capabilities, mode: ForwardMode) -> Case:
         page_size=page,
         prefixes=lens_beyond_a_page(page),
         bucket=2,
-        **two_requests(mode, rows, topk),
     )

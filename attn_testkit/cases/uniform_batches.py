@@ -11,10 +11,10 @@ from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
 from .companions import many_heads, unlike
 from .dimensions.rows import most_rows
-from .extend import room_for
 from .head_layouts import as_many, latent, latent_heads
 from .layer_options import with_options
 from .layers import PERIOD, Layers
+from .rows import Extend, room_for
 from .ways import WAYS, usual_page
 
 __all__ = ["uniform_batch_cases"]
@@ -41,7 +41,7 @@ def uniform_batch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
         # A bound on the rows of a request where each has a row (onnxruntime #28409). With many KV heads: tiles of rows
         # and heads are numbered through, and are more than there are workers (tt-metal #54413).
         heads = _many_kv_heads(claims, small.heads)
-        yield replace(small, heads=heads, prefixes=(3,), new=(rows,), width=-(-rows // _BUCKET), bucket=_BUCKET)
+        yield small.of_requests((3,), padded=_BUCKET - 1, rows=Extend((rows,), -(-rows // _BUCKET)), heads=heads)
     yield from _of_one_length(claims, small)
 
 
@@ -58,7 +58,7 @@ def _many_kv_heads(claims: Capabilities, like: Heads) -> Heads:
 def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:
     """Prompts alone: new rows are attended as they are given, by another kernel (vllm-ascend #5397)."""
     new = tuple(min(count, claims.max_extend_tokens) for count in _PROMPTS)
-    plain = replace(small, prefixes=(0,) * len(new), new=new, width=room_for(new), bucket=len(new) + 1)
+    plain = small.of_requests((0,) * len(new), padded=1, rows=Extend(new, room_for(new)))
     yield plain
     yield replace(with_options(claims, unlike(claims, plain), _WINDOW), kv_dtype=min(claims.kv_dtypes))
     if not small.heads.layout.values_in_keys and latent(claims) and claims.mla_rope_dims:
@@ -67,11 +67,11 @@ def _without_prefix(claims: Capabilities, small: Case) -> Iterator[Case]:
     if claims.kv_groups:
         yield replace(with_options(claims, plain, _WINDOW), layers=Layers(PERIOD, groups=True))
     for word in _WAYS:
-        for case in WAYS[word].cases(claims, replace(plain, width=max(new))):
-            yield replace(case, prefixes=(0,) * case.bs, width=room_for(case.new))
+        for case in WAYS[word].cases(claims, replace(plain, rows=Extend(new, max(new)))):
+            yield replace(case, prefixes=(0,) * case.bs, rows=Extend(case.new, room_for(case.new)))
     if small.mode in claims.non_causal:
         # A loop over keys that ends at the diagonal is right for one tile of rows (sglang #39703).
-        yield replace(plain, bucket=len(new), way="noncausal")
+        yield replace(plain, bucket=len(new), variants=frozenset({"noncausal"}))
 
 
 def _of_one_length(claims: Capabilities, small: Case) -> Iterator[Case]:
@@ -81,10 +81,10 @@ def _of_one_length(claims: Capabilities, small: Case) -> Iterator[Case]:
     one = replace(small, layers=Layers(1))
     if small.mode is not ForwardMode.DECODE:
         rows = min(_EQUAL_PROMPT, most_rows(claims, small.mode))
-        new = (rows if small.mode is ForwardMode.EXTEND else small.width,) * 2 if small.new else ()
-        width = room_for(new) if small.mode is ForwardMode.EXTEND else small.width
+        extends = small.mode is ForwardMode.EXTEND
+        of_both = Extend((rows,) * 2, rows) if extends else small.rows.counted((small.width,) * 2)
         lens = (_LONG_OF_MLA if small.heads.layout.wide_rows else _LONG)[:1] * 2
-        yield replace(unlike(claims, one), prefixes=lens, new=new, width=width, bucket=len(lens))
+        yield unlike(claims, one).of_requests(lens, rows=of_both)
         return
     groups = [(Heads("gqa", 2 * group, 2), 0, _LONG) for group in _GROUPS if group in claims.gqa_ratios]
     if "gqa" not in claims.families or not groups:

@@ -122,7 +122,7 @@ def _classify(
             f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare needs_cpu_seq_lens=True to get "
             "seq_lens_cpu"
-            + ("" if phase == "plan for replay" else ", or eager_waits=True to allow the sync in eager mode"),
+            + ("" if phase == "plan for replay" else f", or {_MAY_WAIT} to allow the sync in eager mode"),
         )
     if phase == "forward without k and v" and "NoneType" in message:
         return (
@@ -156,6 +156,7 @@ _WITHOUT_WAITS = {
 }
 """Phases in which nothing may wait for the device if CPU lengths are not needed, in words."""
 
+_MAY_WAIT = "server=ServerConventions(eager_without_waits=False)"
 _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"
 
 

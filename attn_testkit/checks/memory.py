@@ -172,7 +172,7 @@ CHECKS = (
         "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
         judged_from=Stage.OBSERVED,
         run=lambda judgement, schedule, claims: writes_own_kv(
-            judgement.observed, schedule.case, takes_strided_heads=claims.takes_strided_heads
+            judgement.observed, schedule.case, takes_strided_heads=claims.server.takes_strided_heads
         ),
     ),
     Check(

@@ -34,7 +34,7 @@ captured, so a longer request in a later batch loses keys. TensorRT-LLM #17273 a
 @click.command(
     short_help="Show a known bug, the test that it passes, and what the kit reports.",
     epilog="""\b
-Example:
+Examples:
   attn-testkit demo
 \b
 Exit code 0: the four runs went as described. 1: one of them did not.""",

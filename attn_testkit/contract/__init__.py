@@ -3,8 +3,7 @@ kit."""
 
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
-from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, LAYER_WINDOWS, Capabilities, Requires, Unsupported
-from .dialect import DIALECTS, Dialect
+from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
 from .draft_decode import DraftDecodeInput
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
@@ -14,6 +13,9 @@ from .kv_pool import KVPool
 from .layer import AttentionLayer, HeadShape
 from .merging import KVPart, LogSumExp
 from .modes import Execution, ForwardMode
+from .requires import Requires
+from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
+from .windows import LAYER_WINDOWS, Windows
 
 __all__ = [
     "DIALECTS",
@@ -23,6 +25,8 @@ __all__ = [
     "KV_DTYPES",
     "KV_LAYOUTS",
     "LAYER_WINDOWS",
+    "SGLANG",
+    "VLLM",
     "AttentionBackend",
     "AttentionLayer",
     "BackendContext",
@@ -44,10 +48,12 @@ __all__ = [
     "LegacyGraphHooks",
     "LogSumExp",
     "Requires",
+    "ServerConventions",
     "SpecInput",
     "TreeMaskMode",
     "Unsupported",
     "VerifyInput",
     "VerifyMask",
+    "Windows",
     "refuse_unclaimed",
 ]

@@ -12,13 +12,13 @@ import torch
 
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
-from .dialect import Dialect
 from .kv_group import KVGroup
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer, HeadShape
 from .merging import KVPart
 from .modes import ForwardMode
+from .server_conventions import Dialect
 
 __all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_unclaimed"]
 
@@ -99,13 +99,13 @@ class BackendContext:
     def sliding_window_size(self) -> int:
         """W of the layers that have a window; -1 if none has one. For backends that plan with one window per model.
 
-        Raises ``ValueError`` if layers have different windows, which only ``layer_windows="any"`` allows.
+        Raises ``ValueError`` if layers have different windows, which only ``Windows(layers="any")`` allows.
         """
         windows = {layer.sliding_window_size for layer in self.layers} - {-1}
         if len(windows) > 1:
             raise ValueError(
                 f"layers have windows of {_counted(windows)}, and a context has no one window: look at each layer's, "
-                "or declare layer_windows='one'"
+                "or declare windows=Windows(..., layers='one')"
             )
         return max(windows, default=-1)
 
@@ -124,7 +124,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         kv_dtype = str(context.kv_pool.dtype)
     rows = max([1] + [_rows(mode, context) for mode in context.modes])
     windows = [layer.sliding_window_size for layer in context.layers if layer.sliding_window_size >= 0]
-    windowed, narrowest = bool(windows), min(windows, default=capabilities.min_window)
+    windowed, narrowest = bool(windows), min(windows, default=capabilities.windows.smallest)
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
@@ -145,15 +145,15 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
         ("topk", context.topk, context.topk <= capabilities.max_topk),
         ("draft branches", context.draft_branches, context.draft_branches <= capabilities.max_draft_branches),
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
-        ("sliding window", ", ".join(sorted(context.modes - capabilities.sliding_window)),
-         not windowed or context.modes <= capabilities.sliding_window),
-        ("sliding window of size", narrowest, narrowest >= capabilities.min_window),
+        ("sliding window", ", ".join(sorted(context.modes - capabilities.windows.modes)),
+         not windowed or context.modes <= capabilities.windows.modes),
+        ("sliding window of size", narrowest, narrowest >= capabilities.windows.smallest),
         ("layers with sliding windows", _counted({layer.sliding_window_size for layer in context.layers}),
          _windows_agree(capabilities, context)),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
-        ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.window_in_trees),
+        ("sliding window in trees", context.topk, not windowed or context.topk <= 1 or capabilities.windows.in_trees),
         ("scaling", ", ".join(f"{layer.scaling:.4g}" for layer in context.layers),
          capabilities.any_scaling
          or all(layer.has_usual_scaling or not layer.head_layout.usual_scaling for layer in context.layers)),
@@ -161,7 +161,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
-        *((name, said, said in getattr(capabilities, name)) for name, said in vars(context.dialect).items()),
+        *((name, said, said in getattr(capabilities.server, name)) for name, said in vars(context.dialect).items()),
         ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
     ]  # fmt: skip
     for what, value, fine in checks:
@@ -171,7 +171,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
 
 def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
     every = {layer.sliding_window_size for layer in context.layers}
-    return {"any": True, "one": len(every - {-1}) <= 1, "same": len(every) == 1}[capabilities.layer_windows]
+    return {"any": True, "one": len(every - {-1}) <= 1, "same": len(every) == 1}[capabilities.windows.layers]
 
 
 def _first_outside(values: Iterable[Any], claimed: Set[Any]) -> tuple[object, bool]:

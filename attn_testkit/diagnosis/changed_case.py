@@ -12,8 +12,8 @@ from functools import cached_property
 
 from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
+from ..cases.numerics import Numerics
 from ..cases.schedule import Schedule, make_schedule
-from ..cases.ways import way_of
 from ..checks import Judgement
 from ..contract import ForwardMode
 from ..oracle.expect import expect
@@ -36,12 +36,14 @@ FEATURES: dict[str, Callable[[Case], Case]] = {
     "fp8": lambda case: replace(case, kv_dtype="same"),
     "window": lambda case: replace(case, window=-1, layer_windows="any"),
     "data": lambda case: replace(case, data="gauss"),
-    "counts": lambda case: replace(case, new=(most_rows(case),) * case.bs) if case.mode.is_ragged() else case,
+    "counts": lambda case: (
+        replace(case, rows=case.rows.counted((most_rows(case),) * case.bs)) if case.mode.is_ragged() else case
+    ),
     "layers": lambda case: replace(case, layers=Layers()) if case.layers.count > PERIOD else case,
     "shapes": lambda case: replace(case, layers=replace(case.layers, shapes=())),
     "groups": lambda case: replace(case, layers=replace(case.layers, groups=False)),
-    "far": lambda case: replace(case, way="") if case.way == "far" else case,
-    "big pool": lambda case: replace(case, way="") if way_of(case).pool_elements else case,
+    "far": lambda case: replace(case, variants=case.variants - {"far"}),
+    "big pool": lambda case: replace(case, variants=case.variants - {"bigpool"}),
 }
 """Name -> the case without that feature; an equal case if it does not have it."""
 
@@ -82,7 +84,7 @@ class ChangedCases:
         lens = list(zip(case.prefixes, case.new or (0,) * case.bs, strict=True))
         if lens[-1] not in lens[:-1]:
             return False
-        fewer = replace(case, prefixes=case.prefixes[:-1], new=case.new[:-1])
+        fewer = replace(case, prefixes=case.prefixes[:-1], rows=case.rows.counted(case.new[:-1]))
         return self.lasting and self._all_are(fewer, right=True)
 
     @cached_property
@@ -134,8 +136,7 @@ class ChangedCases:
             return None
         # The declared products and new rows of an FP8 pool apply only to such a pool.
         alike = case.kv_dtype == own.case.kv_dtype
-        products, as_given = (own.matmul_dtype, own.new_rows_as_given) if alike else ("model", False)
-        schedule = make_schedule(case, products, as_given, own.lse_dtype, own.q_scale if alike else "none")
+        schedule = make_schedule(case, own.numerics if alike else Numerics(lse_dtype=own.lse_dtype))
         step = schedule.steps[0]
         seen = self._rerunner.eager(schedule, step)
         return None if seen is None else Judgement(seen, expect(schedule, step)).right
@@ -150,4 +151,4 @@ def with_keys_up_to(case: Case, most: int) -> Case | None:
     if max(counts) > most:
         return None
     prefixes = tuple(min(prefix, most - count) for prefix, count in zip(case.prefixes, counts, strict=True))
-    return replace(case, prefixes=prefixes, new=counts if extends else case.new)
+    return replace(case, prefixes=prefixes, rows=case.rows.counted(counts) if extends else case.rows)

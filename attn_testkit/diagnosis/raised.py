@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..cases.case import Case
+from ..cases.numerics import Numerics
 from ..cases.schedule import Schedule, make_schedule
 from .changed_case import FEATURES
 from .rerun import Rerunner
@@ -85,7 +86,7 @@ def _without(raises: Callable[[Rerunner, Schedule], bool], rerunner: Rerunner, s
         other = change(case)
         if other == case or not rerunner.claims(other):
             continue
-        changed = make_schedule(other, "model", False, schedule.lse_dtype)
+        changed = make_schedule(other, Numerics(lse_dtype=schedule.lse_dtype))
         if not raises(rerunner, changed):
             return told(case)
     return ""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, KVLayer, KVPoolSpec
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, KVLayer, KVPoolSpec, ServerConventions
 
 __all__ = ["BlocksOfVllmBackend"]
 
@@ -17,7 +17,8 @@ class BlocksOfVllmBackend(KernelBackend):
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
         kv_layouts={"own"}, page_sizes={16, 32}, max_q_rows=8, max_topk=1, max_draft_branches=4,
-        padding_slots={0, -1}, needs_cpu_seq_lens=False, takes_none_kv=True, deterministic=True,
+        server=ServerConventions(padding_slots={0, -1}, takes_none_kv=True), needs_cpu_seq_lens=False,
+        deterministic=True,
     )  # fmt: skip
 
     @classmethod

@@ -6,7 +6,7 @@ import torch
 import torch._dynamo
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Windows
 
 __all__ = ["FlexBackend"]
 
@@ -22,7 +22,7 @@ class FlexBackend(KernelBackend):
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa"}, dtypes={"bf16", "fp16"},
-        page_sizes={1, 16, 64}, max_q_rows=8, max_topk=1, sliding_window=frozenset(ForwardMode),
+        page_sizes={1, 16, 64}, max_q_rows=8, max_topk=1, windows=Windows(frozenset(ForwardMode)),
         needs_cpu_seq_lens=False,
     )  # fmt: skip
 

@@ -86,9 +86,9 @@ class BakedMaxLength(_Planned):
 
 
 class HostRead(_Planned):
-    """Reads a length on the host inside the captured region. In eager it may: it declares ``eager_waits``."""
+    """Reads a length on the host inside the captured region. In eager it may (``eager_without_waits=False``)."""
 
-    capabilities = _DECODE.with_changes(eager_waits=True)
+    capabilities = _DECODE.with_changes(server={"eager_without_waits": False})
 
     def visible(self, q: torch.Tensor, plan: KernelPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """``.item()`` waits for the device, which a capture forbids."""

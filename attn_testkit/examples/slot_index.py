@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions, Windows
 from .slot_index_kernel import attend_slots, store_slots
 
 __all__ = ["SlotIndexBackend"]
@@ -16,8 +16,8 @@ class SlotIndexBackend(KernelBackend):
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
         kv_dtypes={"same", "fp8_e4m3"}, page_sizes={1, 4, 16, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
-        sliding_window=frozenset(ForwardMode), logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
-        takes_none_kv=True, deterministic=True,
+        windows=Windows(frozenset(ForwardMode)), logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
+        server=ServerConventions(takes_none_kv=True), deterministic=True,
     )  # fmt: skip
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:

@@ -92,7 +92,7 @@ class IdleMetadataForWrongMode(PlannedBackend):
     """The plan takes a batch without requests for idle and makes no slots; the forward goes by the mode and needs
     some."""
 
-    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
     planned = True
 
     @override
@@ -117,7 +117,7 @@ class IdleMetadataForWrongMode(PlannedBackend):
 class EmptyBatchDividesByRequests(PlannedBackend):
     """Rows per request are counted by a division by the requests, although empty batches are declared."""
 
-    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
     @override
     def plan(self, batch: ForwardBatch) -> Metadata:
@@ -136,7 +136,7 @@ class EmptyBatchDividesByRequests(PlannedBackend):
 class EmptyBatchReturnsARow(PlannedBackend):
     """A kernel of one row is launched for an empty batch, and its row is returned."""
 
-    capabilities = LEAN.with_changes(takes_empty_batches=True)
+    capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
     @override
     def forward(

@@ -10,11 +10,12 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .b_idle_ranks import LEAN
 from .catalogue import fault
+from .e_non_causal import NON_CAUSAL, BlockBackend
 from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
-_CLAIMS = LEAN.with_changes(takes_more_rows=True)
+_CLAIMS = LEAN.with_changes(server={"takes_more_rows": True})
 
 
 class SlotsOfTheForward(PlannedBackend):
@@ -90,3 +91,41 @@ class MoreRowsAreCutOff(SlotsOfTheForward):
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.planned = batch.input_ids.shape[0]
         return super().plan(batch)
+
+
+class MoreRowsOfBlocks(BlockBackend):
+    """Healthy: rows behind those of the plan get zeros, in layers that are not causal too."""
+
+    capabilities = NON_CAUSAL.with_changes(server={"takes_more_rows": True})
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        self.more = len(q) - len(self.place)
+        out = super().forward(q, k, v, layer, batch, save_kv_cache)
+        return torch.cat([out, out.new_zeros(self.more, *out.shape[1:])])
+
+
+@fault(
+    slug="last-request-ends-where-padded-rows-do",
+    source="general; a cu_seqlens_q that ends at num_input_tokens, which the causal mask forgives",
+    modes=(ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY),
+    checks=("reads-own-kv", "matches-oracle"),
+    hint="takes_more_rows",
+)
+class LastRequestEndsWherePaddedRowsDo(MoreRowsOfBlocks):
+    """The last request takes the rows behind the plan for its own, and as many keys: only a causal mask hides them."""
+
+    @override
+    def in_window(self, layer: AttentionLayer) -> torch.Tensor:
+        seen = super().in_window(layer).clone()
+        if not layer.causal:
+            seen[-1] = self.key < self.kv_lens[-1] + self.more
+        return seen

@@ -16,7 +16,7 @@ _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 class OffsetsBackend(PlannedBackend):
     """Healthy parent: counts rows by ``query_start_loc``, in which padded requests have none."""
 
-    capabilities = LEAN.with_changes(padded_requests={"nothing"})
+    capabilities = LEAN.with_changes(server={"padded_requests": {"nothing"}})
 
     @override
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:

@@ -15,7 +15,7 @@ class KeptPlansBackend(PlannedBackend):
     """Eager plans are kept, and used again for a batch with the same key, which has everything that a plan depends
     on."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(eager_waits=True)
+    capabilities = PlannedBackend.capabilities.with_changes(server={"eager_without_waits": False})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -30,7 +30,7 @@ class KeptPlansBackend(PlannedBackend):
         self.metadata = self.kept[key]
 
     def plan_key(self, batch: ForwardBatch) -> tuple[object, ...]:
-        """Bytes of the batch. An eager plan waits for the device to get them, and ``eager_waits`` declares that."""
+        """Bytes of the batch. An eager plan waits for the device to get them, as ``eager_without_waits=False`` says."""
         bs, spec = batch.batch_size, batch.spec_info
         parts = [batch.seq_lens[:bs], batch.out_cache_loc, self.plan_pages(batch)]
         if isinstance(spec, DraftExtendInput):

@@ -58,7 +58,7 @@ class DeclaresNewRowsAsGiven(PlannedBackend):
 class ReshapesKBeforeItAsks(PlannedBackend):
     """k is reshaped before save_kv_cache is tested, and it is None if the pool holds the rows already."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(takes_none_kv=True)
+    capabilities = PlannedBackend.capabilities.with_changes(server={"takes_none_kv": True})
 
     @override
     def forward(
@@ -85,4 +85,6 @@ class ReshapesKBeforeItAsks(PlannedBackend):
 class SlotMinusOneIsTheLastSlot(DenseBackend):
     """Rows of padding have slot -1, which indexing takes for the last slot of the pool."""
 
-    capabilities = DenseBackend.capabilities.with_changes(padding_slots={-1}, families={"gqa"}, dtypes={"bf16"})
+    capabilities = DenseBackend.capabilities.with_changes(
+        server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}
+    )

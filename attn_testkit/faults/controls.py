@@ -31,7 +31,7 @@ _LEAN = _WHOLE.with_changes(families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims=
 def _in(*modes: str, **changes: Any) -> Any:
     """Few capabilities, for some modes, eager and graph."""
     trees = {} if "target-verify" in modes else {"max_topk": 0}
-    return _LEAN.with_changes(eager=modes, graph=modes, sliding_window=modes, **trees, **changes)
+    return _LEAN.with_changes(eager=modes, graph=modes, windows=modes, **trees, **changes)
 
 
 @control("plan-outside-the-graph")

@@ -30,7 +30,7 @@ class PlansKeptByCompleteKey(KeptPlansBackend):
     """Eager plans are kept by everything that they depend on, mask included."""
 
     capabilities = _LEAN.with_changes(
-        graph={"target-verify"}, eager={"target-verify", "draft-extend"}, eager_waits=True
+        graph={"target-verify"}, eager={"target-verify", "draft-extend"}, server={"eager_without_waits": False}
     )
 
 

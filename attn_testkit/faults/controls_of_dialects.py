@@ -27,7 +27,7 @@ from .parent import Metadata, PlannedBackend
 class NewRowsAsGiven(RegisterRowsBackend):
     """New rows are attended in the model's dtype and stored in FP8, as declared (sglang's and vLLM's prefill)."""
 
-    capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, takes_none_kv=True)
+    capabilities = FP8.with_changes(new_rows_as_given=FP8.eager, server={"takes_none_kv": True})
 
 
 @control("draft-rows-as-given")
@@ -82,7 +82,7 @@ class KernelByCaptureSizes(PlannedBackend):
 class EmptyBatches(PlannedBackend):
     """An eager batch without requests is neither planned nor run, and its output has no row (sglang's idle mode)."""
 
-    capabilities = MetadataBuiltTwice.capabilities.with_changes(takes_empty_batches=True)
+    capabilities = MetadataBuiltTwice.capabilities.with_changes(server={"takes_empty_batches": True})
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -114,7 +114,7 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
     """seq_lens of target-verify count its own tokens, and chains come without a tree (vLLM)."""
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(
-        eager={"target-verify"}, graph={"target-verify"}, verify_lens={"all"}, takes_bare_chains=True
+        eager={"target-verify"}, graph={"target-verify"}, server={"verify_lens": {"all"}, "takes_bare_chains": True}
     )
 
     @override
@@ -153,7 +153,7 @@ class PaddingIsNotStored(DenseBackend):
     """Rows of padding have slot -1, and go to page 0 (vLLM's kernels leave them out)."""
 
     capabilities = DenseBackend.capabilities.with_changes(
-        padding_slots={-1}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
+        server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
     )
 
     @override

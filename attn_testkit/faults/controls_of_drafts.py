@@ -57,11 +57,11 @@ class DraftLengthsFromPositions(MultiStepBackend):
 class DraftBesideItsTarget(SpeculativeBackend):
     """Drafts, verify and draft-extend on one instance, each planned by its own child: it passes the loop."""
 
-    capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, sliding_window=())
+    capabilities = SpeculativeBackend.capabilities.with_changes(families={"gqa"}, windows=())
 
 
 @control("draft-behind-a-prefill")
 class DraftBehindAPrefill(CountsOnAPrefix):
     """A draft without a prefix comes out wrong, and is not declared (sglang's multi-step backends)."""
 
-    capabilities = CountsOnAPrefix.capabilities.with_changes(drafts_without_prefix=False)
+    capabilities = CountsOnAPrefix.capabilities.with_changes(server={"drafts_without_prefix": False})

@@ -59,9 +59,9 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
 
 @control("waits-and-says-so")
 class WaitsAndSaysSo(EagerPlanWaits):
-    """Lengths are fetched from the device at every eager step, as ``eager_waits`` declares; replays never wait."""
+    """Lengths are fetched from the device at every eager step (``eager_without_waits=False``); replays never wait."""
 
-    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, eager_waits=True)
+    capabilities = _FEW.with_changes(eager={"decode"}, graph={"decode"}, server={"eager_without_waits": False})
 
 
 @control("plans-on-a-side-stream")

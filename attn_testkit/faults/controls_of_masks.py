@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .b_more_rows import MoreRowsOfBlocks
 from .catalogue import control
 from .e_non_causal import BlockBackend
 
@@ -9,3 +10,8 @@ from .e_non_causal import BlockBackend
 @control("rows-that-see-later-rows")
 class RowsThatSeeLaterRows(BlockBackend):
     """Draft blocks and encoder rows, which see all keys of their request (DFlash; ENCODER_ONLY layers)."""
+
+
+@control("padded-rows-of-blocks")
+class PaddedRowsOfBlocks(MoreRowsOfBlocks):
+    """Draft blocks whose rows are padded once they are planned, to a size that was compiled or captured (sglang)."""

@@ -18,7 +18,7 @@ from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
 _LEAN = PlannedBackend.capabilities.with_changes(
-    families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False, sliding_window=()
+    families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, logit_cap=False, sinks=False, windows=()
 )
 
 
@@ -132,7 +132,7 @@ class TunedAtFirstCall(DenseBackend):
         head_dims={64, 128},
         sinks=False,
         logit_cap=False,
-        sliding_window=(),
+        windows=(),
         requires=Requires(packages=("triton>=3.6",)),
     )
 

@@ -15,21 +15,21 @@ from .f_claimed_windows import WINDOWED, OneWindow, ZeroIsNone
 class WindowOfZeroIsNone(ZeroIsNone):
     """A window of 0 counts as no window, and windows from 1 on are declared (sglang)."""
 
-    capabilities = WINDOWED.with_changes(min_window=1)
+    capabilities = WINDOWED.with_changes(windows={"smallest": 1})
 
 
 @control("one-window-of-a-model")
 class OneWindowOfAModel(OneWindow):
     """Windowed keys are planned once, by the window of the model; other layers are full (sglang's triton)."""
 
-    capabilities = WINDOWED.with_changes(layer_windows="one")
+    capabilities = WINDOWED.with_changes(windows={"layers": "one"})
 
 
 @control("same-window-in-all-layers")
 class SameWindowInAllLayers(OneWindow):
     """All layers use the model's window (vLLM without hybrid KV groups)."""
 
-    capabilities = WINDOWED.with_changes(layer_windows="same")
+    capabilities = WINDOWED.with_changes(windows={"layers": "same"})
 
     @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:

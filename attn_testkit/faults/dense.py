@@ -23,9 +23,11 @@ from ..contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    ServerConventions,
     TreeMaskMode,
     VerifyInput,
     VerifyMask,
+    Windows,
 )
 from .pool_reads import read_slots
 
@@ -54,13 +56,11 @@ class DenseBackend(AttentionBackend):
         gqa_ratios=frozenset(range(1, 129)),
         max_q_rows=128,
         max_topk=128,
-        sliding_window=frozenset(ForwardMode),
-        window_in_trees=True,
+        windows=Windows(frozenset(ForwardMode), in_trees=True),
         logit_cap=True,
         sinks=True,
         needs_cpu_seq_lens=False,
-        takes_strided_heads=True,
-        takes_unset_width=True,
+        server=ServerConventions(takes_strided_heads=True, takes_unset_width=True),
         deterministic=True,
     )
 

@@ -36,7 +36,7 @@ class ZeroIsNone(DenseBackend):
 class NarrowestWindowIsNone(DenseBackend):
     """Windows from 4 on are declared, and the kernel drops a window of 4: it tests for more than 4."""
 
-    capabilities = WINDOWED.with_changes(min_window=4)
+    capabilities = WINDOWED.with_changes(windows={"smallest": 4})
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
@@ -54,10 +54,10 @@ class NarrowestWindowIsNone(DenseBackend):
 class NarrowerWindowThanClaimedIsAccepted(ZeroIsNone):
     """A window of 0 is not declared, and a model that has it is served without a window."""
 
-    capabilities = WINDOWED.with_changes(min_window=1)
+    capabilities = WINDOWED.with_changes(windows={"smallest": 1})
 
     def __init__(self, context: BackendContext) -> None:
-        refuse_unclaimed(self.capabilities.with_changes(min_window=0), context)
+        refuse_unclaimed(self.capabilities.with_changes(windows={"smallest": 0}), context)
         self.context, self.mask_buffer = context, None
         self.key = torch.arange(context.max_context_len, device=context.device)
 
@@ -109,7 +109,7 @@ class WidestWindowForAll(OneWindow):
 class ModelWindowInFullLayers(OneWindow):
     """The window of the model is used in all layers, although layers without one are declared."""
 
-    capabilities = WINDOWED.with_changes(layer_windows="one")
+    capabilities = WINDOWED.with_changes(windows={"layers": "one"})
 
     @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
@@ -127,10 +127,10 @@ class ModelWindowInFullLayers(OneWindow):
 class LayersThatDifferInWindowsAreAccepted(OneWindow):
     """The same window in all layers is declared, and a model in which some have none is served."""
 
-    capabilities = WINDOWED.with_changes(layer_windows="same")
+    capabilities = WINDOWED.with_changes(windows={"layers": "same"})
 
     def __init__(self, context: BackendContext) -> None:
-        refuse_unclaimed(self.capabilities.with_changes(layer_windows="any"), context)
+        refuse_unclaimed(self.capabilities.with_changes(windows={"layers": "any"}), context)
         self.context, self.mask_buffer = context, None
         self.key = torch.arange(context.max_context_len, device=context.device)
         self.window = self.model_window()

@@ -26,7 +26,7 @@ class CascadePlannedForAllRequests(DenseBackend):
 
     capabilities = DenseBackend.capabilities.with_changes(
         families={"gqa"}, dtypes={"bf16"}, kv_dtypes={"same"}, head_dims={64}, gqa_ratios={2}, page_sizes={16},
-        logit_cap=False, sinks=False, sliding_window=(), max_context_len=1 << 12,
+        logit_cap=False, sinks=False, windows=(), max_context_len=1 << 12,
     )  # fmt: skip
 
     @override

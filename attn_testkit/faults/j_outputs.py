@@ -17,7 +17,7 @@ _TILE = 16
 class LentOutput(PlannedBackend):
     """Healthy parent: writes the output to the caller's memory."""
 
-    capabilities = LEAN.with_changes(takes_out=True)
+    capabilities = LEAN.with_changes(server={"takes_out": True})
 
     @override
     def forward(
@@ -98,7 +98,7 @@ class LentOutputIsAddedTo(LentOutput):
 class OneBufferForAllLayers(PlannedBackend):
     """Every layer returns the same memory, although outputs are declared valid until all layers have run."""
 
-    capabilities = LEAN.with_changes(output_lifetime="model")
+    capabilities = LEAN.with_changes(server={"output_lifetime": "model"})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

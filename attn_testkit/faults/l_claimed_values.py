@@ -23,8 +23,8 @@ def _claims(**changes: object) -> Capabilities:
     """Capabilities with few values, except for one field."""
     few: dict[str, object] = {
         "families": {"mha"}, "dtypes": {"bf16"}, "kv_dtypes": {"same"}, "head_dims": {64}, "page_sizes": {16},
-        "gqa_ratios": {1}, "max_q_rows": 8, "max_topk": 1, "max_context_len": 1024, "sliding_window": (),
-        "window_in_trees": False, "logit_cap": False, "sinks": False,
+        "gqa_ratios": {1}, "max_q_rows": 8, "max_topk": 1, "max_context_len": 1024,
+        "windows": {"modes": (), "in_trees": False}, "logit_cap": False, "sinks": False,
     }  # fmt: skip
     return DenseBackend.capabilities.with_changes(**{**few, **changes})
 

@@ -23,7 +23,7 @@ _VERIFY = (ForwardMode.TARGET_VERIFY,)
 class VerifyLengthsCountedTwice(PlannedBackend):
     """seq_lens count the new tokens already, as declared, and they are added once more."""
 
-    capabilities = LEAN.with_changes(verify_lens={"all"}, eager=_VERIFY, graph=_VERIFY, max_topk=1)
+    capabilities = LEAN.with_changes(server={"verify_lens": {"all"}}, eager=_VERIFY, graph=_VERIFY, max_topk=1)
 
 
 @fault(
@@ -36,7 +36,7 @@ class VerifyLengthsCountedTwice(PlannedBackend):
 class VerifyLengthsNeverAskedFor(PlannedBackend):
     """Both conventions are declared, and the code knows one."""
 
-    capabilities = LEAN.with_changes(verify_lens={"prefix", "all"}, eager=_VERIFY, graph=_VERIFY)
+    capabilities = LEAN.with_changes(server={"verify_lens": {"prefix", "all"}}, eager=_VERIFY, graph=_VERIFY)
 
 
 @fault(
@@ -49,7 +49,7 @@ class VerifyLengthsNeverAskedFor(PlannedBackend):
 class ChainWithoutLinks(PlannedBackend):
     """The links of the tree are read even for a chain, which is declared to come without any."""
 
-    capabilities = LEAN.with_changes(takes_bare_chains=True, eager=_VERIFY, graph=_VERIFY)
+    capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 
     @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
@@ -68,7 +68,7 @@ class ChainWithoutLinks(PlannedBackend):
 class NoMaskHidesNothing(PlannedBackend):
     """Rows of a chain without a mask see the rows after them."""
 
-    capabilities = LEAN.with_changes(takes_bare_chains=True, eager=_VERIFY, graph=_VERIFY)
+    capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 
     @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:

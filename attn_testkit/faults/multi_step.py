@@ -34,7 +34,7 @@ class MultiStepBackend(PlannedBackend):
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(
-        eager=_MODES, graph=_MODES, sliding_window=_MODES, max_draft_branches=4, max_topk=0, max_q_rows=1,
+        eager=_MODES, graph=_MODES, windows=_MODES, max_draft_branches=4, max_topk=0, max_q_rows=1,
         families={"mha", "gqa"}, head_dims={64}, dtypes={"bf16"}, logit_cap=False, sinks=False,
     )  # fmt: skip
 

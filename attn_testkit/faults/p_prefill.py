@@ -15,7 +15,7 @@ from .parent import Metadata, PlannedBackend
 _EXTEND = (ForwardMode.EXTEND,)
 _EAGER, _GRAPH = ("eager",), ("graph",)
 LEAN = PlannedBackend.capabilities.with_changes(
-    eager=_EXTEND, graph=_EXTEND, sliding_window=_EXTEND, max_topk=0, families={"gqa", "mqa"}, dtypes={"bf16"},
+    eager=_EXTEND, graph=_EXTEND, windows=_EXTEND, max_topk=0, families={"gqa", "mqa"}, dtypes={"bf16"},
     head_dims={64},
 )  # fmt: skip
 """Capabilities with few values in fields that do not matter for a prefill."""
@@ -90,7 +90,7 @@ class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
 class PrefixOfTheFirstChunkKept(PlannedBackend):
     """A request's prefix is looked up when it is first seen, and its later chunks are planned with the same one."""
 
-    capabilities = LEAN.with_changes(eager_waits=True)
+    capabilities = LEAN.with_changes(server={"eager_without_waits": False})
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -27,7 +27,9 @@ from ..contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
+    ServerConventions,
     VerifyInput,
+    Windows,
 )
 from .pool_reads import read_slots
 
@@ -73,13 +75,11 @@ class PlannedBackend(AttentionBackend):
         max_topk=8,
         max_context_len=1
         << 14,  # leaves out the case of 66,000 keys, which costs each control a minute without a device
-        sliding_window=frozenset(ForwardMode),
-        window_in_trees=True,
+        windows=Windows(frozenset(ForwardMode), in_trees=True),
         logit_cap=True,
         sinks=True,
         needs_cpu_seq_lens=False,
-        takes_strided_heads=True,
-        takes_unset_width=True,
+        server=ServerConventions(takes_strided_heads=True, takes_unset_width=True),
         deterministic=True,
     )
     max_splits = 3

@@ -20,7 +20,7 @@ class SpeculativeBackend(AttentionBackend):
     """Healthy parent: a child for drafts and one for the other modes, as in servers."""
 
     capabilities = MultiStepBackend.capabilities.with_changes(
-        eager=_MODES, graph=_MODES, sliding_window=_MODES, max_topk=4, max_q_rows=8, page_sizes={1, 16},
+        eager=_MODES, graph=_MODES, windows=_MODES, max_topk=4, max_q_rows=8, page_sizes={1, 16},
     )  # fmt: skip
     others: type[PlannedBackend] = PlannedBackend
 

@@ -15,10 +15,10 @@ from ..cases.case import Case, parse_case
 from ..cases.claimed import not_claimed
 from ..cases.dimensions.dimension import Simpler
 from ..cases.dimensions.table import DIMENSIONS as ALL
-from ..cases.extend import room_for
 from ..cases.fields import Changes
 from ..cases.plainest import plain_cases
-from ..contract import Capabilities, ForwardMode
+from ..cases.rows import Extend, room_for
+from ..contract import Capabilities
 from ..results import BAD, CaseResult, Status, failed_check
 
 __all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
@@ -51,10 +51,10 @@ def changed(case: Case, changes: Changes) -> Case:
     """Change values of a case; in extend, also make room in its graph for its new tokens. Raises ``ValueError`` if
     there is no such case.
     """
-    values = {"new": case.new, "width": case.width, "bucket": case.bucket, **changes}
-    if case.mode is ForwardMode.EXTEND and sum(values["new"]) > values["bucket"] * values["width"]:
-        values["width"] = room_for(values["new"])
-    return replace(case, **values)
+    rows, bucket = changes.get("rows", case.rows), changes.get("bucket", case.bucket)
+    if isinstance(rows, Extend) and sum(rows.new) > bucket * rows.room:
+        changes = {**changes, "rows": replace(rows, room=room_for(rows.new))}
+    return replace(case, **changes)
 
 
 def odd_dimensions(case: Case, plain: Case) -> list[str]:

@@ -18,7 +18,7 @@ from ..contract import Capabilities
 from ..environment import resolve
 from ..registry import UsageError
 from ..results import BAD, CaseResult, Status
-from ..running.case_runs.loop import JUDGED_HERE, Runner
+from ..running.case_runs.loop import Runner
 from ..running.hygiene.other_sources import OtherSources
 from ..running.planning.candidate import Candidate
 from ..running.planning.request import Item, Options, Plan
@@ -162,7 +162,7 @@ class _Party:
         slowest = max((known[name].seconds for name in map(name_of, stage.items) if name in known), default=0.0)
         jobs = max(1, min(self.settings.jobs, len(mutants)))
         options = Options(timeout_s=max(_LEAST_LIMIT_S, _TIMES_THE_SLOWEST * slowest), asks_afresh=False)
-        runners = [Runner(options, judges_beside=jobs > JUDGED_HERE) for _ in range(jobs)]
+        runners = [Runner(options, apart=jobs > 1) for _ in range(jobs)]
 
         def end() -> None:
             waiting.clear()

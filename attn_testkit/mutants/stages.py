@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 from ..cases.case import Case, parse_case
 from ..cases.layers import Layers
@@ -87,7 +87,7 @@ def most_valuable(items: Sequence[Item], known: Sequence[Item]) -> list[Item]:
 
 def _words_of(case: Case) -> frozenset[Hashable]:
     """Pairs (field, value) that are a word, a switch or a shape of the model, not a length or another number."""
-    found = ((each.name, getattr(case, each.name)) for each in fields(case))
+    found = (*case.values.items(), *(("variant", word) for word in case.variants))
     return frozenset((name, value) for name, value in found if isinstance(value, str | bool | Layers))
 
 

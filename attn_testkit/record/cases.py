@@ -14,7 +14,7 @@ from ..cases.case import Case, Heads
 from ..cases.claimed import not_claimed
 from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.draft import Draft
-from ..cases.extend import room_for
+from ..cases.rows import Accepted, Decode, Drafted, Extend, Verify, room_for
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 
@@ -117,7 +117,6 @@ def _case_of(line: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> tu
     rows = _rows(mode, line, differs)
     differs.append("slots: the case lays tokens out in shuffled pages")
     case = Case(
-        mode=mode,
         dtype=_word("dtype", first["dtype"], DTYPES),
         kv_dtype=_kv_dtype(first),
         page_size=line.get("page_size") or first.get("page_size") or _unknown("the page size"),
@@ -194,18 +193,17 @@ def _rows(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]) -> dic
     if mode is ForwardMode.EXTEND:
         if line.get("prefix_lens") is None or new is None:
             raise _NoCase("the host did not know its lengths")
-        return {"prefixes": tuple(line["prefix_lens"]), "new": tuple(new), "width": room_for(new)}
+        return {"prefixes": tuple(line["prefix_lens"]), "rows": Extend(tuple(new), room_for(new))}
     if lens is None:
         raise _NoCase("the host did not know its lengths")
     if mode is ForwardMode.DECODE:
-        return {"prefixes": _less(lens, 1)}
+        return {"prefixes": _less(lens, 1), "rows": Decode()}
     if mode is ForwardMode.TARGET_VERIFY:
-        tree = _tree(spec, differs)
-        return {"prefixes": tuple(lens), "tree": tree}
+        return {"prefixes": tuple(lens), "rows": Verify(_tree(spec, differs))}
     if mode is ForwardMode.DRAFT_DECODE:
         steps = spec.get("num_steps") or line.get("steps") or _unknown("the number of draft steps")
         draft = Draft(spec.get("topk") or spec.get("num_tokens_per_req") or 1, steps)
-        return {"prefixes": tuple(lens), "draft": draft}
+        return {"prefixes": tuple(lens), "rows": Drafted(draft)}
     return _draft_extend(mode, line, differs)
 
 
@@ -216,14 +214,14 @@ def _draft_extend(mode: ForwardMode, line: Mapping[str, Any], differs: list[str]
         if width < 1:
             raise _NoCase("the number of draft tokens is not known")
         differs.append("accepted tokens: the device has them, and the case accepts all")
-        return {"prefixes": _less(lens, width), "new": (width,) * len(lens), "width": width}
+        return {"prefixes": _less(lens, width), "rows": Accepted((width,) * len(lens), width, v2=True)}
     if new is None:
         raise _NoCase("the host did not know its lengths")
     width = max(given, line.get("steps", -1) + 1, *new)
     if given < 1 and "steps" not in line:
         differs.append("rows in the graph: as many as the request with most has")
     prefixes = tuple(max(0, length - count) for length, count in zip(lens, new, strict=True))
-    return {"prefixes": prefixes, "new": tuple(new), "width": width}
+    return {"prefixes": prefixes, "rows": Accepted(tuple(new), width)}
 
 
 def _less(lens: Sequence[int], rows: int) -> tuple[int, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from attn_testkit.cases.case import Case, Heads
+from attn_testkit.cases.rows import Accepted, Decode, Extend, Rows, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.contract import ForwardMode
 
@@ -73,20 +73,19 @@ class Shape:
             return None
         bucket = len(self.prefixes) if self.executions == ("eager",) else self.bucket
         return Case(
-            ForwardMode(self.mode), _heads(self.q_heads, self.kv_heads), HEAD_DIM, "fp16", self.page_size,
+            self._rows(bucket), _heads(self.q_heads, self.kv_heads), HEAD_DIM, "fp16", self.page_size,
             self.prefixes, layout=_LAYOUTS[self.layout], kv_layout="own", window=self.window,
             layer_windows="any" if self.window < 0 else "one", usual_scaling=True, bucket=bucket,
-            padding=_PADDINGS[self.padding], **self._rows(bucket),
+            padding=_PADDINGS[self.padding],
         )  # fmt: skip
 
-    def _rows(self, bucket: int) -> dict[str, Any]:
-        """Arguments of a case that are of its mode."""
-        if self.mode == "target-verify":
-            nodes = self.new[0]
-            return {"width": nodes, "tree": chain(nodes) if self.topk == 1 else Tree((0,) * (nodes - 1))}
-        if self.mode == "extend":
-            return {"width": -(-sum(self.new) // bucket), "new": self.new}
-        return {"width": self.new[0], "new": self.new} if self.new else {}
+    def _rows(self, bucket: int) -> Rows:
+        mode, rows = ForwardMode(self.mode), self.new[0] if self.new else 1
+        if mode is ForwardMode.TARGET_VERIFY:
+            return Verify(chain(rows) if self.topk == 1 else Tree((0,) * (rows - 1)))
+        if mode is ForwardMode.EXTEND:
+            return Extend(self.new, -(-sum(self.new) // bucket))
+        return Accepted(self.new, rows, v2=mode is ForwardMode.DRAFT_EXTEND_V2) if self.new else Decode()
 
 
 _LAYOUTS = {"shuffled_pages": "shuffled", "interleaved_pages": "interleaved", "non_monotonic_extend": "reversed"}

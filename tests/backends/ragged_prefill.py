@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions
 from attn_testkit.examples.slot_index_kernel import attend, attend_slots, read_rows
 
 MODES = frozenset(
@@ -20,8 +20,8 @@ class RaggedPrefillBackend(KernelBackend):
 
     capabilities = Capabilities(
         eager=MODES, graph=MODES, families={"mha", "gqa"}, dtypes={"bf16"}, kv_dtypes={"same", "fp8_e4m3"},
-        page_sizes={1, 16}, max_q_rows=8, max_topk=1, sliding_window=MODES, needs_cpu_seq_lens=False,
-        new_rows_as_given=MODES, takes_none_kv=True,
+        page_sizes={1, 16}, max_q_rows=8, max_topk=1, windows=MODES, needs_cpu_seq_lens=False,
+        new_rows_as_given=MODES, server=ServerConventions(takes_none_kv=True),
     )  # fmt: skip
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:

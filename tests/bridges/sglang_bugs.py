@@ -100,9 +100,7 @@ class NoWindowInDraftExtend(Triton):
 class WindowsInDecode(Triton):
     """sglang #32087: the list of keys of a decode is one short of the window."""
 
-    capabilities = dataclasses.replace(
-        Triton.capabilities, sliding_window=Triton.capabilities.sliding_window | {"decode"}
-    )
+    capabilities = Triton.capabilities.with_changes(windows=Triton.capabilities.windows.modes | {"decode"})
 
 
 class FP8(Triton):

@@ -22,8 +22,8 @@ class SoftCap(FlashInfer):
 class WindowsInVerify(FlashInfer):
     """sglang #39287: keys from offset 0, and a mask that is laid out for the whole prefix."""
 
-    capabilities = dataclasses.replace(
-        FlashInfer.capabilities, sliding_window={"decode", "target-verify"}, layer_windows="one", min_window=1
+    capabilities = FlashInfer.capabilities.with_changes(
+        windows={"modes": {"decode", "target-verify"}, "smallest": 1, "layers": "one"}
     )
 
 

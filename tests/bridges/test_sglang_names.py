@@ -17,7 +17,7 @@ from attn_testkit.bridges.sglang import NAMES
 from attn_testkit.bridges.sglang.claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG
 from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
 from attn_testkit.cases.case import parse_case
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import SGLANG, Capabilities, ForwardMode
 from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
 from attn_testkit.running.planning.known_failures import load_known
 
@@ -146,6 +146,7 @@ def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
     assert isinstance(made, Capabilities)
     assert made.kv_layouts == {"own"}, "SGLang's pools lay themselves out"
     assert made.graph <= made.eager
+    assert made.server.with_changes(takes_none_kv=False, eager_without_waits=True) == SGLANG
 
 
 def test_no_name_is_both_driven_and_left_out() -> None:

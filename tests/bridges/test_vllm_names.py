@@ -19,7 +19,7 @@ from attn_testkit.bridges.vllm.claims import CLAIMS, OF_VLLM, Claims
 from attn_testkit.bridges.vllm.versions import SUPPORTED
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.claimed import not_claimed
-from attn_testkit.contract import Capabilities
+from attn_testkit.contract import Capabilities, server_conventions
 from attn_testkit.registry import BackendNotFound, load_backend
 from attn_testkit.running.planning.known_failures import KnownFailure, load_known
 
@@ -93,7 +93,7 @@ def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
     assert made.graph <= made.eager
     # What is the model runner's is said of all.
     assert made.kv_layouts == {"own"}
-    assert (made.padding_slots, made.padded_requests, made.verify_lens) == ({-1}, {"nothing"}, {"all"})
+    assert made.server.with_changes(takes_none_kv=False, drafts_without_prefix=False) == server_conventions.VLLM
     assert made.max_topk == 1, "CommonAttentionMetadata has no mask and no tree"
 
 
@@ -105,7 +105,7 @@ def test_groups_are_merged_by_a_flag_alone() -> None:
     assert plain.capabilities.kv_groups
     assert not merged.capabilities.kv_groups
     assert merged.capabilities == plain.capabilities.with_changes(
-        kv_groups=False, heads_by_layer=False, layer_windows="one"
+        kv_groups=False, heads_by_layer=False, windows={"layers": "one"}
     )
 
 

@@ -23,6 +23,7 @@ from attn_testkit.results import (
     left_lines,
 )
 from attn_testkit.running.case_runs import loop
+from attn_testkit.running.case_runs.lane import Lane, Work
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.request import Item, Options, Plan, not_started
@@ -102,11 +103,11 @@ def loop_at(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(loop.time, "monotonic", lambda: now[0])
 
     def run(budget: float | None, count: int) -> list[str]:
-        def one(self: Runner, item: Item, *_: object) -> CaseResult:
+        def one(self: Lane, plan: Plan, work: Work) -> tuple[CaseResult, None]:
             now[0] += 1.0
-            return result(number=int(item.case))
+            return result(number=int(work.item.case)), None
 
-        monkeypatch.setattr(Runner, "_result", one)
+        monkeypatch.setattr(Lane, "run", one)
         runner = Runner(Options(budget_s=budget))
         items = [Item("m:B", "decode", "eager", str(n)) for n in range(count)]
         found = list(runner.run(Plan(HEADER, tuple(items), (), (Candidate("m:B"),)), items))

@@ -12,4 +12,4 @@ def came_later(case: Case) -> bool:
     of_packed_rows = case.prefixes in ((107, 20), (70, 33, 1), (66_000, 32_769), (530, 33, 1))
     together = len(case.prefixes) == 9 and case.layout == "shared"
     alone = not any(case.prefixes) or case.prefixes == (3,)
-    return numbers or model or case.kv_layout != "nhd" or bool(case.way) or of_packed_rows or together or alone
+    return numbers or model or case.kv_layout != "nhd" or bool(case.variants) or of_packed_rows or together or alone

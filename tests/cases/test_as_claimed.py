@@ -33,7 +33,7 @@ def test_with_the_usual_claims_a_case_is_what_it_was() -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("window", [1, 5, 12, 5000])
 def test_no_layer_of_a_case_has_a_window_below_the_smallest_that_is_claimed(mode: ForwardMode, window: int) -> None:
-    claims = ALL.with_changes(min_window=window)
+    claims = ALL.with_changes(windows={"smallest": window})
     sizes = {layer.sliding_window_size for case in core(claims, mode) for layer in make_layers(case)} - {-1}
     assert min(sizes) == window
 
@@ -42,14 +42,14 @@ def test_no_layer_of_a_case_has_a_window_below_the_smallest_that_is_claimed(mode
 def test_the_smallest_window_is_tried_with_a_request_beyond_it_or_said_to_be_untried(
     window: int, is_tried: bool
 ) -> None:
-    claims = WINDOWED.with_changes(min_window=window)
+    claims = WINDOWED.with_changes(windows={"smallest": window})
     cases = core(claims)
     assert any(case.window == window and window + 1 < max(case.prefixes) + 1 for case in cases) is is_tried
     assert (("window", window) in untried(claims, ForwardMode.DECODE, cases)) is not is_tried
 
 
 def test_without_windows_there_is_no_smallest_one_to_be_tried() -> None:
-    claims = ALL.with_changes(min_window=4, sliding_window=())
+    claims = ALL.with_changes(windows={"modes": (), "smallest": 4})
     assert not [name for name, _ in untried(claims, ForwardMode.DECODE, core(claims)) if name == "window"]
 
 
@@ -60,7 +60,7 @@ def windows_of(case: Case) -> list[int]:
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_windowed_layers_have_one_window_beside_full_layers_where_one_is_claimed(mode: ForwardMode, tier: str) -> None:
-    found = [windows_of(case) for case in generate(ALL.with_changes(layer_windows="one"), mode, tier)]
+    found = [windows_of(case) for case in generate(ALL.with_changes(windows={"layers": "one"}), mode, tier)]
     assert {0, 4, 11} <= {window for windows in found for window in windows}
     assert all(len(set(windows) - {-1}) <= 1 for windows in found)
     windowed = [windows for windows in found if max(windows) >= 0]
@@ -71,7 +71,7 @@ def test_windowed_layers_have_one_window_beside_full_layers_where_one_is_claimed
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_all_layers_have_the_same_window_where_that_is_claimed(mode: ForwardMode, tier: str) -> None:
-    found = [windows_of(case) for case in generate(ALL.with_changes(layer_windows="same"), mode, tier)]
+    found = [windows_of(case) for case in generate(ALL.with_changes(windows={"layers": "same"}), mode, tier)]
     assert {-1, 0, 4, 11} <= {windows[0] for windows in found}
     assert all(len(set(windows)) == 1 for windows in found)
 
@@ -93,7 +93,7 @@ def test_how_windows_of_layers_differ_is_a_word_of_the_id(word: str, windows: se
 
 
 def test_the_other_cases_of_an_instance_have_its_windows() -> None:
-    for case in core(ALL.with_changes(layer_windows="same")):
+    for case in core(ALL.with_changes(windows={"layers": "same"})):
         for other in companions(case, ALL.graph, 8) if case.mixed else []:
             assert make_layers(other) == make_layers(case)
 

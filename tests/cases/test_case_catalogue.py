@@ -13,6 +13,7 @@ from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_layers
+from attn_testkit.cases.rows import Accepted, Decode
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.trees import chain
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -97,11 +98,11 @@ def test_a_case_that_fills_what_is_claimed_to_the_last_token_is_tried() -> None:
 
 
 def test_a_window_with_a_branching_tree_is_tried_where_it_is_claimed_alone() -> None:
-    windows = {"sliding_window": set(ForwardMode)}
-    without = core(VERIFY, **windows)
+    windows = {"modes": set(ForwardMode)}
+    without = core(VERIFY, windows=windows)
     assert any(case.window >= 0 for case in without)
     assert not any(case.window >= 0 and case.topk > 1 for case in without)
-    assert any(case.window >= 0 and case.topk > 1 for case in core(VERIFY, **windows, window_in_trees=True))
+    assert any(case.window >= 0 and case.topk > 1 for case in core(VERIFY, windows={**windows, "in_trees": True}))
 
 
 @pytest.mark.parametrize(
@@ -145,7 +146,7 @@ def test_values_are_the_smallest_the_largest_and_some_between() -> None:
     smoke = generate(claims(page_sizes=sizes), DECODE, "smoke")
     assert {case.page_size for case in smoke} == {1, 16, 256}
     found = picked(DECODE, head_dims={32, 64, 96, 128, 256, 512})
-    assert {case.head_dim for case in found if case.way != "bigpool"} == {32, 96, 256}
+    assert {case.head_dim for case in found if "bigpool" not in case.variants} == {32, 96, 256}
     assert {case.head_dim for case in core(DECODE, head_dims={512})} == {512}
 
 
@@ -229,7 +230,7 @@ def test_smoke_shares_an_instance_once_and_core_once_a_mode() -> None:
 
 def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> None:
     """A mixed case has one set of layers; with those of their own ids companions would be judged by others."""
-    case = Case(DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, window=4, sinks=True, mixed=True)
+    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, window=4, sinks=True, mixed=True)
     for seed in range(8):
         mine = make_layers(case.with_seed(seed))
         for other in companions(case.with_seed(seed), set(ForwardMode), 8, 2):
@@ -246,9 +247,8 @@ def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> N
     ("width", "rows", "others"), [(1, 8, 4), (1, 4, 4), (1, 3, 3), (1, 1, 1), (2, 8, 2), (7, 8, 7)]
 )
 def test_companions_have_the_rows_of_the_case_or_four_where_it_has_one(width: int, rows: int, others: int) -> None:
-    mode = DECODE if width == 1 else V2
-    new = () if width == 1 else (width, 1)
-    case = Case(mode, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), new=new, width=width, bucket=3, mixed=True)
+    own = Decode() if width == 1 else Accepted((width, 1), width, v2=True)
+    case = Case(own, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
     for other in companions(case, set(ForwardMode), rows, 1):
         assert other.width == {DECODE: 1, DRAFT: others - 2}.get(other.mode, others)
         assert not other.mixed

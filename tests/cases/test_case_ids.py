@@ -9,6 +9,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import TIERS, generate
 from attn_testkit.cases.companions import companions
+from attn_testkit.cases.rows import Accepted, Decode, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.contract import Capabilities, ForwardMode
 
@@ -35,14 +36,12 @@ def test_any_case_survives_the_way_through_its_id(
 ) -> None:
     tree = Tree(tuple(min(p, i) for i, p in enumerate(parents)))
     case = Case(
-        ForwardMode.TARGET_VERIFY,
+        Verify(tree),
         Heads("gqa", 6, 2),
         64,
         "bf16",
         page,
         tuple(prefixes),
-        width=len(tree),
-        tree=tree,
         window=window,
         bucket=len(prefixes) + slack,
         seed=seed,
@@ -52,7 +51,7 @@ def test_any_case_survives_the_way_through_its_id(
 
 def test_ids_never_change() -> None:
     """The digest of the id is the seed: a new spelling would give every stored failure other data."""
-    case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (0, 15, 15, 17), bucket=6, padding="nan")
+    case = Case(Decode(), Heads("gqa", 8, 2), 64, "bf16", 16, (0, 15, 15, 17), bucket=6, padding="nan")
     assert case.id == "decode-gqa4x2-d64-bf16-p16-k0.15x2.17-shuffled-gauss-b6nan"
     assert case.digest == 2086447407294812014
     assert replace(case, seed=2).id == case.id + "-s2"
@@ -67,7 +66,11 @@ def test_ids_never_change() -> None:
         ("decode-mha2-d64-bf16-p16-k5.9-shuffled-gauss-b1prod", "bucket 1 is smaller than the batch of 2"),
         ("decode-mha2-d64-bf16-p16-k5.5-shuffled-gauss-b2prod", "write decode-mha2-d64-bf16-p16-k5x2-"),
         ("draft-extend-mha2-d64-bf16-p16-k5-n4a9-shuffled-gauss-b1prod", "accepted counts"),
-        ("target-verify-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "a tree goes with target-verify"),
+        ("target-verify-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "does not say: rows"),
+        ("decode-mha2-d64-bf16-p16-k5-chain3-shuffled-gauss-b1prod", "rows of decode have no tree"),
+        ("decode-mha2-d64-bf16-p16-k5-chunks2-shuffled-gauss-b1prod", "rows of decode have no chunks"),
+        ("extend-mha2-d64-bf16-p16-k5-n2a2-prefixed-shuffled-gauss-b1prod", "rows of extend have no with_prefix"),
+        ("target-verify-mha2-d64-bf16-p16-k5-topk1steps3-shuffled-gauss-b1prod", "rows of target-verify have no draft"),
     ],
 )
 def test_an_unreadable_id_says_what_it_could_not_read(bad: str, message: str) -> None:
@@ -117,7 +120,7 @@ def test_generation_is_the_same_every_time() -> None:
 
 
 def test_companions_share_shapes_and_differ_in_mode() -> None:
-    case = Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
+    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
     others = companions(case, frozenset(ForwardMode), 8)
     assert {o.mode for o in others} == set(ForwardMode) - {ForwardMode.DECODE}
     assert all((o.heads, o.page_size, o.dtype) == (case.heads, 16, "bf16") for o in others)
@@ -125,23 +128,23 @@ def test_companions_share_shapes_and_differ_in_mode() -> None:
 
 
 def test_a_case_may_be_as_full_as_its_bucket_and_accept_as_much_as_its_width() -> None:
-    draft = Case(
-        ForwardMode.DRAFT_EXTEND, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), new=(1, 4), width=4, bucket=2
-    )  # fmt: skip
+    draft = Case(Accepted((1, 4), 4), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
     for changes, message in (
         ({"bucket": 1}, "bucket 1 is smaller than the batch of 2"),
-        ({"new": (1, 5)}, r"accepted counts \(1, 5\) must be one per request, each 1..4"),
-        ({"new": (0, 4)}, r"accepted counts \(0, 4\)"),
-        ({"new": (1,)}, "one per request"),
+        ({"rows": Accepted((1,), 4)}, "one per request, and there are 2 requests"),
+        ({"rows": Accepted((), 4)}, "one per request"),
         ({"prefixes": ()}, "at least one request"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(draft, **changes)  # type: ignore[arg-type]
     assert (draft.bs, draft.topk) == (2, 0)
+    for counts in ((1, 5), (0, 4)):
+        with pytest.raises(ValueError, match=rf"accepted counts \({counts[0]}, {counts[1]}\) .* each 1..4"):
+            Accepted(counts, 4)
 
 
 def test_a_window_of_0_a_small_cap_and_a_rope_are_written_and_their_absence_is_not() -> None:
-    plain = Case(ForwardMode.DECODE, Heads("mla", 2, 1), 64, "fp16", 1, (0, 0), bucket=2)
+    plain = Case(Decode(), Heads("mla", 2, 1), 64, "fp16", 1, (0, 0), bucket=2)
     assert plain.id == "decode-mla2-d64-fp16-p1-k0x2-shuffled-gauss-b2prod"
     full = replace(
         plain, rope_dim=16, kv_dtype="fp8_e4m3", window=0, logit_cap=0.5, sinks=True, mixed=True, seed=1, padding="nan"

@@ -17,6 +17,7 @@ from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.choices import CHOICES, Choice, chosen, pick
 from attn_testkit.cases.data import draft_topk, make_layers
+from attn_testkit.cases.rows import Decode
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import ForwardMode
 
@@ -85,7 +86,7 @@ def test_an_eager_step_before_graphs_meets_a_window_in_both_layers() -> None:
 
 
 def test_a_choice_is_a_function_of_the_id_and_of_its_own_name() -> None:
-    case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (0, 15, 15, 17), bucket=6, padding="nan")
+    case = Case(Decode(), Heads("gqa", 8, 2), 64, "bf16", 16, (0, 15, 15, 17), bucket=6, padding="nan")
     seeds = [case.with_seed(seed) for seed in range(64)]
     values = {choice.name: [pick(c, choice.name, None if choice.values else 2) for c in seeds] for choice in CHOICES
               if choice.applies(case)}  # fmt: skip
@@ -97,7 +98,7 @@ def test_a_choice_is_a_function_of_the_id_and_of_its_own_name() -> None:
 
 
 def test_weights_are_what_the_table_says() -> None:
-    case = Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
+    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
     counts = Counter(case.with_seed(seed).pick("isolated-request") for seed in range(4000))
     assert [round(counts[i] / 500, 0) for i in range(4)] == [5, 1, 1, 1]
 
@@ -114,7 +115,7 @@ def test_weights_are_what_the_table_says() -> None:
     ],
 )
 def test_what_cannot_be_picked_is_said(name: str, n: int | None, message: str) -> None:
-    case = Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
+    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
     with pytest.raises(ValueError, match=message):
         case.pick(name, n)
     assert case.pick("grad-mode", 2) == case.pick("grad-mode")

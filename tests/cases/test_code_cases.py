@@ -118,7 +118,7 @@ def test_mla_has_shorter_ones_in_core() -> None:
 
 def test_options_are_those_that_are_claimed() -> None:
     few = CLAIMS.with_changes(
-        kv_dtypes={"same"}, sliding_window=(), sinks=False, logit_cap=False, dtypes={"fp16"}, page_sizes={1, 64},
+        kv_dtypes={"same"}, windows=(), sinks=False, logit_cap=False, dtypes={"fp16"}, page_sizes={1, 64},
         head_dims={64, 256},
     )  # fmt: skip
     for case in codes(few, ForwardMode.DECODE, "core"):
@@ -126,7 +126,7 @@ def test_options_are_those_that_are_claimed() -> None:
         assert (case.window, case.sinks, case.logit_cap) == (-1, False, 0.0)
     wide = codes(CLAIMS.with_changes(head_dims={256}), ForwardMode.DECODE, "core")
     assert {case.head_dim for case in wide} == {256}
-    trees = codes(CLAIMS.with_changes(window_in_trees=False), ForwardMode.TARGET_VERIFY, "core")
+    trees = codes(CLAIMS.with_changes(windows={"in_trees": False}), ForwardMode.TARGET_VERIFY, "core")
     assert all(case.window < 0 or case.topk < 2 for case in trees)
 
 

@@ -15,12 +15,13 @@ from attn_testkit.cases.dimensions.sinks import SINKS
 from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
 from attn_testkit.cases.draft import Draft
 from attn_testkit.cases.fields import Fields, Heads
+from attn_testkit.cases.rows import Accepted, Decode, Drafted, Extend, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.cases.ways import WAYS
 from attn_testkit.contract import Capabilities, ForwardMode
 
 MEMBERS = [member.name for member in fields(Dimension)]
-FIELDS = Fields(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (20, 3), bucket=2)
+FIELDS = Fields(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (20, 3), bucket=2)
 
 
 @pytest.mark.parametrize("member", MEMBERS)
@@ -71,13 +72,21 @@ def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(mon
     assert list(catalogue._columns(claims, ForwardMode.DECODE, "core")) == [*before, "new"]
 
 
-def test_rows_follow_from_a_tree_and_from_a_draft_whatever_is_said_of_them() -> None:
-    verify = replace(FIELDS, mode=ForwardMode.TARGET_VERIFY, tree=chain(5), width=2)
-    assert verify.width == 5
-    assert replace(verify, tree=Tree((0, 0))).width == 3
-    drafted = replace(FIELDS, mode=ForwardMode.DRAFT_DECODE, draft=Draft(2, 4))
-    assert drafted.width == 6
-    assert replace(drafted, mode=ForwardMode.DRAFT_EXTEND, draft=None, width=4, new=(1, 4)).width == 4
+def test_the_mode_and_the_width_follow_from_the_rows() -> None:
+    verify = replace(FIELDS, rows=Verify(chain(5)))
+    assert (verify.mode, verify.width, verify.new) == (ForwardMode.TARGET_VERIFY, 5, ())
+    assert replace(verify, rows=Verify(Tree((0, 0)))).width == 3
+    assert replace(FIELDS, rows=Drafted(Draft(2, 4))).width == 6
+    accepted = replace(FIELDS, rows=Accepted((1, 4), 4))
+    assert (accepted.mode, accepted.width, accepted.new) == (ForwardMode.DRAFT_EXTEND, 4, (1, 4))
+    assert replace(accepted, rows=replace(accepted.rows, v2=True)).mode is ForwardMode.DRAFT_EXTEND_V2
+    assert (FIELDS.mode, FIELDS.width, FIELDS.tree, FIELDS.draft) == (ForwardMode.DECODE, 1, None, None)
+
+
+def test_all_requests_have_the_rows_of_the_first_where_none_are_given() -> None:
+    more = replace(FIELDS, rows=Extend((3, 1), 4, chunks=2)).of_requests((1, 2, 5), padded=2, data="codes")
+    assert (more.prefixes, more.rows, more.bucket, more.data) == ((1, 2, 5), Extend((3, 3, 3), 4, chunks=2), 5, "codes")
+    assert FIELDS.of_requests((7,)).rows == Decode()
 
 
 def test_what_goes_with_other_things_says_with_what() -> None:

@@ -15,7 +15,7 @@ from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.draft import Draft
 from attn_testkit.cases.places import tail_slots
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.contract import Capabilities, DraftDecodeInput, ForwardMode
+from attn_testkit.contract import Capabilities, DraftDecodeInput, ForwardMode, ServerConventions
 
 DRAFT, DECODE, V1 = ForwardMode.DRAFT_DECODE, ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND
 NAME = "draft-decode-mha2-d64-bf16-p{page}-k{lens}-topk{k}steps{s}-shuffled-gauss-b3prod"
@@ -159,9 +159,13 @@ def test_beside_draft_extends_a_draft_has_their_steps(rows: int, steps: int | No
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_who_claims_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str) -> None:
     claims = Capabilities(
-        eager={DRAFT}, graph={DRAFT}, families={"gqa"}, max_draft_branches=4, drafts_without_prefix=False
+        eager={DRAFT},
+        graph={DRAFT},
+        families={"gqa"},
+        max_draft_branches=4,
+        server=ServerConventions(drafts_without_prefix=False),
     )
-    asked = generate(claims.with_changes(drafts_without_prefix=True), DRAFT, tier)
+    asked = generate(claims.with_changes(server={"drafts_without_prefix": True}), DRAFT, tier)
     found = generate(claims, DRAFT, tier)
     assert len(found) >= len(asked) * 0.9, "what had an empty prefix is not left out"
     assert all(parse_case(each.id) == each for each in found)
@@ -172,10 +176,15 @@ def test_who_claims_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str) 
 
 def test_a_draft_that_shares_an_instance_has_no_empty_prefix_either() -> None:
     host = parse_case("decode-mha2-d64-bf16-p8-k0.16-shuffled-gauss-b3prod-mixed")
-    claims = Capabilities(eager={DECODE, DRAFT}, graph={DECODE, DRAFT}, page_sizes={8}, drafts_without_prefix=False)
+    claims = Capabilities(
+        eager={DECODE, DRAFT},
+        graph={DECODE, DRAFT},
+        page_sizes={8},
+        server=ServerConventions(drafts_without_prefix=False),
+    )
     (draft,) = claimed_companions(claims, host, {DRAFT})
     assert (draft.prefixes, draft.prefixed, host.prefixes) == ((1, 16), True, (0, 16))
-    (with_empty,) = claimed_companions(claims.with_changes(drafts_without_prefix=True), host, {DRAFT})
+    (with_empty,) = claimed_companions(claims.with_changes(server={"drafts_without_prefix": True}), host, {DRAFT})
     assert (with_empty.prefixes, with_empty.prefixed) == ((0, 16), False)
 
 

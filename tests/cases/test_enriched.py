@@ -31,7 +31,8 @@ def arrays(claims: Capabilities, mode: ForwardMode) -> list[Case]:
 
 
 def kind(case: Case) -> str:
-    return case.way or case.parts.rstrip("0123456789") or ("groups" if case.layers.groups else "")
+    own = (*sorted(case.variants), case.parts.rstrip("0123456789"), "groups" * case.layers.groups)
+    return " ".join(filter(None, own))
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -73,16 +74,19 @@ def pairs(cases: list[Case]) -> int:
 
 def test_what_is_not_claimed_is_not_taken() -> None:
     narrow = CLAIMS.with_changes(
-        lse=None, kv_groups=False, takes_out=False, takes_more_rows=False, takes_bare_chains=False, non_causal=()
+        lse=None,
+        kv_groups=False,
+        server={"takes_out": False, "takes_more_rows": False, "takes_bare_chains": False},
+        non_causal=(),
     )
     for mode in ForwardMode:
         found = list(enriched(narrow, arrays(narrow, mode)))
         assert found
-        assert {kind(case) for case in found} <= {"", "idle", "norows", "withnew", "ahead"}
+        assert {word for case in found for word in kind(case).split()} <= {"idle", "norows", "withnew", "ahead"}
 
 
 def test_trees_that_branch_have_no_window_where_that_is_not_claimed() -> None:
-    chains = CLAIMS.with_changes(window_in_trees=False)
+    chains = CLAIMS.with_changes(windows={"in_trees": False})
     found = list(enriched(chains, arrays(chains, ForwardMode.TARGET_VERIFY)))
     assert {case.topk > 1 for case in found if case.window < 0} == {False, True}
     assert {case.topk > 1 for case in found if case.window >= 0} == {False}
@@ -128,7 +132,7 @@ def test_what_is_made_for_two_things_has_other_slots_data_and_padding_each(mode:
     plain = list(TWO_THINGS[kind](CLAIMS, small(mode)))
     changed = list(varied(CLAIMS, plain))
     assert len(changed) == len(plain)
-    kept = (*KEPT, "prefixes", "new", "way", "parts", "own_merge", "layers", "tree", "chunks")
+    kept = (*KEPT, "prefixes", "new", "variants", "parts", "own_merge", "layers", "tree", "chunks")
     for before, after in zip(plain, changed, strict=True):
         assert [getattr(before, name) for name in kept] == [getattr(after, name) for name in kept]
         assert parse_case(after.id) == after
@@ -142,11 +146,11 @@ def test_ways_have_other_batches_and_rows_as_well() -> None:
     plain = [
         case
         for case in as_made(CLAIMS, ForwardMode.EXTEND, "core")
-        if case.window == 7 and case.way in ("lent", "morerows", "ahead")
+        if case.window == 7 and case.variants & {"lent", "morerows", "ahead"}
     ]
     assert len({case.prefixes for case in plain}) <= 2
     for batches, most in ((True, len(plain)), (False, 0)):
         changed = list(varied(CLAIMS, plain, batches=batches))
         assert sum(before.prefixes != after.prefixes for before, after in zip(plain, changed, strict=True)) <= most
         assert bool(most) is any(b.new != a.new for b, a in zip(plain, changed, strict=True))
-        assert [case.way for case in changed] == [case.way for case in plain]
+        assert all(before.variants <= after.variants for before, after in zip(plain, changed, strict=True))

@@ -15,8 +15,9 @@ from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import StepData, make_step_data, new_kv, pool_image
-from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens, room_for
+from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens
 from attn_testkit.cases.plans import context_len
+from attn_testkit.cases.rows import Extend, room_for
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
 from attn_testkit.cases.untried import says_untried
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -42,19 +43,18 @@ def claims(**changes: object) -> Capabilities:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"new": (3,)}, r"new tokens \(3,\) must be one or more per request"),
-        ({"new": ()}, r"new tokens \(\) must be one or more per request"),
-        ({"new": (3, 0)}, r"new tokens \(3, 0\)"),
+        ({"new": (3,)}, r"\(3,\): counts must be one per request, and there are 2"),
+        ({"new": ()}, r"\(\): counts must be one per request"),
+        ({"new": (3, 0)}, r"new tokens \(3, 0\) must be one or more"),
         ({"new": (3, 4)}, "7 new tokens are more than the 2 x 3 of their graph"),
         ({"chunks": 0}, "0 chunks"),
-        ({"mode": ForwardMode.DRAFT_EXTEND, "chunks": 2}, "2 chunks: prompts come in one or more, and in extend"),
     ],
 )
 def test_a_batch_that_no_server_makes_is_refused(changes: dict[str, object], message: str) -> None:
-    plain = Case(EXTEND, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), new=(3, 3), width=3, bucket=2)
+    plain = Case(Extend((3, 3), 3), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
     assert plain.most_new == 3
     with pytest.raises(ValueError, match=message):
-        replace(plain, **changes)  # type: ignore[arg-type]
+        replace(plain, rows=replace(plain.rows, **changes))  # type: ignore[arg-type]
 
 
 def test_chunks_are_a_word_of_the_id_and_one_chunk_is_none() -> None:

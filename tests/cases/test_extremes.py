@@ -10,6 +10,7 @@ from later import came_later
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case
 from attn_testkit.cases.data import make_layers, make_step_data
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
@@ -98,7 +99,7 @@ def test_a_sum_of_parts_that_is_kept_in_bf16_is_over_the_limit_and_rounded_parts
 @pytest.mark.parametrize("products", ["", "fp8_e4m3"])
 @pytest.mark.parametrize("case", [case for case in ALL if case.data == "loud"], ids=lambda case: case.id)
 def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(case: Case, products: str) -> None:
-    schedule = make_schedule(case, matmul_dtype=products)
+    schedule = make_schedule(case, Numerics(matmul_dtype=products))
     data = make_step_data(schedule, schedule.steps[0])
     largest = data.q.float().abs().amax(-1)
     assert ((largest >= 256) & (largest <= 448)).all()

@@ -68,14 +68,18 @@ def test_full_has_one_of_each_kind_and_core_has_none_of_an_extend() -> None:
     assert kinds(generate(CLAIMS, ForwardMode.DECODE, "core")) == [(False, True, False)]
 
 
+def of_counts(case: Case, new: tuple[int, ...]) -> Case:
+    return replace(case, rows=case.rows.counted(new))
+
+
 def test_an_extend_of_more_rows_than_a_grid_holds_is_too_large_for_a_cpu() -> None:
     (case,) = [case for case in of_full(CLAIMS, ForwardMode.EXTEND) if too_large_for_a_cpu(case)]
     rows = sum(case.new)
     assert GRID < rows <= GRID + case.new[0]
-    fewer = replace(case, new=(*case.new[1:], 1), width=case.width)
+    fewer = of_counts(case, (*case.new[1:], 1))
     assert sum(fewer.new) == rows - case.new[0] + 1
-    assert too_large_for_a_cpu(replace(case, new=(*case.new[:-1], case.new[0] - (rows - GRID - 1))))
-    assert not too_large_for_a_cpu(replace(case, new=(*case.new[:-1], case.new[0] - (rows - GRID))))
+    assert too_large_for_a_cpu(of_counts(case, (*case.new[:-1], case.new[0] - (rows - GRID - 1))))
+    assert not too_large_for_a_cpu(of_counts(case, (*case.new[:-1], case.new[0] - (rows - GRID))))
 
 
 def test_few_new_tokens_make_more_requests() -> None:

@@ -17,6 +17,7 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.choices import chosen
 from attn_testkit.cases.companions import companions
 from attn_testkit.cases.data import make_step_data
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.schedule import Step, make_schedule
 from attn_testkit.contract import ForwardMode
 from attn_testkit.examples import MinimalBackend
@@ -135,7 +136,7 @@ def test_the_numbers_of_a_case_change_on_purpose_alone() -> None:
     found = {}
     for name in IDS:
         # Of a kernel that multiplies in FP8: the queries that it gets are what any got in the first release.
-        schedule = make_schedule(parse_case(name), "fp8_e4m3" if "fp8" in name else "model")
+        schedule = make_schedule(parse_case(name), Numerics("fp8_e4m3" if "fp8" in name else "model"))
         data = make_step_data(schedule, schedule.steps[0])
         bits = [x.contiguous().view(torch.uint8).numpy().tobytes() for x in (data.q, data.k, data.v, data.hidden)]
         found[name] = hashlib.blake2b(b"".join(bits), digest_size=6).hexdigest()

@@ -33,7 +33,7 @@ def test_each_mode_has_three_layers_of_a_later_rank_without_options_and_with_all
     assert (options.window, options.logit_cap, options.sinks, options.kv_dtype) == (7, 1.5, True, "fp8_e4m3")
     assert plain.bucket == plain.bs + 1, "a padded request"
     assert sorted(n > options.window for n in options.prefixes) == [False, True, True]
-    none = {"sliding_window": set(), "logit_cap": False, "sinks": False, "kv_dtypes": {"same"}}
+    none = {"windows": set(), "logit_cap": False, "sinks": False, "kv_dtypes": {"same"}}
     one, other = of_rank(mode, **none)
     assert one.window == other.window == -1
     assert one.heads != other.heads, "what has no options has other heads"
@@ -43,7 +43,7 @@ def test_each_mode_has_three_layers_of_a_later_rank_without_options_and_with_all
 def test_trees_have_a_window_where_windows_in_trees_are_claimed() -> None:
     small = replace(of_rank(ForwardMode.TARGET_VERIFY)[0], window=-1)
     assert small.topk == 1
-    assert of_rank(ForwardMode.TARGET_VERIFY, window_in_trees=False)[1].window == 7, "a chain is no tree"
+    assert of_rank(ForwardMode.TARGET_VERIFY, windows={"in_trees": False})[1].window == 7, "a chain is no tree"
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -101,7 +101,7 @@ def test_the_default_is_not_written_and_a_loop_has_no_other() -> None:
     with pytest.raises(ValueError, match="not in its usual form"):
         parse_case(DECODE.format("-layers2from0"))
     loop = parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-loop6-shuffled-gauss-b2prod")
-    with pytest.raises(ValueError, match="layers3from5: the model of a loop has two layers"):
+    with pytest.raises(ValueError, match="loop and other layers: the model of a loop has two layers"):
         replace(loop, layers=RANK)
 
 

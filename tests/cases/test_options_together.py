@@ -16,17 +16,17 @@ DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
 CLAIMS = TorchNativeBackend.capabilities
 KINDS: dict[str, tuple[Callable[[Case], bool], set[ForwardMode]]] = {
     "window in another layout": (lambda case: case.kv_layout != "nhd" and case.window >= 0, set(ForwardMode)),
-    "window and sinks into lent memory": (lambda case: case.way == "lent" and case.window >= 0, set(ForwardMode)),
-    "FP8 into lent memory": (lambda case: case.way == "lent" and case.kv_dtype != "same", set(ForwardMode)),
-    "FP8 in a large pool": (lambda case: case.way == "bigpool" and case.kv_dtype != "same", {DECODE, EXTEND}),
+    "window and sinks into lent memory": (lambda case: "lent" in case.variants and case.window >= 0, set(ForwardMode)),
+    "FP8 into lent memory": (lambda case: "lent" in case.variants and case.kv_dtype != "same", set(ForwardMode)),
+    "FP8 in a large pool": (lambda case: "bigpool" in case.variants and case.kv_dtype != "same", {DECODE, EXTEND}),
     "window and rows behind the plan's": (
-        lambda case: case.way == "morerows" and case.window >= 0,
+        lambda case: "morerows" in case.variants and case.window >= 0,
         set(ForwardMode) - {DRAFT},
     ),
-    "window planned ahead": (lambda case: case.way == "ahead" and case.window >= 0, set(ForwardMode)),
-    "sinks where nothing is causal": (lambda case: case.way == "noncausal" and case.sinks, {VERIFY, EXTEND}),
-    "window in a chain without links": (lambda case: case.way == "bare" and case.window >= 0, {VERIFY}),
-    "window where lengths count new tokens": (lambda case: case.way == "withnew" and case.window >= 0, {VERIFY}),
+    "window planned ahead": (lambda case: "ahead" in case.variants and case.window >= 0, set(ForwardMode)),
+    "sinks where nothing is causal": (lambda case: "noncausal" in case.variants and case.sinks, {VERIFY, EXTEND}),
+    "window in a chain without links": (lambda case: "bare" in case.variants and case.window >= 0, {VERIFY}),
+    "window where lengths count new tokens": (lambda case: "withnew" in case.variants and case.window >= 0, {VERIFY}),
 }
 
 
@@ -41,7 +41,7 @@ def test_what_is_tried_alone_is_tried_with_options_of_the_layer_too(kind: str) -
 
 
 def of_way(word: str) -> Callable[[Case], bool]:
-    return lambda case: case.way == word
+    return lambda case: word in case.variants
 
 
 @pytest.mark.parametrize("in_trees", [True, False])
@@ -53,7 +53,7 @@ def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_tre
         lambda case: bool(case.parts),
         *map(of_way, ("lent", "morerows", "ahead", "withnew")),
     ]
-    cases = core(VERIFY, CLAIMS.with_changes(window_in_trees=in_trees))
+    cases = core(VERIFY, CLAIMS.with_changes(windows={"in_trees": in_trees}))
     for has in kinds:
         met = {case.window >= 0 for case in cases if has(case) and case.topk > 1}
         assert in_trees in met
@@ -62,7 +62,10 @@ def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_tre
 
 def test_windows_hide_keys_there() -> None:
     together = [
-        case for mode in ForwardMode for case in core(mode) if case.window == 7 and (case.way or case.mode != DECODE)
+        case
+        for mode in ForwardMode
+        for case in core(mode)
+        if case.window == 7 and (case.variants or case.mode != DECODE)
     ]
     assert together
     assert all((max(case.prefixes) or case.most_new) > case.window for case in together)
@@ -76,13 +79,13 @@ def test_every_other_layout_meets_a_window_in_heads_that_differ() -> None:
 
 
 def test_what_is_not_claimed_is_in_none_of_them() -> None:
-    claims = CLAIMS.with_changes(sliding_window=(), sinks=False, logit_cap=False, kv_dtypes={"same"})
+    claims = CLAIMS.with_changes(windows=(), sinks=False, logit_cap=False, kv_dtypes={"same"})
     for mode in ForwardMode:
         for case in core(mode, claims):
             assert case.window < 0
             assert not case.sinks
             assert case.kv_dtype == "same"
-    assert not any(case.way == "lent" for case in core(DECODE, CLAIMS.with_changes(takes_out=False)))
+    assert not any("lent" in case.variants for case in core(DECODE, CLAIMS.with_changes(server={"takes_out": False})))
 
 
 def full(claims: Capabilities, mode: ForwardMode) -> list[Case]:

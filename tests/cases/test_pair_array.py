@@ -55,7 +55,7 @@ def test_other_modes_and_smoke_have_none_and_these_came_later() -> None:
 
 
 def test_what_is_not_claimed_is_not_asked_for() -> None:
-    plain = WIDE.with_changes(sliding_window=(), logit_cap=False, sinks=False)
+    plain = WIDE.with_changes(windows=(), logit_cap=False, sinks=False)
     assert {values(case)[-1] for case in found(plain)} == {(-1, 0.0, False)}
     assert not found(WIDE.with_changes(families={"mqa"}))
     assert not found(WIDE.with_changes(max_context_len=512))

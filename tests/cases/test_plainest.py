@@ -14,7 +14,9 @@ from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
 CLAIMS = TorchNativeBackend.capabilities
-MLA = CLAIMS.with_changes(families={"mla"}, gqa_ratios={16, 128}, head_dims={512}, page_sizes={32, 64}, min_window=1)
+MLA = CLAIMS.with_changes(
+    families={"mla"}, gqa_ratios={16, 128}, head_dims={512}, page_sizes={32, 64}, windows={"smallest": 1}
+)
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

@@ -63,7 +63,7 @@ def test_core_tries_each_layout_with_each_kv_dtype_in_pages_and_heads_that_tell_
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_core_has_each_layout_with_all_else_that_is_claimed(mode: ForwardMode) -> None:
     wide = TorchNativeBackend.capabilities.with_changes(families={"gqa", "mha"})
-    cases = [case for case in as_made(wide, mode, "core") if case.kv_layout != "nhd" and not case.way]
+    cases = [case for case in as_made(wide, mode, "core") if case.kv_layout != "nhd" and not case.variants]
     of_layout = {name: [case for case in cases if case.kv_layout == name] for name in OTHERS if name in wide.kv_layouts}
     for found in of_layout.values():
         assert len({case.dtype for case in found}) >= 2

@@ -6,6 +6,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_layers, make_step_data, pool_image
+from attn_testkit.cases.rows import Decode
 from attn_testkit.cases.schedule import make_schedule, only
 from attn_testkit.contract import ForwardMode
 
@@ -234,9 +235,7 @@ def test_a_request_alone_has_the_numbers_it_has_in_the_batch() -> None:
 
 
 def test_footprint_values_name_one_key_a_channel() -> None:
-    schedule = make_schedule(
-        Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, "fp16", 16, (4096,), data="footprint", bucket=1)
-    )
+    schedule = make_schedule(Case(Decode(), Heads("mha", 2, 2), 64, "fp16", 16, (4096,), data="footprint", bucket=1))
     data = make_step_data(schedule, schedule.steps[0])
     values = data.values[0, 0]
     assert values.sum(0).eq(1).all(), "every channel carries exactly one key"

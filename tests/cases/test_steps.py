@@ -15,7 +15,7 @@ from attn_testkit.cases.schedule import Request, Schedule, Step, make_schedule
 from attn_testkit.contract import ForwardMode
 
 EVERY = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]
-CORE = [case for case in EVERY if not case.way]
+CORE = [case for case in EVERY if not case.variants]
 V1 = "draft-extend-mha2-d64-bf16-p16-k50.20.5-n4a1.3.2-shuffled-gauss-b4{}"
 
 

@@ -16,6 +16,7 @@ from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.rows import MOST_ROWS
 from attn_testkit.cases.plans import context_len
+from attn_testkit.cases.rows import Accepted, Decode, Rows, Verify
 from attn_testkit.cases.small_cases import MOST_VALUES
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.cases.untried import CLAIMS, Value, says_untried, untried
@@ -45,9 +46,13 @@ def claims(**changes: object) -> Capabilities:
     return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
 
 
-def case(mode: ForwardMode = DECODE, **changes: object) -> Case:
-    plain = Case(DECODE, Heads("mha", 2, 2), 64, "bf16", 16, (20, 3), bucket=2)
-    return replace(plain, mode=mode, **changes)  # type: ignore[arg-type]
+def case(rows: Rows | None = None, **changes: object) -> Case:
+    plain = Case(rows or Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (20, 3), bucket=2)
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def v2(*new: int) -> Rows:
+    return Accepted(new, 4, v2=True)
 
 
 def tries(name: str, one: Case, **changes: object) -> list[Value]:
@@ -125,23 +130,23 @@ def test_core_leaves_no_value_of_a_claim_and_smoke_prints_what_it_leaves(
 def test_a_page_is_tried_by_a_request_of_more_than_one() -> None:
     assert tries("page", case(prefixes=(15, 3))) == []
     assert tries("page", case(prefixes=(3, 16))) == [16]
-    assert tries("page", case(V2, prefixes=(12, 3), new=(1, 1), width=4)) == []
-    assert tries("page", case(V2, prefixes=(13, 3), new=(1, 1), width=4)) == [16]
-    assert tries("page", case(V1, prefixes=(13, 3), new=(3, 1), width=4)) == []
-    assert tries("page", case(V1, prefixes=(13, 3), new=(4, 1), width=4)) == [16]
+    assert tries("page", case(v2(1, 1), prefixes=(12, 3))) == []
+    assert tries("page", case(v2(1, 1), prefixes=(13, 3))) == [16]
+    assert tries("page", case(Accepted((3, 1), 4), prefixes=(13, 3))) == []
+    assert tries("page", case(Accepted((4, 1), 4), prefixes=(13, 3))) == [16]
 
 
 def test_rows_are_tried_by_a_request_of_that_many() -> None:
-    assert tries("rows", case(VERIFY, tree=chain(4), width=4)) == [4]
-    assert tries("rows", case(VERIFY, tree=chain(3), width=3)) == []
-    assert tries("rows", case(V2, new=(1, 1), width=4)) == [4]
-    assert tries("rows", case(V1, new=(1, 3), width=4)) == []
-    assert tries("rows", case(V1, new=(1, 4), width=4)) == [4]
+    assert tries("rows", case(Verify(chain(4)))) == [4]
+    assert tries("rows", case(Verify(chain(3)))) == []
+    assert tries("rows", case(v2(1, 1))) == [4]
+    assert tries("rows", case(Accepted((1, 3), 4))) == []
+    assert tries("rows", case(Accepted((1, 4), 4))) == [4]
     assert list(CLAIMS["rows"].declared(claims(), DECODE)) == []
 
 
 def test_a_tree_is_as_wide_as_claimed_or_as_rows_allow() -> None:
-    star = case(VERIFY, tree=Tree((0, 0, 0)), width=4)
+    star = case(Verify(Tree((0, 0, 0))))
     assert tries("topk", star, max_topk=3) == [3]
     assert tries("topk", star, max_topk=100) == [3], "a fourth child would be a fifth row"
     assert tries("topk", star, max_topk=100, max_q_rows=5) == []
@@ -171,13 +176,13 @@ def test_widths_of_mla_and_of_other_families_are_tried_apart() -> None:
 
 
 def test_a_window_is_tried_where_it_leaves_a_key_out() -> None:
-    windows = {"sliding_window": {DECODE, VERIFY}, "window_in_trees": True, "max_topk": 2}
+    windows = {"windows": {"modes": {DECODE, VERIFY}, "in_trees": True}, "max_topk": 2}
     assert tries("sliding window", case(window=20), **windows) == []
     assert tries("sliding window", case(window=19), **windows) == ["sliding window"]
     assert tries("sliding window", case(window=0), **windows) == ["sliding window"]
-    tree = case(VERIFY, tree=Tree((0, 0)), width=3, window=4)
+    tree = case(Verify(Tree((0, 0))), window=4)
     assert tries("sliding window in trees", tree, **windows) == ["sliding window in trees"]
-    assert tries("sliding window in trees", replace(tree, tree=chain(3)), **windows) == []
+    assert tries("sliding window in trees", replace(tree, rows=Verify(chain(3))), **windows) == []
     assert not list(CLAIMS["sliding window in trees"].declared(claims(**{**windows, "max_q_rows": 2}), VERIFY))
 
 
@@ -240,8 +245,8 @@ def test_what_is_left_is_said_in_few_words_and_where() -> None:
         families={"gqa"}, gqa_ratios={1, 2, 3, 4, 6, 7}, head_dims={32, 64}, dtypes={"fp16", "bf16"}, logit_cap=True
     )
     heads = Heads("gqa", 4, 2)
-    decode, draft = case(heads=heads, dtype="fp16"), case(V1, heads=heads, head_dim=32, new=(1, 3), width=3)
-    assert says_untried(claimed, [DECODE, V1], [decode, draft, case(V2, new=(1, 1), width=4)]) == (
+    decode, draft = case(heads=heads, dtype="fp16"), case(Accepted((1, 3), 3), heads=heads, head_dim=32)
+    assert says_untried(claimed, [DECODE, V1], [decode, draft, case(v2(1, 1))]) == (
         "group 3, 4, 6, 7",
         "head dim 32 (decode)",
         "dtype and KV dtype bf16 with same (decode)",

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_step_data, pool_image
+from attn_testkit.cases.fields import THINGS
 from attn_testkit.cases.kv_groups import pages_in_pool, slot_map
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.ways import WAYS, way_of
@@ -20,7 +23,9 @@ PLAIN = MinimalBackend.capabilities
 
 
 def ways(claims: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> dict[str, Case]:
-    return {case.way: case for case in generate(claims, mode, tier) if case.way}
+    """By word, the last case that has it and no other."""
+    alone = [case for case in generate(claims, mode, tier) if len(case.variants) == 1]
+    return {word: case for case in alone for word in case.variants}
 
 
 def test_each_way_is_a_word_of_ids_and_says_what_it_is() -> None:
@@ -31,9 +36,9 @@ def test_each_way_is_a_word_of_ids_and_says_what_it_is() -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: ForwardMode) -> None:
     assert not ways(ALL, mode, "smoke")
-    for case in ways(ALL, mode).values():
+    for word, case in ways(ALL, mode).items():
         assert parse_case(case.id) == case
-        assert f"-{case.way}" in case.id
+        assert f"-{word}" in case.id
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -46,18 +51,18 @@ def test_what_is_claimed_decides_which_ways_are_tried(mode: ForwardMode) -> None
     big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
     assert set(ways(PLAIN, mode)) == {"idle", "ahead"} | far | big
     assert set(ways(ALL, mode)) == {"idle", "ahead", "norows", "lent"} | far | big | more | verify
-    assert "ahead" not in ways(PLAIN.with_changes(waits_between_steps=True), mode)
+    assert "ahead" not in ways(PLAIN.with_changes(server={"overlap_scheduling": False}), mode)
     assert "norows" not in ways(ALL.with_changes(graph=()), mode)
-    assert "norows" not in ways(ALL.with_changes(padded_requests={"nothing"}), mode), "all cases have it so"
-    assert "withnew" not in ways(ALL.with_changes(verify_lens={"all"}), mode), "all cases have it so"
+    assert "norows" not in ways(ALL.with_changes(server={"padded_requests": {"nothing"}}), mode), "all cases have it so"
+    assert "withnew" not in ways(ALL.with_changes(server={"verify_lens": {"all"}}), mode), "all cases have it so"
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: ForwardMode) -> None:
-    found = [case for case in generate(PLAIN, mode, "full") if case.way == "bigpool"]
+    found = [case for case in generate(PLAIN, mode, "full") if "bigpool" in case.variants]
     assert len(found) == (mode is not ForwardMode.DRAFT_DECODE)
     own = PLAIN.with_changes(kv_layouts={"own"})
-    assert not [case for case in generate(own, mode, "full") if case.way == "bigpool"]
+    assert not [case for case in generate(own, mode, "full") if "bigpool" in case.variants]
 
 
 @pytest.mark.parametrize("claims", [PLAIN, ALL])
@@ -91,14 +96,14 @@ def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
     schedule = make_schedule(ways(PLAIN)["idle"])
     empty, *_ = (step for step in schedule.idle if step.eager_too)
     live, *_ = (step for step in schedule.steps if step.eager_too and step.requests)
-    takes = PLAIN.with_changes(takes_empty_batches=True)
+    takes = PLAIN.with_changes(server={"takes_empty_batches": True})
     assert (schedule.runs_eagerly(empty, PLAIN), schedule.runs_eagerly(empty, takes)) == (False, True)
     assert schedule.runs_eagerly(live, PLAIN)
 
 
 def test_no_step_runs_eagerly_in_a_mode_of_graphs_alone() -> None:
     schedule = make_schedule(ways(PLAIN)["idle"])
-    alone = PLAIN.with_changes(eager={"extend"}, takes_empty_batches=True)
+    alone = PLAIN.with_changes(eager={"extend"}, server={"takes_empty_batches": True})
     assert not [step for step in schedule.steps if schedule.runs_eagerly(step, alone)]
     assert [step for step in schedule.steps if schedule.runs_eagerly(step, alone.with_changes(eager={"decode"}))]
 
@@ -141,3 +146,48 @@ def test_more_shapes_than_a_cache_of_128_entries_holds_stand_between_two_replays
     assert len({tuple(step.lens) for step in between}) > 128
     assert all(schedule.runs_eagerly(step, PLAIN) for step in between)
     assert "shapes" not in ways(PLAIN.with_changes(graph={"extend"}), ForwardMode.DECODE), "eager plans are not kept"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("lseprefix-b2prod-lent", "lent excludes KV splits: forward_return_lse has no out="),
+        ("lseprefix-b2prod-morerows", "morerows excludes KV splits: rows of no request have no keys"),
+        ("lseprefix-b2prod-idle", "idle excludes KV splits: without rows nothing is merged"),
+        ("b2prod-idle-morerows", "morerows excludes idle: "),
+        ("b2prod-idle-far", "far excludes idle: "),
+        ("b2prod-far-shapes", "far excludes shapes: "),
+        ("b2prod-lent-norows", "not in its usual form; write .*-norows-lent$"),
+        ("b2prod-lent-lent", "not in its usual form; write .*-lent$"),
+    ],
+)
+def test_what_excludes_each_other_is_refused_with_the_reason(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_case(f"decode-gqa2x2-d64-bf16-p16-k3x2-shuffled-gauss-{words}")
+
+
+def test_what_variants_exclude_are_variants_and_things_that_a_case_has_and_each_says_why() -> None:
+    for word, way in WAYS.items():
+        assert way.excludes.keys() <= THINGS.keys() | WAYS.keys() - {word}
+        assert all(way.excludes.values())
+
+
+def test_two_variants_of_a_case_come_to_what_both_do() -> None:
+    both = way_of(parse_case("target-verify-gqa2x2-d64-bf16-p16-k3-chain4-shuffled-gauss-b2prod-withnew-noncausal"))
+    assert (both.word, both.causal, both.gives_none, dict(both.says)) == (
+        "withnew-noncausal", False, True, {"verify_lens": "all"},
+    )  # fmt: skip
+    idle = parse_case("decode-gqa2x2-d64-bf16-p16-k3x2-shuffled-gauss-b3prod-idle-norows-ahead")
+    assert any(not step.requests for step in make_schedule(idle).steps)
+    assert way_of(idle).says == {"padded_requests": "nothing"}
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+def test_core_has_each_two_variants_that_do_not_exclude_each_other(mode: ForwardMode) -> None:
+    cases = generate(ALL, mode, "core")
+    words = [word for word, way in WAYS.items() if way.combines and any(word in case.variants for case in cases)]
+    met = {pair for case in cases for pair in combinations([word for word in WAYS if word in case.variants], 2)}
+    assert set(combinations(words, 2)) - met == {("idle", "morerows")}
+    assert max(len(case.variants) for case in cases) == 2
+    assert any(case.variants and case.parts for case in cases)
+    assert any(case.variants and case.layers.groups for case in cases)

@@ -122,7 +122,7 @@ def test_a_head_dim_that_is_not_claimed(dims: set[int], dim: int | None) -> None
 def test_a_window_a_cap_and_sinks_that_are_not_claimed() -> None:
     assert not {"a sliding window", "a soft cap", "attention sinks"} & set(outside())
     for changes, name in (
-        ({"sliding_window": {"target-verify"}}, "a sliding window"),
+        ({"windows": {"target-verify"}}, "a sliding window"),
         ({"logit_cap": False}, "a soft cap"),
         ({"sinks": False}, "attention sinks"),
     ):
@@ -140,15 +140,15 @@ VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
 
 @pytest.mark.parametrize(("smallest", "asked"), [(0, None), (1, 0), (5, 4)])
 def test_a_window_below_the_smallest_that_is_claimed(smallest: int, asked: int | None) -> None:
-    claims = CLAIMS.with_changes(min_window=smallest)
+    claims = CLAIMS.with_changes(windows={"smallest": smallest})
     found = {name: each for name, each in outside(claims).items() if "window" in name}
     assert list(found) == ([] if asked is None else [f"a sliding window of size {asked}"])
     for name, each in found.items():
         assert {layer.sliding_window_size for layer in each.layers} == {asked}
         with pytest.raises(Unsupported, match=f"sliding window of size {asked} is not declared"):
             refuse_unclaimed(claims, each)
-        refuse_unclaimed(claims.with_changes(min_window=smallest - 1), each)
-        assert name not in outside(claims.with_changes(sliding_window=("target-verify",)))
+        refuse_unclaimed(claims.with_changes(windows={"smallest": smallest - 1}), each)
+        assert name not in outside(claims.with_changes(windows=("target-verify",)))
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_a_window_below_the_smallest_that_is_claimed(smallest: int, asked: int |
 def test_windows_of_layers_that_differ_more_than_is_claimed(
     claimed: str, asked: str | None, windows: tuple[int, ...]
 ) -> None:
-    claims = CLAIMS.with_changes(layer_windows=claimed)
+    claims = CLAIMS.with_changes(windows={"layers": claimed})
     found = {name: each for name, each in outside(claims).items() if "window" in name}
     assert list(found) == ([asked] if asked else [])
     for each in found.values():
@@ -236,7 +236,7 @@ def test_a_model_has_one_window_where_its_windowed_layers_agree() -> None:
 def test_a_small_window_is_asked_of_trees_where_windows_are_claimed_of_them(
     topk: int, in_trees: bool, is_asked: bool
 ) -> None:
-    claims = CLAIMS.with_changes(min_window=1, window_in_trees=in_trees)
+    claims = CLAIMS.with_changes(windows={"smallest": 1, "in_trees": in_trees})
     assert ("a sliding window of size 0" in outside(claims, modes=VERIFY, topk=topk)) is is_asked
 
 
@@ -377,7 +377,7 @@ def test_unsupported_is_right_and_anything_else_is_not(monkeypatch: pytest.Monke
 def test_the_kits_own_constructor_refuses_all_of_it() -> None:
     class Plain(AttentionBackend):
         capabilities = CLAIMS.with_changes(
-            eager={"decode", "target-verify"}, graph=(), sinks=False, logit_cap=False, sliding_window=(), max_topk=2,
+            eager={"decode", "target-verify"}, graph=(), sinks=False, logit_cap=False, windows=(), max_topk=2,
             max_q_rows=8, dtypes={"fp32"},
         )  # fmt: skip
 

@@ -265,4 +265,4 @@ def test_a_step_that_came_without_them_is_no_pass() -> None:
 
 
 def test_the_claims_of_the_models_dtype_widen_the_limit() -> None:
-    assert (limits(replace(SQUARE, lse_dtype="model")) >= limits(SQUARE)).all()
+    assert (limits(SQUARE.with_numerics(lse_dtype="model")) >= limits(SQUARE)).all()

@@ -183,7 +183,7 @@ def test_nothing_is_asked_where_kv_tokens_are_wrong_or_nan_or_where_an_answer_is
 
 
 def test_new_rows_as_given_are_mapped_to_heads_as_the_others_are() -> None:
-    given = replace(SCHEDULE, new_rows_as_given=True)
+    given = SCHEDULE.with_numerics(new_rows_as_given=True)
     data = expect(given, given.steps[0]).data
     head = torch.arange(6) % 2
     mapped = {name: getattr(data, name)[:, :, :, head] for name in ("stored_keys", "stored_values")}

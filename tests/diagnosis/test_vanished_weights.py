@@ -11,6 +11,7 @@ from test_parameters_by_hand import attended, evidence, scales
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.patterns import FAINT_RUN
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.diagnosis.hints import hints
@@ -19,7 +20,7 @@ from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
 
 CASE = "decode-gqa3x2-d32-bf16-p4-k1200-shuffled-{}-kvfp8e4m3-b1prod"
-FAINT = make_schedule(parse_case(CASE.format("faint")), "fp8_e4m3")
+FAINT = make_schedule(parse_case(CASE.format("faint")), Numerics("fp8_e4m3"))
 NAMED = "small weights vanish when they are rounded to FP8 without a factor"
 
 
@@ -52,5 +53,5 @@ def test_no_other_mistake_and_no_other_data_are_told_so() -> None:
     for out in mistakes:
         assert vanished_weights(evidence(out, FAINT)) == ""
     assert vanished_weights(evidence(right, FAINT)) == ""
-    usual = make_schedule(parse_case(CASE.format("gauss")), "fp8_e4m3")
+    usual = make_schedule(parse_case(CASE.format("gauss")), Numerics("fp8_e4m3"))
     assert vanished_weights(evidence(of_large_keys(0.0, usual), usual)) == ""

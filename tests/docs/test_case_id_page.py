@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import re
 from dataclasses import fields
+from typing import get_args
 
 import pytest
 from transcript import ROOT
 
 from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WORDS, Case, parse_case
+from attn_testkit.cases.rows import Rows
 from attn_testkit.cases.ways import WAYS
 from attn_testkit.contract import ForwardMode
 
@@ -99,6 +101,6 @@ def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:
     said: set[str] = set()
     for word, mode in (*EVERYWHERE, *OF_MODES, *OPTIONAL):
         one, other = parse_case(with_word(PLAIN[mode], word)), parse_case(PLAIN[mode])
-        said |= {field.name for field in fields(Case) if getattr(one, field.name) != getattr(other, field.name)}
-    said.add("mode")
-    assert said == {field.name for field in fields(Case)} - {"host"}
+        said |= {name for name, value in one.values.items() if value != other.values[name]}
+    of_rows = {field.name for rows in get_args(Rows) for field in fields(rows)}
+    assert said | {"v2"} == {field.name for field in fields(Case)} - {"host", "rows"} | of_rows

@@ -60,7 +60,7 @@ MEAN = Family(
     name=NAME,
     dimensions=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "layout", "data",
-         "KV layout", "window", "layers", "padded requests", "padding", "mixed", "way", "seed"}
+         "KV layout", "window", "layers", "padded requests", "padding", "mixed", "variants", "seed"}
     ),
     layers=layers,
     data=make_step_data,
@@ -78,7 +78,7 @@ class RightBackend(KernelBackend):
     capabilities = Capabilities(
         eager={"decode", "extend"},
         graph={"decode"},
-        sliding_window={"decode", "extend"},
+        windows={"decode", "extend"},
         families={NAME},
         dtypes={"bf16", "fp32"},
         head_dims={64},

@@ -5,6 +5,8 @@ import torch
 
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.data import make_layers, make_step_data
+from attn_testkit.cases.numerics import Numerics
+from attn_testkit.cases.rows import Decode
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.families.rounding import row_limit
@@ -17,13 +19,13 @@ FP8 = torch.float8_e4m3fn
 def decode(length: int, data: str, dim: int = 64) -> Case:
     heads = Heads("mha", 2, 2)
     return Case(
-        ForwardMode.DECODE, heads, dim, "bf16", 16, (length - 1,), data=data, bucket=1, kv_dtype="fp8_e4m3"
+        Decode(), heads, dim, "bf16", 16, (length - 1,), data=data, bucket=1, kv_dtype="fp8_e4m3"
     )  # fmt: skip
 
 
 def fp8_error(case: Case, factor: float = 4.0) -> tuple[torch.Tensor, Attention]:
     """|error| [L, 1, H, D] of float32 attention whose probabilities, times ``factor``, are rounded to FP8."""
-    schedule = make_schedule(case, "fp8_e4m3")
+    schedule = make_schedule(case, Numerics("fp8_e4m3"))
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(case)
     exact = attend(data, layers, flat=True)
     scale = torch.tensor([layer.scaling for layer in layers]).view(-1, 1, 1)
@@ -70,7 +72,7 @@ def test_fp8_probabilities_are_over_the_limit_of_a_backend_that_does_not_claim_t
 def test_a_dropped_key_shows_with_footprint_values(length: int) -> None:
     case = decode(length, "footprint")
     _, exact = fp8_error(case)
-    schedule = make_schedule(case, "fp8_e4m3")
+    schedule = make_schedule(case, Numerics("fp8_e4m3"))
     data = make_step_data(schedule, schedule.steps[0])
     visible = data.visible.clone()
     visible[..., -1] = False
@@ -83,7 +85,7 @@ def test_a_dropped_key_shows_with_footprint_values(length: int) -> None:
 def test_queries_of_an_fp8_kernel_are_numbers_of_fp8_and_keys_fit_its_range(data: str, dim: int) -> None:
     case = decode(33, data, dim)
     for matmul_dtype in ("fp8_e4m3", "fp8_e4m3_unscaled", "model"):
-        schedule = make_schedule(case, matmul_dtype)
+        schedule = make_schedule(case, Numerics(matmul_dtype))
         drawn = make_step_data(schedule, schedule.steps[0])
         held = torch.equal(drawn.q.float().to(FP8).float(), drawn.q.float())
         # Those of -6e4 logits are powers of two in any case.
@@ -94,7 +96,7 @@ def test_queries_of_an_fp8_kernel_are_numbers_of_fp8_and_keys_fit_its_range(data
 
 def test_without_fp8_in_the_claims_limits_are_those_of_the_models_dtype() -> None:
     case = decode(17, "gauss")
-    plain, fp8 = make_schedule(case), make_schedule(case, "fp8_e4m3")
+    plain, fp8 = make_schedule(case), make_schedule(case, Numerics("fp8_e4m3"))
     assert (plain.matmul_dtype, fp8.matmul_dtype) == ("model", "fp8_e4m3")
     assert make_schedule(case) is plain
     assert Capabilities(eager={ForwardMode.DECODE}).matmul_dtype == "model"

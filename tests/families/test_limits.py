@@ -7,8 +7,8 @@ import torch
 
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.data import DTYPES, make_layers, make_step_data
+from attn_testkit.cases.rows import Decode
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.contract import ForwardMode
 from attn_testkit.families.rounding import row_limit
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.families.softmax.limits import attention_limit
@@ -17,7 +17,7 @@ LENGTHS = (64, 512, 4096)
 
 
 def decode(length: int, dtype: str, data: str) -> Case:
-    return Case(ForwardMode.DECODE, Heads("mha", 2, 2), 64, dtype, 16, (length - 1,), data=data, bucket=1)
+    return Case(Decode(), Heads("mha", 2, 2), 64, dtype, 16, (length - 1,), data=data, bucket=1)
 
 
 def rounded_attention(case: Case, splits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers, make_step_data
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import expect
@@ -56,7 +57,7 @@ def by_hand(schedule: Schedule, step: Step, as_given: bool) -> torch.Tensor:
 @pytest.mark.parametrize("case_id", CASES)
 @pytest.mark.parametrize("as_given", [False, True])
 def test_each_row_attends_what_the_claim_says(case_id: str, as_given: bool) -> None:
-    schedule = make_schedule(parse_case(case_id), new_rows_as_given=as_given)
+    schedule = make_schedule(parse_case(case_id), Numerics(new_rows_as_given=as_given))
     step = schedule.steps[1] if schedule.chunks else schedule.steps[0]
     found = expect(schedule, step)
     assert torch.allclose(found.attention, by_hand(schedule, step, as_given), rtol=1e-12, atol=1e-12)
@@ -65,7 +66,7 @@ def test_each_row_attends_what_the_claim_says(case_id: str, as_given: bool) -> N
 @pytest.mark.parametrize("case_id", CASES)
 def test_the_two_differ_by_more_than_the_limit_where_new_rows_have_weight(case_id: str) -> None:
     case = parse_case(case_id)
-    stored, given = (make_schedule(case, new_rows_as_given=claim) for claim in (False, True))
+    stored, given = (make_schedule(case, Numerics(new_rows_as_given=claim)) for claim in (False, True))
     one, other = (expect(schedule, schedule.steps[0]) for schedule in (stored, given))
     assert ((one.attention - other.attention).abs() > one.attention_limit + other.attention_limit).any()
     assert torch.equal(one.data.stored_keys.view(torch.uint8), other.data.stored_keys.view(torch.uint8)), "the pool"
@@ -73,7 +74,7 @@ def test_the_two_differ_by_more_than_the_limit_where_new_rows_have_weight(case_i
 
 def test_where_the_pool_holds_the_new_rows_already_none_are_given() -> None:
     case = next(case for seed in range(8) if (case := parse_case(f"{CASES[0]}-s{seed + 1}")).pick("second-step-stored"))
-    stored, given = (make_schedule(case, new_rows_as_given=claim) for claim in (False, True))
+    stored, given = (make_schedule(case, Numerics(new_rows_as_given=claim)) for claim in (False, True))
     assert torch.equal(expect(given, given.second).attention, expect(stored, stored.second).attention)
     assert not torch.equal(expect(given, given.steps[0]).attention, expect(stored, stored.steps[0]).attention)
 

@@ -10,6 +10,7 @@ import torch
 
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case, parse_case
 from attn_testkit.cases.data import StepData, make_layers, make_step_data
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.query_scales import held_queries, large_or_small
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -33,7 +34,7 @@ def case_of(data: str, heads: str = "gqa", dtype: str = "bf16") -> Case:
 
 
 def made(q_scale: str, data: str, heads: str = "gqa", dtype: str = "bf16") -> tuple[Schedule, StepData]:
-    schedule = make_schedule(case_of(data, heads, dtype), "fp8_e4m3", q_scale=q_scale)
+    schedule = make_schedule(case_of(data, heads, dtype), Numerics("fp8_e4m3", q_scale=q_scale))
     return schedule, make_step_data(schedule, schedule.steps[0])
 
 
@@ -89,7 +90,7 @@ def test_large_queries_are_beyond_fp8_and_small_ones_are_lost_by_it_and_both_are
 
 
 def test_steps_with_one_scale_for_all_rows_are_all_large_all_small_or_both() -> None:
-    schedule = make_schedule(case_of("large_and_small_queries"), "fp8_e4m3", q_scale="per_tensor")
+    schedule = make_schedule(case_of("large_and_small_queries"), Numerics("fp8_e4m3", q_scale="per_tensor"))
     kinds = set()
     for step in schedule.steps:
         for layer in make_step_data(schedule, step).q.float().abs().amax(-1) if step.requests else ():
@@ -134,7 +135,7 @@ def test_the_bound_is_a_sixteenth_of_a_number_and_below_the_normal_numbers_half_
 def test_a_rounded_query_moves_the_answer_within_the_limit_and_an_undeclared_one_beyond_it(q_scale: str) -> None:
     schedule, drawn = made("none", "gauss")
     data = replace(drawn, q=drawn.q.float() * 1.3)
-    declared = replace(schedule, q_scale=q_scale)
+    declared = schedule.with_numerics(q_scale=q_scale)
     exact, limit = attend_with_limit(declared, data)
     _, strict = attend_with_limit(schedule, data)
     off = (attend(replace(data, q=rounded(data.q, q_scale)), make_layers(schedule.case)).out - exact.out).abs()
@@ -177,7 +178,9 @@ def test_the_error_of_a_logit_is_that_of_the_keys_which_its_row_sees() -> None:
                 keys = data.keys[index, request, seen, head // layer.q_per_kv].abs()
                 want = float((keys @ off[index, row, head]).max()) * layer.scaling
                 assert float(found[index, row, head, 0]) == pytest.approx(want, rel=1e-9)
-    long = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p16-k9000.40-shuffled-gauss-kvfp8e4m3-b2prod"), "fp8_e4m3")
+    long = make_schedule(
+        parse_case("decode-gqa2x2-d64-bf16-p16-k9000.40-shuffled-gauss-kvfp8e4m3-b2prod"), Numerics("fp8_e4m3")
+    )
     drawn = make_step_data(long, long.steps[0])
     data = replace(drawn, q=drawn.q.float() * 1.3)
     apart = attend(data, make_layers(long.case), q_scale="per_tensor").logit_error
@@ -193,7 +196,7 @@ def test_the_error_of_a_logit_is_that_of_the_keys_which_its_row_sees() -> None:
 @pytest.mark.parametrize("heads", CASES)
 def test_small_rows_may_vanish_with_one_scale_for_all_rows_alone(q_scale: str, heads: str) -> None:
     """Every declared scale holds its own rounding; a small row that a tensor's scale loses is over the others'."""
-    schedule = make_schedule(case_of("large_and_small_queries", heads), "fp8_e4m3", q_scale=q_scale)
+    schedule = make_schedule(case_of("large_and_small_queries", heads), Numerics("fp8_e4m3", q_scale=q_scale))
     over = []
     for step in (step for step in schedule.steps if step.requests):
         wanted, layers = expect(schedule, step), make_layers(schedule.case)
@@ -208,7 +211,7 @@ def test_small_rows_may_vanish_with_one_scale_for_all_rows_alone(q_scale: str, h
 
 @pytest.mark.parametrize("declared", ["per_token", "per_tensor"])
 def test_queries_that_are_cut_off_or_not_multiplied_back_are_over_the_limit(declared: str) -> None:
-    schedule = make_schedule(case_of("large_and_small_queries"), "fp8_e4m3", q_scale=declared)
+    schedule = make_schedule(case_of("large_and_small_queries"), Numerics("fp8_e4m3", q_scale=declared))
     layers, over = make_layers(schedule.case), set()
     for step in (step for step in schedule.steps if step.requests):
         wanted = expect(schedule, step)

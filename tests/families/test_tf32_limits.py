@@ -10,6 +10,7 @@ import torch
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import StepData, make_layers, make_step_data
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.rounding import UNIT_ROUNDOFF, row_limit
 from attn_testkit.families.softmax.answer import attend_with_limit
@@ -51,7 +52,7 @@ def test_factors_of_tf32_are_within_its_limit_and_beyond_that_of_float32(data: s
     step_data = make_step_data(schedule, schedule.steps[0])
     assert step_data.stored_values is not None
     want, strict = attend_with_limit(schedule, step_data)
-    _, wide = attend_with_limit(replace(schedule, matmul_dtype="tf32"), step_data)
+    _, wide = attend_with_limit(schedule.with_numerics(matmul_dtype="tf32"), step_data)
 
     def furthest(bits: int, limit: torch.Tensor) -> float:
         narrow = replace(
@@ -69,7 +70,9 @@ def test_factors_of_tf32_are_within_its_limit_and_beyond_that_of_float32(data: s
 
 def test_the_numbers_of_a_case_are_the_same_whatever_is_claimed() -> None:
     case = parse_case(CASE.format("fp32", "gauss-kvfp8e4m3"))
-    plain, narrow = (make_step_data(s, s.steps[0]) for s in (make_schedule(case), make_schedule(case, "tf32")))
+    plain, narrow = (
+        make_step_data(s, s.steps[0]) for s in (make_schedule(case), make_schedule(case, Numerics("tf32")))
+    )
     assert torch.equal(plain.q, narrow.q)
 
 
@@ -102,7 +105,7 @@ def narrow_attention(data: StepData, layers, narrow) -> torch.Tensor:
 @pytest.mark.parametrize("words", ["gauss", "peaked", "shifted", "footprint", "mean", "gauss-cap1.5"])
 def test_a_kernel_of_tf32_factors_is_near_its_limit_and_one_of_bf16_factors_beyond(case: str, words: str) -> None:
     name = case.format("fp32", words) if case is CASE else case.format(words)
-    schedule = make_schedule(parse_case(name), "tf32")
+    schedule = make_schedule(parse_case(name), Numerics("tf32"))
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
     want, limit = attend_with_limit(schedule, data)
     whole = row_limit(limit, "fp32")
@@ -118,10 +121,10 @@ def test_a_kernel_of_tf32_factors_is_near_its_limit_and_one_of_bf16_factors_beyo
 
 def test_the_limit_of_tf32_is_never_above_all_that_its_errors_can_do_twice() -> None:
     for words in ("gauss", "cliff", "peaked-w4-cap1.5-sink"):
-        schedule = make_schedule(parse_case(CASE.format("fp32", words)), "tf32")
+        schedule = make_schedule(parse_case(CASE.format("fp32", words)), Numerics("tf32"))
         data = make_step_data(schedule, schedule.steps[0])
         found, limit = attend_with_limit(schedule, data)
-        _, strict = attend_with_limit(replace(schedule, matmul_dtype="model"), data)
+        _, strict = attend_with_limit(schedule.with_numerics(matmul_dtype="model"), data)
         unit, sizes = UNIT_ROUNDOFF["tf32"], found.out.abs() + found.mass
         most = (4 * unit * found.logit_noise).clamp(max=1.0) * sizes + 4 * unit * found.mass
         assert (limit > strict).all()
@@ -133,7 +136,7 @@ PARTS = "decode-gqa2x2-d64-fp32-p16-k9.70.300-shuffled-gauss-{}-b4prod"
 
 @pytest.mark.parametrize("parts", ["lsewhole", "lseprefix", "lsetokens3own"])
 def test_a_log_sum_exp_of_tf32_logits_is_within_its_limit_and_beyond_that_of_float32(parts: str) -> None:
-    schedule = make_schedule(parse_case(PARTS.format(parts)), "tf32")
+    schedule = make_schedule(parse_case(PARTS.format(parts)), Numerics("tf32"))
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
     assert data.stored_values is not None
     whole = attend(data, layers)

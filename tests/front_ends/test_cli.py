@@ -350,9 +350,9 @@ def test_explain_needs_torch_for_no_word():
 
 def test_explain_says_what_a_case_id_stands_for(call):
     from attn_testkit.cases.case import Case, Heads
-    from attn_testkit.contract import ForwardMode
+    from attn_testkit.cases.rows import Decode
 
-    case = Case(ForwardMode.DECODE, Heads("gqa", 8, 2), 64, "bf16", 16, (1, 33), bucket=2)
+    case = Case(Decode(), Heads("gqa", 8, 2), 64, "bf16", 16, (1, 33), bucket=2)
     code, out, _ = call("explain", case.id)
     assert code == 0
     fields, steps, choices = [part.splitlines()[1:] for part in out.split("\n\n")]

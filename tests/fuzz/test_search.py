@@ -211,16 +211,16 @@ def test_old_failures_end_with_the_time_too() -> None:
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_what_not_every_server_does_is_drawn_where_it_is_claimed(mode: ForwardMode) -> None:
-    missing = {case.way for case in generate(CLAIMS, mode, "core") if case.way} - {"far", "shapes", "bigpool"}
+    missing = {word for case in generate(CLAIMS, mode, "core") for word in case.variants} - {"far", "shapes", "bigpool"}
+    missing |= {"two", "with parts"}
     few = settings(database=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=5_000,
                    phases=[Phase.generate])  # fmt: skip
 
     def last_of_them(case: Case) -> bool:
-        if case.way in missing:
-            assert parse_case(case.id) == case
-            assert not case.parts
-            assert not case.layers.groups
-        missing.discard(case.way)
+        assert parse_case(case.id) == case
+        assert not case.parts or "lent" not in case.variants
+        both = {"two"} if len(case.variants) > 1 else set()
+        missing.difference_update(case.variants, both, {"with parts"} if case.parts and case.variants else set())
         return not missing
 
     assert last_of_them(find(random_cases(CLAIMS, mode), last_of_them, settings=few))
@@ -230,8 +230,8 @@ def test_what_not_every_server_does_is_drawn_where_it_is_claimed(mode: ForwardMo
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 def test_what_is_not_claimed_of_servers_is_not_drawn(data, mode) -> None:
     case = data.draw(random_cases(MinimalBackend.capabilities, mode))
-    assert case.way in ("", "idle", "ahead")
-    assert case.way != "idle" or (case.chunks == 1 and case.layout != "shared")
+    assert case.variants <= {"idle", "ahead"}
+    assert "idle" not in case.variants or (case.chunks == 1 and case.layout != "shared")
     other = data.draw(random_cases(CLAIMS, mode))
-    assert other.way != "noncausal" or (other.window < 0 and other.topk <= 1)
-    assert other.way != "bare" or other.topk <= 1
+    assert "noncausal" not in other.variants or (other.window < 0 and other.topk <= 1)
+    assert "bare" not in other.variants or other.topk <= 1

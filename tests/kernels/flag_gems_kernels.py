@@ -9,7 +9,7 @@ import torch
 import triton
 from alone import FLAG_GEMS, load
 
-from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan
+from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan, ServerConventions
 
 _BLOCK_H, _BLOCK_N = 64, 64
 
@@ -21,7 +21,7 @@ class FlashMLA(KernelBackend):
     capabilities = Capabilities(
         eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mla"}, head_dims={512},
         mla_rope_dims={64}, gqa_ratios={16, 64, 128}, page_sizes={16, 64}, max_draft_branches=4,
-        needs_cpu_seq_lens=False, takes_none_kv=True, deterministic=True,
+        needs_cpu_seq_lens=False, server=ServerConventions(takes_none_kv=True), deterministic=True,
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import torch
 from alone import LIGHTLLM, load
 
-from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan
+from attn_testkit.contract import Capabilities, KernelBackend, KernelPlan, ServerConventions
 
 _OPS = "lightllm.models.llama.triton_kernel"
 
@@ -21,7 +21,7 @@ class GQADecode(KernelBackend):
     capabilities = Capabilities(
         eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mha", "gqa", "mqa"},
         head_dims={64, 128}, page_sizes={1, 16}, max_draft_branches=4, any_scaling=False, needs_cpu_seq_lens=False,
-        takes_none_kv=True, deterministic=True,
+        server=ServerConventions(takes_none_kv=True), deterministic=True,
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from alone import SGLANG, load
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions
 
 _OPS = "sglang.kernels.ops.attention"
 _SPLITS = 8
@@ -24,7 +24,7 @@ class Decode(KernelBackend):
     capabilities = Capabilities(
         eager=_DECODES, graph=_DECODES, families={"gqa", "mqa"}, kv_dtypes={"same"}, head_dims={64, 128, 256},
         page_sizes={1, 16, 64}, max_draft_branches=4, logit_cap=True, sinks=True, needs_cpu_seq_lens=False,
-        takes_none_kv=True, deterministic=True,
+        server=ServerConventions(takes_none_kv=True), deterministic=True,
     )  # fmt: skip
     is_mla = False
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan
+from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions
 
 _MODES = frozenset(ForwardMode)
 
@@ -19,8 +19,8 @@ class Gathered(KernelBackend):
 
     capabilities = Capabilities(
         eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128}, page_sizes={1, 16, 64},
-        max_q_rows=8, max_topk=1, max_draft_branches=4, sliding_window=_MODES, needs_cpu_seq_lens=False,
-        takes_none_kv=True,
+        max_q_rows=8, max_topk=1, max_draft_branches=4, windows=_MODES, needs_cpu_seq_lens=False,
+        server=ServerConventions(takes_none_kv=True),
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -72,7 +72,9 @@ class Flex(Gathered):
     """``flex_attention`` without a compiler, which is torch's reference of it and not for graphs: it copies a number to
     the device at each call (``_math_attention_inner``). Mask and soft cap are a ``score_mod``."""
 
-    capabilities = Gathered.capabilities.with_changes(graph=frozenset(), logit_cap=True, eager_waits=True)
+    capabilities = Gathered.capabilities.with_changes(
+        graph=frozenset(), logit_cap=True, server={"eager_without_waits": False}
+    )
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, plan: KernelPlan

@@ -11,7 +11,15 @@ from typing import Any
 import torch
 from alone import VLLM, load
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, KVLayer, KVPoolSpec
+from attn_testkit.contract import (
+    Capabilities,
+    ForwardMode,
+    KernelBackend,
+    KernelPlan,
+    KVLayer,
+    KVPoolSpec,
+    ServerConventions,
+)
 
 _OPS = "vllm.v1.attention.ops"
 _MODES = frozenset(ForwardMode)
@@ -23,9 +31,11 @@ class Unified(KernelBackend):
 
     capabilities = Capabilities(
         eager=_MODES, graph=_MODES, families={"mha", "gqa", "mqa"}, head_dims={64, 128, 256}, page_sizes={16, 32, 64},
-        max_q_rows=8, max_topk=1, max_draft_branches=4, sliding_window=_MODES, logit_cap=True, sinks=True,
-        needs_cpu_seq_lens=False, takes_none_kv=True, padded_requests={"rows", "nothing"},
-        verify_lens={"prefix", "all"}, deterministic=True,
+        max_q_rows=8, max_topk=1, max_draft_branches=4, windows=_MODES, logit_cap=True, sinks=True,
+        needs_cpu_seq_lens=False, deterministic=True,
+        server=ServerConventions(
+            takes_none_kv=True, padded_requests={"rows", "nothing"}, verify_lens={"prefix", "all"}
+        ),
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -62,7 +72,7 @@ class ChunkedPrefillPagedDecode(KernelBackend):
         page_sizes={16, 32, 64},
         kv_layouts={"own"}, max_q_rows=8, max_topk=1, max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
         new_rows_as_given=_MODES - {ForwardMode.DECODE, ForwardMode.DRAFT_DECODE}, deterministic=True,
-        verify_lens={"prefix", "all"},
+        server=ServerConventions(verify_lens={"prefix", "all"}),
     )  # fmt: skip
 
     @classmethod
@@ -95,13 +105,15 @@ class ChunkedPrefillPagedDecode(KernelBackend):
 class WithPaddedRequests(ChunkedPrefillPagedDecode):
     """The padding of vLLM's full graphs, which the class of the server (``AttentionCGSupport.ALWAYS``) is given."""
 
-    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(graph=_MODES, padded_requests={"nothing"})
+    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(
+        graph=_MODES, server={"padded_requests": {"nothing"}}
+    )
 
 
 class Windowed(ChunkedPrefillPagedDecode):
     """Windows as well: the decode kernel gives keys outside of them a logit of -10000."""
 
-    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(sliding_window=_MODES)
+    capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(windows=_MODES)
 
 
 class PrefixPrefill(ChunkedPrefillPagedDecode):
@@ -109,7 +121,7 @@ class PrefixPrefill(ChunkedPrefillPagedDecode):
 
     capabilities = ChunkedPrefillPagedDecode.capabilities.with_changes(
         eager=_MODES - {ForwardMode.DRAFT_DECODE}, graph=_MODES - {ForwardMode.DRAFT_DECODE}, max_draft_branches=1,
-        new_rows_as_given=_MODES, sliding_window=_MODES, padded_requests={"rows", "nothing"},
+        new_rows_as_given=_MODES, windows=_MODES, server={"padded_requests": {"rows", "nothing"}},
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -130,7 +142,7 @@ class DecodeMLA(KernelBackend):
     capabilities = Capabilities(
         eager={"decode", "draft-decode"}, graph={"decode", "draft-decode"}, families={"mla"}, head_dims={512},
         mla_rope_dims={32, 64}, gqa_ratios={4, 16, 128}, page_sizes={16, 64}, max_draft_branches=4,
-        needs_cpu_seq_lens=False, takes_none_kv=True, deterministic=True,
+        needs_cpu_seq_lens=False, server=ServerConventions(takes_none_kv=True), deterministic=True,
     )  # fmt: skip
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

@@ -67,7 +67,7 @@ IDS = {
     "padded requests": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b4prod", "3", DECODE, "0"),
     "padding": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1nan", "nan", DECODE, "prod"),
     "mixed": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-mixed", "yes", DECODE, "no"),
-    "way": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-far", "far", DECODE, "none"),
+    "variants": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-far", "far", DECODE, "none"),
     "seed": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-s7", "7", DECODE, "0"),
     "rows": ("draft-extend-mha2-d64-bf16-p1-k0-n6a3-contiguous-gauss-b1prod", "3 of 6", V1, "1 of 1"),
     "chunks": ("extend-mha2-d64-bf16-p1-k0-n1a1-chunks3-contiguous-gauss-b1prod", "3", EXTEND, "1"),
@@ -107,7 +107,7 @@ def test_requests_and_what_they_have_are_told_apart() -> None:
 def test_every_case_is_made_plain_dimension_by_dimension() -> None:
     for case in every_case():
         plain = plainest_case(CLAIMS, case.mode)
-        for name in ("layers", "parts", "way", "mixed", "loop", "requests", *DIMENSIONS):
+        for name in ("layers", "parts", "variants", "mixed", "loop", "requests", *DIMENSIONS):
             case = changed(case, DIMENSIONS[name].reset(case, plain))
         assert case == plain
 

@@ -110,7 +110,7 @@ def test_of_many_requests_as_many_are_left_as_it_takes() -> None:
 
 
 def test_only_claimed_cases_are_run() -> None:
-    claims = CLAIMS.with_changes(page_sizes={4, 16}, min_window=2, window_in_trees=False, head_dims={64, 128})
+    claims = CLAIMS.with_changes(page_sizes={4, 16}, windows={"smallest": 2, "in_trees": False}, head_dims={64, 128})
     search = made_small(wrong_where(lambda case: case.window >= 0), RICH, claims=claims)
     assert search.case.id == "decode-mha2-d64-bf16-p4-k0-contiguous-gauss-w2-b1prod"
 

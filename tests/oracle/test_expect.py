@@ -7,6 +7,7 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers, make_step_data
+from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.families.rounding import linear_limit
 from attn_testkit.families.softmax.answer import attend_with_limit
@@ -19,7 +20,7 @@ V1 = "draft-extend-gqa2x2-d32-bf16-p16-k5.9.7-n4a1.3.4-reversed-gauss-b3prod"
 
 
 def schedule_of(case_id: str, matmul_dtype: str = "model") -> Schedule:
-    return make_schedule(parse_case(case_id), matmul_dtype)
+    return make_schedule(parse_case(case_id), Numerics(matmul_dtype))
 
 
 @pytest.mark.parametrize("case_id", [DECODE.format("bf16", ""), V1])

@@ -47,7 +47,7 @@ class MaskRowPerHead(Tiled):
 class SwaTailByLongest(Tiled):
     """Layers with a window cut off old keys once for the batch, where its longest request's window begins."""
 
-    capabilities = claims("decode", sliding_window={"decode"})
+    capabilities = claims("decode", windows={"decode"})
 
     def visible(self, index, rows):
         seen, window = super().visible(index, rows), rows.layer.sliding_window_size
@@ -68,7 +68,7 @@ class NoMaskInVerify(Tiled):
 class WindowExcludesSelf(Tiled):
     """The window is short by one key."""
 
-    capabilities = claims("decode", "extend", sliding_window={"decode", "extend"}, min_window=1)
+    capabilities = claims("decode", "extend", windows={"modes": {"decode", "extend"}, "smallest": 1})
 
     def window_start(self, rows):
         return super().window_start(rows) + (rows.layer.sliding_window_size >= 0)

@@ -44,8 +44,8 @@ class BothEmpty(OfParts):
 class CascadeBatch(Varlen):
     """From eight requests and 256 common keys on, the common prefix is planned for all requests, and not for one."""
 
-    capabilities = replace(
-        Varlen.capabilities, graph=(), eager=("decode", "extend"), sliding_window=(), eager_waits=True
+    capabilities = Varlen.capabilities.with_changes(
+        graph=(), eager=("decode", "extend"), windows=(), server={"eager_without_waits": False}
     )
 
     def init_forward_metadata(self, batch):

@@ -77,7 +77,7 @@ class LayerZeroAtInit(Known):
 class PlannedBeforePadding(Known):
     """Planned before the batch is padded; a row's request is row // (rows // requests)."""
 
-    capabilities = claims("decode", "target-verify", "draft-extend-v2", **WIDE, takes_more_rows=True)
+    capabilities = claims("decode", "target-verify", "draft-extend-v2", **WIDE, server={"takes_more_rows": True})
 
     def rows_of(self, q, plan):
         bs = len(plan.kv_lens)

@@ -15,7 +15,7 @@ VERIFY = {"target-verify", "decode"}
 class OfGroups(TorchNativeBackend):
     """Healthy: trees and windows, each KV group with a pool of its own."""
 
-    capabilities = claims(*VERIFY, max_topk=4, kv_groups=True, window_in_trees=True, sliding_window=VERIFY)
+    capabilities = claims(*VERIFY, max_topk=4, kv_groups=True, windows={"modes": VERIFY, "in_trees": True})
 
 
 @bug(
@@ -68,7 +68,7 @@ class Rebased(Tiled):
     """Healthy: on the host, for each KV group, rows of prompts are counted from behind those that decode in front."""
 
     capabilities = claims(
-        "extend", graph=(), page_sizes={16}, kv_groups=True, sliding_window={"extend"}, needs_cpu_seq_lens=True,
+        "extend", graph=(), page_sizes={16}, kv_groups=True, windows={"extend"}, needs_cpu_seq_lens=True,
         max_context_len=2048,
     )  # fmt: skip
 

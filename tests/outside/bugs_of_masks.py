@@ -16,7 +16,7 @@ EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 class WindowMissingInDecode(Tiled):
     """The paged decode kernel is called without the window; prefill has it."""
 
-    capabilities = claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         if rows.plan.max_q_len == 1:
@@ -87,7 +87,7 @@ class LastPageSeenWhole(Tiled):
 class WindowMovedTwiceByTheRow(Tiled):
     """The start of the window is moved by the row's index a second time."""
 
-    capabilities = claims("decode", "target-verify", sliding_window={"decode", "target-verify"})
+    capabilities = claims("decode", "target-verify", windows={"decode", "target-verify"})
 
     def window_start(self, rows):
         moved = rows.place if rows.layer.sliding_window_size >= 0 else 0
@@ -143,7 +143,7 @@ class VerifyLengthIsPrefix(Tiled):
 class WindowBlocksCountedFromItsLength(Tiled):
     """Blocks are counted from the window's length, not where it begins: the last one is dropped if it straddles."""
 
-    capabilities = claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)
@@ -159,7 +159,7 @@ class WindowBlocksCountedFromItsLength(Tiled):
 class WindowOfTheFirstDraftStep(Tiled):
     """Where the window begins is not computed again between forwards of a draft."""
 
-    capabilities = claims("draft-decode", max_draft_branches=2, sliding_window={"draft-decode"})
+    capabilities = claims("draft-decode", max_draft_branches=2, windows={"draft-decode"})
 
     def visible(self, index, rows):
         start = self.window_start(rows) - rows.plan.step.draft.step

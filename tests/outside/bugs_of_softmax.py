@@ -36,7 +36,7 @@ class SoftCapBehindTheTail(Tiled):
 class AccumulatorClearedAtBlockZero(Tiled):
     """The accumulator is cleared at block 0; a window begins at another, and goes on from the request before."""
 
-    capabilities = claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", windows={"decode", "extend"})
 
     def merge(self, parts, rows):
         kept = (self.window_start(rows).clamp(min=0) // self.TILE > 0)[:, None, None]
@@ -77,7 +77,7 @@ class MergedWithCountOfKVHeads(Tiled):
 class SinkTwiceBehindAnEmptySplit(Tiled):
     """An empty first split publishes the sink, and the first one with work begins with it again."""
 
-    capabilities = claims("decode", "extend", sinks=True, sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", sinks=True, windows={"decode", "extend"})
 
     def merge(self, parts, rows):
         if rows.layer.sinks is None:
@@ -215,7 +215,7 @@ class MaximumOfTheDefaultScale(TwoParts):
 class SinkInASplitWithoutAKey(Tiled):
     """The split that adds the sink has no key for a row: exp(sink + 1e5) is infinite."""
 
-    capabilities = claims("decode", "target-verify", sinks=True, sliding_window={"decode", "target-verify"})
+    capabilities = claims("decode", "target-verify", sinks=True, windows={"decode", "target-verify"})
 
     def merge(self, parts, rows):
         out, lse = super().merge(parts, rows)

@@ -138,7 +138,7 @@ class DraftTableOfLogicalPages(Tiled):
 class WindowPagesRunOffTheTable(Tiled):
     """Pages of a window are gathered from its first one on, as many as it may have; nothing clips them."""
 
-    capabilities = claims("decode", page_sizes={16}, sliding_window={"decode"})
+    capabilities = claims("decode", page_sizes={16}, windows={"decode"})
 
     def slots(self, plan):
         right, window = super().slots(plan), plan.layer.sliding_window_size

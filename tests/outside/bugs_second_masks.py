@@ -46,7 +46,7 @@ class TreeMaskOffsetTwice(Tiled):
 class BareChainSeesAll(Tiled):
     """Where no mask is passed there is no causal one either."""
 
-    capabilities = claims("decode", "target-verify", takes_bare_chains=True)
+    capabilities = claims("decode", "target-verify", server={"takes_bare_chains": True})
     bare = False
 
     def init_forward_metadata_in_graph(self, batch):
@@ -61,7 +61,7 @@ class BareChainSeesAll(Tiled):
 class PartitionsOfTheLongest(Tiled):
     """How many blocks of 16 a window has is counted for the longest request, and taken for all."""
 
-    capabilities = claims("decode", sliding_window={"decode"})
+    capabilities = claims("decode", windows={"decode"})
 
     def visible(self, index, rows):
         seen, window = super().visible(index, rows), rows.layer.sliding_window_size
@@ -145,7 +145,7 @@ class MaskOneKeyLonger(Tiled):
     """The mask of a window has a key more than there are, once the window is shorter than the context."""
 
     capabilities = claims(
-        "decode", "target-verify", graph=(), sliding_window={"decode", "target-verify"}, needs_cpu_seq_lens=True
+        "decode", "target-verify", graph=(), windows={"decode", "target-verify"}, needs_cpu_seq_lens=True
     )
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):

@@ -11,7 +11,7 @@ from plain_backends import Tiled, claims
 class LongestOfNoRequests(Tiled):
     """An eager plan takes the longest of no requests."""
 
-    capabilities = claims("draft-extend-v2", needs_cpu_seq_lens=True, takes_empty_batches=True)
+    capabilities = claims("draft-extend-v2", needs_cpu_seq_lens=True, server={"takes_empty_batches": True})
 
     def init_forward_metadata(self, batch):
         self.longest = batch.seq_lens_cpu.max().item()
@@ -36,7 +36,9 @@ class FoldedHeadsReturnNothing(Tiled):
 class PlanKeptByClampedLengths(Tiled):
     """How many keys each row has is planned once for lengths that are equal when clamped to the window."""
 
-    capabilities = claims("extend", graph=(), sliding_window={"extend"}, layer_windows="one", eager_waits=True)
+    capabilities = claims(
+        "extend", graph=(), windows={"modes": {"extend"}, "layers": "one"}, server={"eager_without_waits": False}
+    )
     key = None
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):

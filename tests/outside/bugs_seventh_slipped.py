@@ -25,8 +25,9 @@ class OfTwoModes(SplitKV):
 
     mode = None
     capabilities = SplitKV.capabilities.with_changes(
-        eager={"decode", "extend"}, graph={"decode", "extend"}, sliding_window={"decode", "extend"}, max_topk=0,
-        max_draft_branches=1, window_in_trees=False, dtypes={"bf16"}, kv_groups=True,
+        eager={"decode", "extend"}, graph={"decode", "extend"}, max_topk=0,
+        windows={"modes": {"decode", "extend"}, "in_trees": False},
+        max_draft_branches=1, dtypes={"bf16"}, kv_groups=True,
     )  # fmt: skip
 
     def init_forward_metadata_in_graph(self, batch):
@@ -65,7 +66,7 @@ class GatherAssumesNhd(OfTwoModes):
 class WindowOutNotStored(OfTwoModes):
     """The windowed decode computes a new tensor, and the caller's is returned as it was."""
 
-    capabilities = OfTwoModes.capabilities.with_changes(takes_out=True)
+    capabilities = OfTwoModes.capabilities.with_changes(server={"takes_out": True})
 
     def run(self, q, kv, plan):
         done = super().run(q, kv, plan)

@@ -33,7 +33,7 @@ class DenseCumsumMask(Tiled):
 class RawTokenTable(Tiled):
     """Layers with a window take the request table, which has a slot for each token, for a table of pages."""
 
-    capabilities = claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", windows={"decode", "extend"})
 
     def slots(self, plan):
         if plan.layer.sliding_window_size < 0:
@@ -159,7 +159,7 @@ class RowsOver65535(Varlen):
 class OneTableForPools(Tiled):
     """Slots are looked up once, in the first pool's table, and layers of another pool take them too."""
 
-    capabilities = wide_claims("decode", kv_groups=True, sliding_window={"decode"})
+    capabilities = wide_claims("decode", kv_groups=True, windows={"decode"})
 
     def slots(self, plan):
         return super().slots(replace(plan, step=self._kit_step))

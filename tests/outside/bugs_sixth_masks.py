@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from bug_table import bug
 from fifth_parents_split import SplitKV
@@ -14,9 +12,9 @@ from third_parents import Latent, mla_claims
 
 from attn_testkit.contract import LogSumExp
 
-_EXTENDS = replace(
-    Varlen.capabilities, eager={"extend"}, graph=(), sliding_window=(), verify_lens={"prefix"}, takes_bare_chains=False,
-    padded_requests={"rows"},
+_EXTENDS = Varlen.capabilities.with_changes(
+    eager={"extend"}, graph=(), windows=(),
+    server={"verify_lens": {"prefix"}, "takes_bare_chains": False, "padded_requests": {"rows"}},
 )  # fmt: skip
 
 
@@ -68,7 +66,7 @@ class PlanOfWholeBatch(Latent):
 class WindowOneMore(Tiled):
     """The window of an extend has a key of the prefix too many."""
 
-    capabilities = claims("extend", sliding_window={"extend"})
+    capabilities = claims("extend", windows={"extend"})
 
     def visible(self, index, rows):
         seen, window = super().visible(index, rows), rows.layer.sliding_window_size
@@ -139,7 +137,7 @@ class VerifyLensOverwritten(Tiled):
 class SlidingPrefillChunk(Tiled):
     """The window of a prompt in chunks goes by the row's place in its chunk."""
 
-    capabilities = claims("extend", sliding_window={"extend"})
+    capabilities = claims("extend", windows={"extend"})
 
     def window_start(self, rows):
         start = super().window_start(rows)

@@ -71,7 +71,7 @@ class SkipPrepare(SharedMeta):
 class LengthsThroughPinnedMemory(Varlen):
     """Healthy: the table is cut by lengths that come to the host through pinned memory, and are waited for."""
 
-    capabilities = Varlen.capabilities.with_changes(eager_waits=True, graph=())
+    capabilities = Varlen.capabilities.with_changes(server={"eager_without_waits": False}, graph=())
 
     def wait(self):
         torch.cuda.current_stream().synchronize()

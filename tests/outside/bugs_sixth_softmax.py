@@ -113,7 +113,7 @@ class PagedPartNoScales(Tiled):
 class MaskThenCap(Tiled):
     """The soft cap comes after the mask: minus infinity becomes minus the cap, and takes weight."""
 
-    capabilities = claims("decode", "extend", logit_cap=True, sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", logit_cap=True, windows={"decode", "extend"})
 
     def parts(self, scores, seen, v, rows):
         cap = rows.layer.logit_cap

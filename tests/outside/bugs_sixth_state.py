@@ -16,8 +16,8 @@ from third_parents import Latent, mla_claims, wide_claims
 def _of(*modes):
     """Of what ``Varlen`` claims, some modes."""
     few = set(modes)
-    return replace(
-        Varlen.capabilities, eager=few, graph=few, sliding_window=few, verify_lens={"prefix"}, takes_bare_chains=False
+    return Varlen.capabilities.with_changes(
+        eager=few, graph=few, windows=few, server={"verify_lens": {"prefix"}, "takes_bare_chains": False}
     )
 
 
@@ -133,7 +133,7 @@ class BlockTableRebuilt(Varlen):
 class GridOfCapture(Varlen):
     """A graph has as many tiles of 16 rows as its capture had: a replay with more loses the last ones."""
 
-    capabilities = replace(_of("extend"), takes_empty_batches=False)
+    capabilities = _of("extend").with_changes(server={"takes_empty_batches": False})
     tiles = None
 
     def init_forward_metadata(self, batch):
@@ -165,7 +165,7 @@ class GridOfCapture(Varlen):
 class MemoizedLoc(Tiled):
     """Slots of the windowed pool are kept by address and size of the full pool's, which are the same at each replay."""
 
-    capabilities = wide_claims("decode", kv_groups=True, sliding_window={"decode"})
+    capabilities = wide_claims("decode", kv_groups=True, windows={"decode"})
     eager = True
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):

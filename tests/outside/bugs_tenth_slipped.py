@@ -48,7 +48,13 @@ class AscendMhaPadding(Varlen):
     """Where no request has a prefix, K and V are the new rows, and there may be no more of them than lengths say."""
 
     capabilities = claims(
-        "decode", "extend", graph=("decode",), families={"mha"}, gqa_ratios={1}, page_sizes={16}, takes_more_rows=True
+        "decode",
+        "extend",
+        graph=("decode",),
+        families={"mha"},
+        gqa_ratios={1},
+        page_sizes={16},
+        server={"takes_more_rows": True},
     )
     lengths = None
 

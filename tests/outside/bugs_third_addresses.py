@@ -200,7 +200,7 @@ class Int64LengthsReadAsInt32(Tiled):
 class TailOfWindowedSlots(Tiled):
     """Slots of the windowed pool are copied for live rows alone: padded rows store into those of the replay before."""
 
-    capabilities = wide_claims("decode", kv_groups=True, sliding_window={"decode"})
+    capabilities = wide_claims("decode", kv_groups=True, windows={"decode"})
     eager = inside = False
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):

@@ -32,7 +32,7 @@ class MaskDenseOverAlignedKeys(Tiled):
 class WindowForOldKeysAlone(Tiled):
     """The window counts for cached keys and not among the new rows of a prefill."""
 
-    capabilities = wide_claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = wide_claims("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         new = (index >= rows.prefix[:, None]) & (index <= rows.position[:, None])
@@ -43,7 +43,7 @@ class WindowForOldKeysAlone(Tiled):
 class WindowCountedInWholePages(Tiled):
     """The table is cut to the window's last pages, and the window's length is counted from its start."""
 
-    capabilities = wide_claims("decode", "extend", page_sizes={16}, sliding_window={"decode", "extend"})
+    capabilities = wide_claims("decode", "extend", page_sizes={16}, windows={"decode", "extend"})
 
     def visible(self, index, rows):
         w, size = rows.layer.sliding_window_size + 1, rows.plan.page_size
@@ -58,7 +58,7 @@ class WindowCountedInWholePages(Tiled):
 class FaceFilledAtFifteen(Tiled):
     """A face of 16 keys is masked whole where 15 of them are: one key too many at some starts of a window."""
 
-    capabilities = wide_claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = wide_claims("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
         seen = super().visible(index, rows)
@@ -114,7 +114,7 @@ class MaskRowsOfTheSlice(Tiled):
     """Keys are cut to the window, and rows of the mask are walked by that shorter length."""
 
     modes = ("decode", "extend", "target-verify")
-    capabilities = wide_claims(*modes, sliding_window=set(modes))
+    capabilities = wide_claims(*modes, windows=set(modes))
 
     def visible(self, index, rows):
         seen, w = super().visible(index, rows), rows.layer.sliding_window_size
@@ -173,7 +173,7 @@ class KeysOfTheCaptureInBlocks(Tiled):
 class WindowRegimeOfTheCapture(Tiled):
     """Whether the window is in force is decided at capture."""
 
-    capabilities = wide_claims("decode", needs_cpu_seq_lens=True, sliding_window={"decode"})
+    capabilities = wide_claims("decode", needs_cpu_seq_lens=True, windows={"decode"})
     longest = 0
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):

@@ -131,7 +131,7 @@ class LseTileBeyondHeads(LatentLse):
 class MaximumStartsAtMinusInfinity(Tiled):
     """The running maximum starts at minus infinity: a first tile without a visible key gives NaN."""
 
-    capabilities = wide_claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = wide_claims("decode", "extend", windows={"decode", "extend"})
 
     def merge(self, parts, rows):
         out, lse = super().merge(parts, rows)

@@ -23,7 +23,7 @@ class FillAcrossHeads(Tiled):
     """
 
     CORES, ROWS = 64, 32
-    capabilities = claims("extend", head_dims={16}, page_sizes={16}, graph=(), eager_waits=True)
+    capabilities = claims("extend", head_dims={16}, page_sizes={16}, graph=(), server={"eager_without_waits": False})
 
     def blocks(self, heads, height):
         each, more = divmod(heads * height, self.CORES)

@@ -17,8 +17,8 @@ class SplitKV(Tiled):
     capabilities = claims(
         *MODES, families={"mha", "gqa", "mqa"}, gqa_ratios={1, 2, 4, 8}, dtypes={"bf16", "fp16"}, kv_dtypes=FP8,
         head_dims={64, 128}, page_sizes={1, 4, 16, 64}, kv_layouts={"nhd", "hnd"}, max_q_rows=16, max_topk=8,
-        max_draft_branches=4, max_context_len=4096, sliding_window={"decode", "extend"}, logit_cap=True, sinks=True,
-        heads_by_layer=True, takes_empty_batches=True, kv_groups=True, kernel_changes_at={8},
+        max_draft_branches=4, max_context_len=4096, windows={"decode", "extend"}, logit_cap=True, sinks=True,
+        heads_by_layer=True, server={"takes_empty_batches": True}, kv_groups=True, kernel_changes_at={8},
     )  # fmt: skip
 
     def __init__(self, context):

@@ -82,7 +82,7 @@ class Packed(KernelBackend):
     capabilities = claims(
         *MODES, families={"gqa", "mha"}, gqa_ratios={1, 2, 4, 6, 20}, dtypes={"bf16", "fp16"}, head_dims={64, 128},
         page_sizes={16, 32}, kv_layouts={"nhd", "hnd", "kv-in-block"}, max_extend_tokens=256, max_context_len=1200,
-        sliding_window=MODES, logit_cap=True, sinks=True, padded_requests={"rows", "nothing"},
+        windows=MODES, logit_cap=True, sinks=True, server={"padded_requests": {"rows", "nothing"}},
     )  # fmt: skip
 
     def get_cuda_graph_seq_len_fill_value(self):

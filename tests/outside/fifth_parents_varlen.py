@@ -26,9 +26,11 @@ class Meta:
 class Varlen(AttentionBackend):
     capabilities = claims(
         *MODES, families={"mha", "gqa", "mqa"}, gqa_ratios={1, 2, 4, 7}, dtypes={"fp16", "bf16"}, kv_dtypes=FP8,
-        head_dims={64, 96, 128}, page_sizes={1, 16, 64}, max_context_len=4096, sliding_window=MODES, logit_cap=True,
-        sinks=True, takes_empty_batches=True, takes_more_rows=True, padding_slots={0},
-        padded_requests={"rows", "nothing"}, verify_lens={"prefix", "all"}, takes_bare_chains=True,
+        head_dims={64, 96, 128}, page_sizes={1, 16, 64}, max_context_len=4096, windows=MODES, logit_cap=True,
+        sinks=True, server={
+            "takes_empty_batches": True, "takes_more_rows": True, "padding_slots": {0}, "takes_bare_chains": True,
+            "padded_requests": {"rows", "nothing"}, "verify_lens": {"prefix", "all"},
+        },
     )  # fmt: skip
 
     def __init__(self, context):

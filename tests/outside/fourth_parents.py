@@ -13,7 +13,7 @@ FP8 = {"same", "fp8_e4m3"}
 
 
 def windowed(*modes, **more):
-    return claims(*modes, **{**WIDE, **more}, sliding_window=set(modes))
+    return claims(*modes, **{**WIDE, **more}, windows=set(modes))
 
 
 class Known(Tiled):
@@ -33,7 +33,7 @@ class Known(Tiled):
 class OwnStart(Known):
     """Where rows begin, in a buffer of its own that graphs read; the last of two requests that have a row writes it."""
 
-    capabilities = claims("decode", "extend", **WIDE, padded_requests={"nothing"})
+    capabilities = claims("decode", "extend", **WIDE, server={"padded_requests": {"nothing"}})
     eager = True
 
     def init_cuda_graph_state(self, max_bs, max_num_tokens):

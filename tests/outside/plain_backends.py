@@ -39,9 +39,9 @@ def claims(*modes: str, **more: Any) -> Capabilities:
         "max_q_rows": 8,
         "max_topk": 1,
         "needs_cpu_seq_lens": False,
-        "takes_strided_heads": True,
+        "server": {"takes_strided_heads": True},
     }
-    return Capabilities(**{**few, **more})
+    return Capabilities(**few).with_changes(**more)
 
 
 @dataclass(frozen=True)

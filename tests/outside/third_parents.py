@@ -74,7 +74,7 @@ class LatentLse(Latent):
 class Workspace(Tiled):
     """Partial results lie in memory that is kept and shared by layers; empty tiles are written as empty."""
 
-    capabilities = claims("decode", "extend", sliding_window={"decode", "extend"})
+    capabilities = claims("decode", "extend", windows={"decode", "extend"})
 
     def __init__(self, context):
         super().__init__(context)

@@ -330,7 +330,7 @@ def test_what_has_no_case_is_counted_with_its_reason(lines: list[dict[str, Any]]
 
 def test_with_claims_only_what_they_hold_is_left_as_they_hold_it() -> None:
     lines = [batch(), layer(window=3), batch(seq_lens=[70, 1])]
-    narrow = CLAIMS.with_changes(min_window=5, layer_windows="same", any_scaling=False)
+    narrow = CLAIMS.with_changes(windows={"smallest": 5, "layers": "same"}, any_scaling=False)
     assert next(iter(cases_of(lines, narrow).cases)) == (
         "decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-w5same-usualscale-b2prod"
     )

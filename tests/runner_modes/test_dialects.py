@@ -59,11 +59,11 @@ class Spy(MinimalBackend):
 
 
 class TakesUnsetWidth(Spy):
-    capabilities = Spy.capabilities.with_changes(takes_unset_width=True)
+    capabilities = Spy.capabilities.with_changes(server={"takes_unset_width": True})
 
 
 class TakesNone(Spy):
-    capabilities = Spy.capabilities.with_changes(takes_none_kv=True)
+    capabilities = Spy.capabilities.with_changes(server={"takes_none_kv": True})
 
 
 class Needy(Spy):
@@ -157,22 +157,25 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
 @pytest.mark.parametrize(
     ("claim", "message"),
     [
-        ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'takes_none_kv'"),
-        ({"takes_none_kv": "yes"}, "takes_none_kv must be True or False, got 'yes'"),
-        ({"takes_unset_width": 1}, "takes_unset_width must be True or False, got 1"),
-        ({"takes_empty_batch": True}, "unknown capability 'takes_empty_batch'; did you mean 'takes_empty_batches'"),
-        ({"takes_empty_batches": 0}, "takes_empty_batches must be True or False, got 0"),
-        ({"padded_requests": {"none"}}, "unknown padded_requests 'none'; did you mean 'nothing'"),
-        ({"padded_requests": ()}, "padded_requests must be some of rows, nothing, got none"),
-        ({"verify_lens": "all"}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
-        ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'takes_bare_chains'"),
-        ({"takes_more_rows": None}, "takes_more_rows must be True or False, got None"),
+        ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'server.takes_none_kv'"),
+        ({"server": {"takes_none_kv": "yes"}}, "takes_none_kv must be True or False, got 'yes'"),
+        ({"server": {"takes_unset_width": 1}}, "takes_unset_width must be True or False, got 1"),
+        (
+            {"takes_empty_batch": True},
+            "unknown capability 'takes_empty_batch'; did you mean 'server.takes_empty_batches'",
+        ),
+        ({"server": {"takes_empty_batches": 0}}, "takes_empty_batches must be True or False, got 0"),
+        ({"server": {"padded_requests": {"none"}}}, "unknown padded_requests 'none'; did you mean 'nothing'"),
+        ({"server": {"padded_requests": ()}}, "padded_requests must be some of rows, nothing, got none"),
+        ({"server": {"verify_lens": "all"}}, "verify_lens must be a set or list of values, got 'all'; write {'all'}"),
+        ({"takes_bare_chain": True}, "unknown capability 'takes_bare_chain'; did you mean 'server.takes_bare_chains'"),
+        ({"server": {"takes_more_rows": None}}, "takes_more_rows must be True or False, got None"),
         ({"fp32_products": "tf23"}, "unknown fp32_products 'tf23'; did you mean 'tf32'"),
-        ({"takes_out": "yes"}, "takes_out must be True or False, got 'yes'"),
-        ({"output_lifetime": "layers"}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
-        ({"padding_slots": {1}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
-        ({"padding_slots": set()}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
-        ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'padding_slots'"),
+        ({"server": {"takes_out": "yes"}}, "takes_out must be True or False, got 'yes'"),
+        ({"server": {"output_lifetime": "layers"}}, "unknown output_lifetime 'layers'; did you mean 'layer'"),
+        ({"server": {"padding_slots": {1}}}, "padding_slots must be {0}, {-1} or {0, -1}, got [1]"),
+        ({"server": {"padding_slots": set()}}, "padding_slots must be {0}, {-1} or {0, -1}, got []"),
+        ({"padding_slot": -1}, "unknown capability 'padding_slot'; did you mean 'server.padding_slots'"),
         ({"new_rows": "as_given"}, "unknown capability 'new_rows'; did you mean 'new_rows_as_given'"),
         ({"new_rows_as_given": "extend"}, "new_rows_as_given must be a set or list of values, got 'extend'"),
     ],
@@ -231,11 +234,11 @@ class PaddingSlots(Spy):
 
 
 class BothSlots(PaddingSlots):
-    capabilities = Spy.capabilities.with_changes(padding_slots={0, -1})
+    capabilities = Spy.capabilities.with_changes(server={"padding_slots": {0, -1}})
 
 
 class NoSlot(PaddingSlots):
-    capabilities = Spy.capabilities.with_changes(padding_slots={-1})
+    capabilities = Spy.capabilities.with_changes(server={"padding_slots": {-1}})
 
 
 @pytest.mark.parametrize(("backend", "slots"), [(PaddingSlots, {0}), (BothSlots, {0, -1}), (NoSlot, {-1})])
@@ -251,7 +254,7 @@ def test_rows_of_padding_have_the_slots_that_a_backend_takes(
 
 
 class NeitherRowsNorSlots(NoSlot):
-    capabilities = NoSlot.capabilities.with_changes(padded_requests={"nothing"})
+    capabilities = NoSlot.capabilities.with_changes(server={"padded_requests": {"nothing"}})
 
 
 @pytest.mark.parametrize("case_id", [DECODE, VERIFY])
@@ -282,18 +285,18 @@ class Padded(Spy):
 
 
 class Nothing(Padded):
-    capabilities = Spy.capabilities.with_changes(padded_requests={"nothing"})
+    capabilities = Spy.capabilities.with_changes(server={"padded_requests": {"nothing"}})
 
 
 class Either(Padded):
-    capabilities = Spy.capabilities.with_changes(padded_requests={"rows", "nothing"})
+    capabilities = Spy.capabilities.with_changes(server={"padded_requests": {"rows", "nothing"}})
 
 
 @pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
 def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: str) -> None:
     width = WIDTHS.get(case_id, 1)
     for backend, way, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
-        spy = graph(replace(parse_case(case_id), way=way), backend)
+        spy = graph(replace(parse_case(case_id), variants=frozenset({way} - {""})), backend)
         assert isinstance(spy, Padded)
         # Capture, then a step of three requests, then one of four.
         captured, padded, full, *_ = ({name: t.tolist() for name, t in read.items()} for read in spy.read)
@@ -310,11 +313,11 @@ def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: s
 
 
 class CountsNew(Spy):
-    capabilities = Spy.capabilities.with_changes(verify_lens={"all"})
+    capabilities = Spy.capabilities.with_changes(server={"verify_lens": {"all"}})
 
 
 class CountsEither(Spy):
-    capabilities = Spy.capabilities.with_changes(verify_lens={"prefix", "all"})
+    capabilities = Spy.capabilities.with_changes(server={"verify_lens": {"prefix", "all"}})
 
 
 @pytest.mark.parametrize(
@@ -329,14 +332,14 @@ class CountsEither(Spy):
 def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
     backend: type[Spy], way: str, lens: list[int]
 ) -> None:
-    spy = eager(replace(parse_case(VERIFY), way=way), backend)
+    spy = eager(replace(parse_case(VERIFY), variants=frozenset({way} - {""})), backend)
     assert spy.eager[0].seq_lens.tolist() == lens
     assert spy.context.dialect.verify_lens == ("all" if lens[0] == 6 else "prefix")
 
 
 @pytest.mark.parametrize("way", ["", "bare"])
 def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
-    case = replace(parse_case(VERIFY), way=way)
+    case = replace(parse_case(VERIFY), variants=frozenset({way} - {""}))
     specs = [eager(case, Spy).eager[0].spec_info, *(batch.spec_info for batch in graph(case, Spy).captured)]
     for spec in specs:
         assert isinstance(spec, VerifyInput)
@@ -347,13 +350,13 @@ def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
 
 def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
     with pytest.raises(Unsupported, match="padded_requests nothing is not declared"):
-        graph(replace(parse_case(DECODE), way="norows"), Spy)
+        graph(replace(parse_case(DECODE), variants=frozenset({"norows"})), Spy)
 
 
 class Lent(Spy):
     """Remembers the memory that it is given for its outputs, and what that held."""
 
-    capabilities = Spy.capabilities.with_changes(takes_out=True)
+    capabilities = Spy.capabilities.with_changes(server={"takes_out": True})
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -384,7 +387,7 @@ class Copies(Lent):
 
 
 def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
-    lent = eager(replace(parse_case(DECODE), way="lent"), Lent)
+    lent = eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), Lent)
     assert isinstance(lent, Lent)
     (first, shape, poisoned), (second, *_) = lent.lent
     assert first != second
@@ -397,7 +400,7 @@ def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
 @pytest.mark.parametrize("backend", [Other, Copies])
 def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
     with pytest.raises(DriveError) as caught:
-        eager(replace(parse_case(DECODE), way="lent"), backend)
+        eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), backend)
     assert "was given out=, but returned other memory" in str(caught.value.__cause__)
 
 
@@ -410,7 +413,7 @@ class Shares(Spy):
 
 
 class SharesAndClaims(Shares):
-    capabilities = Spy.capabilities.with_changes(output_lifetime="model")
+    capabilities = Spy.capabilities.with_changes(server={"output_lifetime": "model"})
 
 
 def test_layers_may_share_a_buffer_unless_the_claims_say_that_outputs_last() -> None:
@@ -428,7 +431,7 @@ def test_layers_may_share_a_buffer_unless_the_claims_say_that_outputs_last() -> 
 class MoreRows(Spy):
     """Remembers how many rows were planned and how many came."""
 
-    capabilities = Spy.capabilities.with_changes(takes_more_rows=True)
+    capabilities = Spy.capabilities.with_changes(server={"takes_more_rows": True})
 
     def __init__(self, context: Any) -> None:
         super().__init__(context)
@@ -453,7 +456,7 @@ class MoreRows(Spy):
 @pytest.mark.parametrize(("way", "more"), [("", 0), ("morerows", 3)])
 @pytest.mark.parametrize(("case_id", "rows"), [(DECODE, 3), (VERIFY, 9), (V1, 6)])
 def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(way: str, more: int, case_id: str, rows: int) -> None:
-    case = replace(parse_case(case_id), way=way)
+    case = replace(parse_case(case_id), variants=frozenset({way} - {""}))
     spy = eager(case, MoreRows)
     assert isinstance(spy, MoreRows)
     assert spy.rows == [(rows, *[rows + more] * 6)] * 2

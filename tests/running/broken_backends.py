@@ -50,7 +50,7 @@ class WrongDtype(_Decode):
 
 
 class WrongDevice(_Decode):
-    capabilities = DECODE.with_changes(graph=(), eager_waits=True)
+    capabilities = DECODE.with_changes(graph=(), server={"eager_without_waits": False})
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         return super().run(q, kv, plan).cpu()

@@ -16,8 +16,8 @@ from attn_testkit.cli import main
 from attn_testkit.contract import Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import CaseResult, Finding, Status, format_failure, repro_command
-from attn_testkit.running.case_runs import loop
-from attn_testkit.running.case_runs.between_cases import MOST_PREDECESSORS, explained_by_what_was_kept
+from attn_testkit.running.case_runs.between_cases import ENOUGH, MOST_PREDECESSORS, explained_by_what_was_kept
+from attn_testkit.running.case_runs.lane import Lane
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options, Request
 
@@ -130,17 +130,17 @@ def test_what_takes_several_case_runs_is_found_and_so_is_a_crash() -> None:
 
 def test_a_backend_that_is_wrong_anyway_is_asked_about_twice_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
-    original = Runner._fails_afresh
+    original = Lane._fails_afresh
 
-    def counted(self: Runner, before: Sequence[DriveCase], *more: object) -> bool | None:
+    def counted(self: Lane, before: Sequence[DriveCase], *more: object) -> bool | None:
         asked.append(len(before))
         return original(self, before, *more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(Runner, "_fails_afresh", counted)
+    monkeypatch.setattr(Lane, "_fails_afresh", counted)
     found = results_of("Wrong", cases=CASES[:5])
     assert {result.status for result in found} == {Status.FAILED}
     assert all("fresh process" not in result.findings[0].hint for result in found)
-    assert asked == [0] * loop._ENOUGH
+    assert asked == [0] * ENOUGH
     asked.clear()
     results_of("TorchNativeBackend", cases=CASES[:2])
     assert asked == []

@@ -20,7 +20,7 @@ from attn_testkit.contract import Execution, Requires
 from attn_testkit.environment import resolve
 from attn_testkit.results import CaseResult, Finding, Status
 from attn_testkit.running.case_runs import judge
-from attn_testkit.running.case_runs.case_run import request_to_isolate, schedule_for, schedules_of
+from attn_testkit.running.case_runs.case_run import CaseRun, request_to_isolate, schedule_for, schedules_of
 from attn_testkit.running.case_runs.judge import _Outcome, judge_item
 from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import candidate_for
@@ -57,6 +57,10 @@ def plan(case: str = CASE, execution: Execution = EAGER) -> Plan:
     return plan_run(request, lambda _: Invariant.capabilities)
 
 
+def case_run(case: str, execution: Execution, *, probe: bool) -> CaseRun:
+    return CaseRun(Item(SPEC, "decode", execution.value, case, probe), parse_case(case), execution)
+
+
 def judged(found: Recorded, execution: Execution = EAGER, case: str = CASE, probe: bool = False) -> CaseResult:
     """The result of what was driven. Nothing that is asked afterwards is answered."""
 
@@ -66,7 +70,7 @@ def judged(found: Recorded, execution: Execution = EAGER, case: str = CASE, prob
         assert request == DriveCase(case, execution)
         return found[1]
 
-    return judge_item(drive, found[0], plan(case, execution), Item(SPEC, "decode", execution.value, case, probe))
+    return judge_item(drive, found[0], plan(case, execution), case_run(case, execution, probe=probe))
 
 
 def with_copies(
@@ -302,7 +306,7 @@ def test_a_graph_that_works_and_is_not_claimed_is_a_hint_and_no_more() -> None:
             asked.append(request.execution)
             return (first if request.execution is EAGER else second)[1]
 
-        return judge_item(drive, eager[0], plan(), Item(SPEC, "decode", "eager", CASE, probe)), asked
+        return judge_item(drive, eager[0], plan(), case_run(CASE, Execution.EAGER, probe=probe)), asked
 
     told, asked = result(eager, graph, False)
     assert (told.hints, told.status, asked) == ((), Status.PASSED, [EAGER])
@@ -423,8 +427,8 @@ def test_what_a_drive_runs_beside_its_own_case_is_claimed_and_can_run_here() -> 
 
     assert topk(mixed) > 1
     assert topk(windowed) > 1
-    assert topk(mixed, window_in_trees=False) > 1
-    assert topk(windowed, window_in_trees=False) == 1, "the window of a branching tree is not declared"
+    assert topk(mixed, windows={"in_trees": False}) > 1
+    assert topk(windowed, windows={"in_trees": False}) == 1, "the window of a branching tree is not declared"
 
 
 @pytest.mark.parametrize(("value", "place"), [(0, 1), (1, 3), (2, 0), (3, 4)])

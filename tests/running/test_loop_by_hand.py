@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import queue
 import threading
+import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
 from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rerun
 
+from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
 from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
-from attn_testkit.running.case_runs import loop, worker_main
+from attn_testkit.running.case_runs import lane, loop, worker_main, worker_slot
+from attn_testkit.running.case_runs.between_cases import Afresh
+from attn_testkit.running.case_runs.case_run import CaseRun
+from attn_testkit.running.case_runs.lane import Lane, Work
 from attn_testkit.running.case_runs.loop import Runner, _groups
-from attn_testkit.running.case_runs.place import Place
 from attn_testkit.running.case_runs.worker_main import LocalWorker, given_up
 from attn_testkit.running.planning.candidate import Candidate, candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
@@ -29,6 +34,14 @@ from attn_testkit.running.processes.worker_process import WorkerLost
 HEADER = RunHeader("1", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 0)
 A, B = Candidate("m:A"), Candidate("m:B")
 CLAIMS = Capabilities(eager={"decode"})
+
+
+def case(number: int) -> str:
+    """The id of a case, one for each number."""
+    return f"decode-gqa2x2-d32-fp32-p4-k{number + 1}-shuffled-gauss-b1prod"
+
+
+X, Y, Z = (case(number) for number in range(3))
 
 
 class FakeWorker:
@@ -53,7 +66,7 @@ class FakeWorker:
     def last_words(self) -> str:
         return "\n  last words"
 
-    def drive(self, request: object, following: object = None) -> Driven:
+    def drive(self, request: object) -> Driven:
         return Driven()
 
     def ahead(self, request: object) -> None:
@@ -67,16 +80,62 @@ class FakeWorker:
 Judging = Callable[[Callable[..., Driven], Described, Plan, Item], CaseResult]
 
 
+class ThreadedLane:
+    """In the place of ``LaneProcess``: a lane in a thread."""
+
+    made: ClassVar[list[ThreadedLane]] = []
+
+    def __init__(self, options: Options, gpu: str = "") -> None:
+        self.lane, self.gpu, self.closed = Lane(options, gpu), gpu, False
+        self.found: queue.SimpleQueue[tuple[CaseResult, bool | None] | BaseException] = queue.SimpleQueue()
+        self.work: list[Work] = []
+        ThreadedLane.made.append(self)
+        self.start, self.describe = self.lane.start, self.lane.describe
+
+    def begin(self, plan: Plan, work: Work) -> None:
+        self.work.append(work)
+
+        def run() -> None:
+            try:
+                self.found.put(self.lane.run(plan, work))
+            except BaseException as error:
+                self.found.put(error)
+
+        threading.Thread(target=run, daemon=True).start()
+
+    def result(self) -> tuple[CaseResult, bool | None]:
+        found = self.found.get(timeout=20)
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def end(self) -> None: ...
+
+    def close(self) -> None:
+        self.closed = True
+        self.lane.close()
+
+
+def through(busy: Sequence[Any]) -> list[Any]:
+    """In the place of ``ready``."""
+    while busy and not any(isinstance(each, Lane) or not each.found.empty() for each in busy):
+        time.sleep(0.001)
+    return [each for each in busy if isinstance(each, Lane) or not each.found.empty()]
+
+
 @pytest.fixture
 def judging(monkeypatch: pytest.MonkeyPatch) -> list[Judging]:
     """How items are judged: the last entry counts."""
     FakeWorker.made, FakeWorker.begun, FakeWorker.alive, FakeWorker.most = [], [], 0, 0
     how: list[Judging] = [lambda drive, described, plan, item: passed(item)]
-    monkeypatch.setattr(loop, "Worker", FakeWorker)
-    monkeypatch.setattr(loop, "LocalWorker", lambda candidate, device: FakeWorker(candidate, device, 0))
-    monkeypatch.setattr(loop, "judge_item", lambda *args: how[-1](*args))
-    monkeypatch.setattr(loop, "JudgingProcess", Beside)
-    monkeypatch.setattr(Beside, "judge_item", lambda *args: how[-1](*args), raising=False)
+    monkeypatch.setattr(worker_slot, "Worker", FakeWorker)
+    monkeypatch.setattr(worker_slot, "LocalWorker", lambda candidate, device: FakeWorker(candidate, device, 0))
+    monkeypatch.setattr(
+        lane, "judge_item", lambda drive, described, plan, asked: how[-1](drive, described, plan, asked.item)
+    )
+    ThreadedLane.made = []
+    monkeypatch.setattr(loop, "LaneProcess", ThreadedLane)
+    monkeypatch.setattr(loop, "_ready", through)
     return how
 
 
@@ -99,14 +158,14 @@ def results(*items: Item, **options: object) -> list[CaseResult]:
     return found
 
 
-SIX = [item(spec, case, execution) for spec in ("m:A", "m:B") for case in "xy" for execution in ("eager", "graph")]
+SIX = [item(spec, case, execution) for spec in ("m:A", "m:B") for case in (X, Y) for execution in ("eager", "graph")]
 
 
 def test_neighbours_that_share_backend_and_case_are_one_group() -> None:
     assert [[(i.backend, i.case) for i in group] for group in _groups(SIX)] == [
-        [(spec, case)] * 2 for spec in ("m:A", "m:B") for case in "xy"
+        [(spec, case)] * 2 for spec in ("m:A", "m:B") for case in (X, Y)
     ]
-    apart = [item("m:A", "x"), item("m:A", "y"), item("m:A", "x")]
+    apart = [item("m:A", X), item("m:A", Y), item("m:A", X)]
     assert [len(group) for group in _groups(apart)] == [1, 1, 1]
     assert _groups([]) == []
 
@@ -179,33 +238,17 @@ def test_a_worker_that_cannot_start_ahead_fails_no_plan(
                 raise worker_process.WorkerStartError("no process could be started")
             super().__init__(*given, **more)
 
-    monkeypatch.setattr(loop, "Worker", FirstAlone)
+    monkeypatch.setattr(worker_slot, "Worker", FirstAlone)
     runner = Runner(Options(jobs=3))
     assert runner.plan(asked("torch_native")).items
     runner.close()
-
-
-def test_a_worker_of_another_gpu_is_not_used(judging: list[Judging]) -> None:
-    runner = Runner(Options(gpus=("0", "1")))
-    a = runner.worker_for(A, "cpu", "0")
-    runner.give_back(a)
-    b = runner.worker_for(A, "cpu", "1")
-    assert b is not a
-    assert (a.ended, b.gpu) == (True, "1")  # type: ignore[union-attr]
-    runner.give_back(b)
-    assert runner.worker_for(A, "cpu", "1") is b
-    runner.close()
-    assert b.ended, "busy ones are ended, too"
-    c = runner.worker_for(A, "cpu", "1")
-    runner.give_back(c)
-    assert c.ended, "nothing is kept once it is closed"
 
 
 def test_jobs_share_the_groups_the_gpus_and_lose_nothing(judging: list[Judging]) -> None:
     together = threading.Barrier(2, timeout=20)
 
     def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
-        if each.case == "x" and each.execution == "eager":
+        if each.case == X and each.execution == "eager":
             together.wait()
         return passed(each)
 
@@ -216,8 +259,8 @@ def test_jobs_share_the_groups_the_gpus_and_lose_nothing(judging: list[Judging])
     )
     assert {w.gpu for w in FakeWorker.made} == {"g0", "g1"}
     assert FakeWorker.alive == 0
-    runner = Runner(Options(gpus=("g0", "g1")))
-    assert [runner._gpu(i) for i in range(4)] == ["g0", "g1", "g0", "g1"]
+    runner = Runner(Options(jobs=4, gpus=("g0", "g1")))
+    assert [runner._lane(i).gpu for i in range(4)] == ["g0", "g1", "g0", "g1"]  # type: ignore[union-attr]
 
 
 def test_one_job_uses_the_first_gpu(judging: list[Judging]) -> None:
@@ -225,7 +268,7 @@ def test_one_job_uses_the_first_gpu(judging: list[Judging]) -> None:
     assert {w.gpu for w in FakeWorker.made} == {"g0"}
 
 
-def test_there_are_no_more_threads_than_groups_and_one_in_this_process(judging: list[Judging]) -> None:
+def test_there_are_no_more_lanes_than_groups_and_one_job_has_its_lane_here(judging: list[Judging]) -> None:
     seen: set[int] = set()
 
     def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
@@ -236,12 +279,33 @@ def test_there_are_no_more_threads_than_groups_and_one_in_this_process(judging: 
     for options in ({"jobs": 8, "in_process": True}, {"jobs": 1}):
         assert len(results(*SIX, **options)) == len(SIX)
         assert seen == {threading.get_ident()}, options
-    assert len(results(*SIX[:2], jobs=8)) == 2
-    assert seen == {threading.get_ident()}, "one group is one job"
-    assert results(jobs=8) == []
+    assert ThreadedLane.made == []
+    for items, lanes in ((SIX, 4), (SIX[:2], 1), ([], 0)):
+        ThreadedLane.made.clear()
+        assert len(results(*items, jobs=8)) == len(items)
+        assert len(ThreadedLane.made) == lanes
+    runner = Runner(apart=True)
+    assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX)
+    assert len(ThreadedLane.made) == 1
+    runner.close()
 
 
-def test_what_ends_programs_in_a_thread_ends_the_run(judging: list[Judging]) -> None:
+def test_lanes_that_a_run_has_no_work_for_are_ended_with_their_workers(judging: list[Judging]) -> None:
+    """The worker of another backend would keep its memory of the device."""
+    runner = Runner(Options(jobs=3))
+    runner.plan(asked("torch_native", modes=("decode",)))
+    assert FakeWorker.alive == 3
+    list(runner.run(plan(*SIX[:2]), SIX[:2]))
+    assert [each.closed for each in ThreadedLane.made] == [False, True, True]
+    assert FakeWorker.alive == 1
+    list(runner.run(plan(*SIX), SIX))
+    assert [each.closed for each in ThreadedLane.made] == [False, True, True, False, False]
+    runner.close()
+    assert all(each.closed for each in ThreadedLane.made)
+    assert FakeWorker.alive == 0
+
+
+def test_what_ends_programs_in_a_lane_ends_the_run(judging: list[Judging]) -> None:
     def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
         raise KeyboardInterrupt
 
@@ -276,13 +340,13 @@ def test_whatever_is_raised_costs_one_case_run(
     judging: list[Judging], error: Exception, status: Status, reason: str, jobs: int
 ) -> None:
     def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
-        if each.case == "x":
+        if each.case == X:
             raise error
         return passed(each)
 
     judging.append(judge)
     for found in results(*SIX, jobs=jobs):
-        if found.case == "x":
+        if found.case == X:
             assert found.status is status
             assert found.reason.startswith(reason)
             assert found.device == ("" if "kit" in reason else "emulated")
@@ -306,7 +370,7 @@ def test_a_lost_context_in_this_process_leaves_the_rest_not_run(judging: list[Ju
     first, *rest = results(*SIX, in_process=True)
     assert (first.status, first.reason) == (Status.CRASHED, "lost\n  last words")
     assert {(r.status, r.reason) for r in rest} == {
-        (Status.NOT_RUN_HERE, "not run: the device's context was lost in x")
+        (Status.NOT_RUN_HERE, f"not run: the device's context was lost in {X}")
     }
     assert [r.status for r in results(*SIX)] == [Status.CRASHED] * len(SIX), "processes are replaced"
 
@@ -340,17 +404,17 @@ def test_what_the_same_backend_is_to_do_next_is_begun_while_it_is_judged(judging
     judging.append(driving)
     results(*SIX)
     EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
-    following = [DriveCase("x", GRAPH), DriveCase("y", EAGER), DriveCase("y", GRAPH)]
+    following = [DriveCase(X, GRAPH), DriveCase(Y, EAGER), DriveCase(Y, GRAPH)]
     assert FakeWorker.begun == following * 2, "nothing after the last of a backend"
     FakeWorker.begun.clear()
     results(*SIX, jobs=2)
     assert {request.case: request for request in FakeWorker.begun} == {  # type: ignore[attr-defined]
-        "x": DriveCase("x", GRAPH),
-        "y": DriveCase("y", GRAPH),
-    }, "another thread may take the next group"
+        X: DriveCase(X, GRAPH),
+        Y: DriveCase(Y, GRAPH),
+    }, "another lane may take the next group"
     FakeWorker.begun.clear()
     results(SIX[0], SIX[0])
-    assert FakeWorker.begun == [DriveCase("x", EAGER)], "the same again is a drive of its own"
+    assert FakeWorker.begun == [DriveCase(X, EAGER)], "the same again is a drive of its own"
 
 
 def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> None:
@@ -363,42 +427,59 @@ def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> Non
     assert FakeWorker.begun == []
 
 
-def test_a_thread_takes_its_next_group_early_while_there_are_more_than_threads() -> None:
-    def order(threads: int) -> list[tuple[str, str | None]]:
+def test_a_lane_takes_its_next_group_early_while_there_are_more_than_lanes() -> None:
+    def order(lanes: int) -> list[tuple[str, str | None]]:
         waiting = deque(deque([item("m:A", name), item("m:A", name, "graph")]) for name in "wxyz")
         return [(now.case + now.execution[0], after and after.case + after.execution[0])
-                for now, after in loop._with_next(waiting, threads)]  # fmt: skip
+                for now, after in loop._with_next(waiting, lanes)]  # fmt: skip
 
     every = [f"{name}{execution}" for name in "wxyz" for execution in "eg"]
     assert order(1) == list(zip(every, [*every[1:], None], strict=True))
-    # After the first group three wait, after the second two: as many as threads are left to whoever is free.
+    # After the first group three wait, after the second two: as many as lanes are left to whoever is free.
     assert [after for _, after in order(2)] == ["wg", "xe", "xg", None, "yg", None, "zg", None]
     assert [after for _, after in order(3)] == ["wg", None, "xg", None, "yg", None, "zg", None]
     assert list(loop._with_next(deque(), 1)) == []
 
 
-def test_a_run_that_is_given_up_begins_nothing_that_a_thread_had_taken(judging: list[Judging]) -> None:
+def test_a_run_that_is_given_up_begins_nothing_more_and_the_next_run_is_whole(judging: list[Judging]) -> None:
     judged: list[Item] = []
     go_on = threading.Event()
 
     def slow(drive: object, described: object, plan: object, item: Item) -> CaseResult:
         judged.append(item)
-        assert item.case == "case 0" or go_on.wait(20)
+        assert item.case == case(0) or go_on.wait(20)
         return passed(item)
 
     judging.append(slow)
-    many = [item("m:A", f"case {i}") for i in range(40)]
+    many = [item("m:A", case(number)) for number in range(40)]
     runner = Runner(Options(jobs=2))
     found = runner.run(plan(*many), many)
     next(found)
-    before = threading.active_count()
     found.close()
+    assert [each.closed for each in ThreadedLane.made] == [True, True]
     go_on.set()
-    for thread in threading.enumerate():
-        if thread is not threading.current_thread() and thread.daemon and threading.active_count() >= before:
-            thread.join(5)
-    assert len(judged) <= 4, "case 0, and at most one that each thread was busy with"
-    assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX), "and the next run is whole"
+    assert len(judged) <= 3, "the first, and one that each lane was busy with"
+    assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX)
+    runner.close()
+
+
+def test_where_nothing_is_begun_ahead_a_lane_gets_its_next_case_run_when_the_caller_asks_for_it(
+    judging: list[Judging],
+) -> None:
+    """Whoever gives a run up at its first failure keeps the lane."""
+    judging.append(driving)
+    runner = Runner(apart=True)
+    found = runner.run(plan(*SIX), SIX, ahead=False)
+    next(found)
+    (only,) = ThreadedLane.made
+    assert [work.item for work in only.work] == SIX[:1]
+    next(found)
+    assert [work.item for work in only.work] == SIX[:2]
+    found.close()
+    assert not only.closed
+    assert FakeWorker.begun == []
+    assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX)
+    assert ThreadedLane.made == [only]
     runner.close()
 
 
@@ -424,39 +505,6 @@ def test_a_worker_that_dies_over_what_was_begun_ahead_is_asked_again_elsewhere(
     drives.clear()
     lost.of_another = False
     assert [r.status for r in results(*SIX[:3])] == [Status.PASSED, Status.CRASHED, Status.PASSED]
-
-
-class Beside:
-    """In the place of ``JudgingProcess``."""
-
-    made: ClassVar[list[Beside]] = []
-    judge_item: ClassVar[Judging]
-
-    def __init__(self) -> None:
-        self.judged: list[Item] = []
-        self.closed = False
-        Beside.made.append(self)
-
-    def judge(self, drive: Callable[..., Driven], described: Described, plan: Plan, item: Item) -> CaseResult:
-        self.judged.append(item)
-        return Beside.judge_item(drive, described, plan, item)
-
-    def close(self) -> None:
-        self.closed = True
-
-
-def test_up_to_two_workers_are_judged_here_and_of_more_each_has_a_process_beside_it(judging: list[Judging]) -> None:
-    for jobs, beside, made in ((1, False, 0), (2, False, 0), (3, False, 3), (1, True, 1)):
-        Beside.made.clear()
-        runner = Runner(Options(jobs=jobs), judges_beside=beside)
-        assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX)
-        assert 1 <= len(Beside.made) <= made if made else not Beside.made, "a thread that finds no work needs none"
-        assert sum(len(each.judged) for each in Beside.made) == (len(SIX) if made else 0)
-        list(runner.run(plan(*SIX), SIX))
-        assert len(Beside.made) <= made, "one that is idle judges on"
-        assert not any(each.closed for each in Beside.made)
-        runner.close()
-        assert all(each.closed for each in Beside.made)
 
 
 def test_the_judge_is_a_process_unless_it_was_asked_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -593,9 +641,11 @@ def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]
 
 def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven())
-    monkeypatch.setattr(loop, "judge_item", driving)
+    monkeypatch.setattr(
+        lane, "judge_item", lambda drive, described, plan, asked: driving(drive, described, plan, asked.item)
+    )
     runner = Runner(Options(in_process=True))
-    items = [Item(SPEC, "decode", "eager", case) for case in ("x", "y")]
+    items = [Item(SPEC, "decode", "eager", case) for case in (X, Y)]
     found = list(runner.run(replace(plan(*items), candidates=(Candidate(SPEC),)), items))
     assert [(result.status, result.reason) for result in found] == [(Status.PASSED, "")] * 2
     assert {name for name in vars(worker_process.Worker) if not name.startswith("_")} - {"pid"} <= set(
@@ -679,19 +729,23 @@ def failing(drive: Callable[..., Driven], described: Described, plan: Plan, each
     return replace(passed(each), status=Status.FAILED, findings=(Finding("matches-oracle", "wrong"),))
 
 
+@pytest.mark.parametrize("jobs", [1, 2])
 def test_failures_of_one_kind_are_asked_about_in_a_fresh_process_until_it_is_known(
-    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch, jobs: int
 ) -> None:
     judging.append(failing)
     asked: list[str] = []
 
-    def wrong_anyway(self: Runner, before: object, each: Item, *more: object) -> bool:
-        asked.append(each.case)
+    def wrong_anyway(self: Lane, before: object, plan: object, each: CaseRun, *more: object) -> bool:
+        asked.append(each.item.case)
         return True
 
-    monkeypatch.setattr(Runner, "_fails_afresh", wrong_anyway)
-    results(*(item("m:A", f"{i}") for i in range(6)))
-    assert asked == ["1", "2"], "nothing came before the first; what two have shown holds for the rest"
+    monkeypatch.setattr(Lane, "_fails_afresh", wrong_anyway)
+    results(*(item("m:A", case(i)) for i in range(12)), jobs=jobs)
+    if jobs == 1:
+        assert asked == [case(1), case(2)], "nothing came before the first; what two have shown holds for the rest"
+    else:
+        assert 2 <= len(asked) <= 3, "lanes know what each other has been shown, but for what both are busy with"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("of the harness"), WorkerLost(Status.CRASHED, "killed")])
@@ -702,10 +756,8 @@ def test_what_cannot_be_driven_again_in_a_fresh_process_says_nothing(
         raise error
 
     monkeypatch.setattr(FakeWorker, "drive", drive)
-    runner = Runner()
-    place = Place(runner, "cpu", "")
-    before = [DriveCase("x", Execution.EAGER)]
-    assert runner._fails_afresh(before, item("m:A", "y"), plan(), place, A) is None
+    before, wanted = [DriveCase(X, Execution.EAGER)], CaseRun(item("m:A", Y), parse_case(Y), Execution.EAGER)
+    assert Lane(Options())._fails_afresh(before, plan(), wanted, A) is None
     assert [w.ended for w in FakeWorker.made] == [True]
 
 
@@ -720,10 +772,8 @@ def test_every_worker_drives_first_what_every_process_is_to_drive_first(
 
     monkeypatch.setattr(FakeWorker, "drive", drive)
     judging.append(driving)
-    results(item("m:A", "x"), item("m:A", "y"), item("m:B", "x"), after=("graph:before",))
-    first, x, y = (
-        DriveCase(*of) for of in (("before", Execution.GRAPH), ("x", Execution.EAGER), ("y", Execution.EAGER))
-    )
+    results(item("m:A", X), item("m:A", Y), item("m:B", X), after=(f"graph:{Z}",))
+    first, x, y = (DriveCase(*of) for of in ((Z, Execution.GRAPH), (X, Execution.EAGER), (Y, Execution.EAGER)))
     assert driven == [first, x, y, first, x]
 
 
@@ -731,16 +781,41 @@ def test_importing_may_take_a_minute_or_as_long_as_a_case_run() -> None:
     assert (worker_process.import_seconds(7.0), worker_process.import_seconds(61.0)) == (60.0, 61.0)
 
 
-def test_closing_a_runner_waits_for_a_worker_that_a_thread_is_ending(judging: list[Judging]) -> None:
-    runner = Runner(Options())
-    runner.close()
-    worker = runner.worker_for(A, "cpu", "")
-    assert worker.ended, "started for a runner that was closed meanwhile"
-    runner = Runner(Options())
-    worker = runner.worker_for(A, "cpu", "")
-    seen: list[set[Any]] = []
-    runner._closed = True
-    worker.close = lambda: seen.append(set(runner._busy))  # type: ignore[method-assign]
-    runner.give_back(worker)
-    assert seen == [{worker}]
-    assert not runner._busy
+def test_closing_a_lane_waits_for_a_worker_that_a_thread_is_ending_and_ends_what_is_made_meanwhile(
+    judging: list[Judging],
+) -> None:
+    closed = Lane(Options())
+    closed.close()
+    closed.start(A, "cpu")
+    assert FakeWorker.made[-1].ended, "started for a lane that was closed meanwhile"
+    slot = Lane(Options())._slot
+    worker = slot.of(A, "cpu")
+    seen: list[list[Any]] = []
+    worker.close = lambda: seen.append(list(slot._open))  # type: ignore[method-assign]
+    slot.of(B, "cpu")
+    assert seen == [[worker]]
+    assert slot._open == [FakeWorker.made[-1]]
+
+
+def test_a_process_goes_from_no_grad_to_inference_mode_and_not_back(judging: list[Judging]) -> None:
+    judging.append(driving)
+    by_mode = {parse_case(case(n)).inference_mode: case(n) for n in range(9)}
+    results(item("m:A", by_mode[False]), item("m:A", by_mode[True]))
+    assert len(FakeWorker.made) == 1
+    assert FakeWorker.begun == [DriveCase(by_mode[True], Execution.EAGER)]
+
+
+def test_of_a_call_that_takes_long_a_sign_of_life_comes_before_each_drive_but_the_first(judging: list[Judging]) -> None:
+    signs: list[int] = []
+
+    def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+        drive(DriveCase(each.case, Execution(each.execution)))
+        signs.append(-1)
+        drive(Rerun(None))  # type: ignore[arg-type]
+        drive(Rerun(None))  # type: ignore[arg-type]
+        return passed(each)
+
+    judging.append(judge)
+    here = Lane(Options(after=(f"eager:{Z}",)), alive=lambda: signs.append(1))
+    here.run(plan(), Work(SIX[0], None, Afresh()))
+    assert signs == [1, 1, -1, 1, 1], "a worker's start, what it drives first; then each question of the diagnosis"

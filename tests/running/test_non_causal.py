@@ -23,7 +23,7 @@ PROMPT = "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-shuffled-gauss-b3prod-no
 
 
 def blocks(claims: Capabilities, mode: ForwardMode) -> list[Case]:
-    return [case for case in without_arrays(claims, mode, "core") if case.way == "noncausal"]
+    return [case for case in without_arrays(claims, mode, "core") if "noncausal" in case.variants]
 
 
 def test_who_claims_it_in_a_mode_is_tried_there() -> None:
@@ -71,7 +71,7 @@ def test_it_is_a_claim_of_extend_and_of_verify_alone(mode: ForwardMode) -> None:
 class Looks(KernelBackend):
     """A kernel call that looks at the layer of its plan; and remembers what else it was told."""
 
-    capabilities = CLAIMS.with_changes(sliding_window=(), window_in_trees=False, max_topk=1)
+    capabilities = CLAIMS.with_changes(windows={"modes": (), "in_trees": False}, max_topk=1)
     masks: list[object] = []  # noqa: RUF012 - of the process
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
@@ -122,6 +122,6 @@ def test_who_does_not_is_found_and_the_mask_is_named(backend: type, name: str, c
 
 def test_missing_keys_of_a_causal_case_are_no_causal_mask() -> None:
     """The same keys are missing where the whole block sees each other: nothing there says that layers are not."""
-    causal = replace(parse_case(PROMPT), way="")
+    causal = replace(parse_case(PROMPT), variants=frozenset())
     (result, *_) = check_backend(faults.CausalMaskInLayersThatAreNot, cases=[causal.id], device="cpu", modes=["extend"])
     assert not result.findings

@@ -114,7 +114,7 @@ def test_what_the_harness_raises_is_an_answer_and_the_next_request_is_served(not
 
 
 def test_schedules_are_kept_until_another_case_is_driven(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_main, "make_schedule", Of(cache_clear=lambda: notes.append("forgets")))
+    monkeypatch.setattr(worker_main, "forget_schedules", lambda: notes.append("forgets"))
     eager, graph = (DriveCase("a", execution) for execution in (Execution.EAGER, Execution.GRAPH))
     other = DriveCase("b", Execution.EAGER)
     with pytest.raises(Ended):

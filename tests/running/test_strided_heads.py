@@ -14,7 +14,7 @@ from attn_testkit.examples import MinimalBackend
 
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k3.21.5-n4a1.3.4-shuffled-gauss-b3prod"
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.21.5-shuffled-gauss-b3prod"
-CLAIMS: Capabilities = MinimalBackend.capabilities.with_changes(takes_strided_heads=True)
+CLAIMS: Capabilities = MinimalBackend.capabilities.with_changes(server={"takes_strided_heads": True})
 SEEDS = [parse_case(EXTEND).with_seed(seed) for seed in range(16)]
 STRIDED = next(case for case in SEEDS if case.strided_heads)
 PLAIN = next(case for case in SEEDS if not case.strided_heads)

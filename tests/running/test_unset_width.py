@@ -23,7 +23,7 @@ CASES = {
 }  # fmt: skip
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod"
 CLAIMS = MinimalBackend.capabilities.with_changes(
-    takes_unset_width=True, dtypes={"fp32"}, head_dims={32}, page_sizes={4}
+    server={"takes_unset_width": True}, dtypes={"fp32"}, head_dims={32}, page_sizes={4}
 )
 
 
@@ -68,7 +68,7 @@ class WrongWhatever(Healthy):
 class WrongAsWell(WrongNumbers):
     """Without the claim, the width is always there."""
 
-    capabilities = CLAIMS.with_changes(takes_unset_width=False)
+    capabilities = CLAIMS.with_changes(server={"takes_unset_width": False})
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
         return super().forward(q, k, v, layer, batch, save_kv_cache) * 2

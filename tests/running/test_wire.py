@@ -42,6 +42,7 @@ def test_what_a_loop_said_travels_whole() -> None:
     "claims",
     [
         TorchNativeBackend.capabilities,
+        Capabilities(eager={"decode"}, windows={"decode"}, server="vllm"),
         Capabilities(eager={"decode"}, mode_requires={"decode": Requires(sm=(90, 100), packages=("a>=1",))}),
     ],
 )

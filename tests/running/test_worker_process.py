@@ -15,7 +15,7 @@ import pytest
 
 from attn_testkit.registry import BackendNotFound
 from attn_testkit.results import KIT_ERROR, CaseResult, Status, exit_code
-from attn_testkit.running.case_runs import loop
+from attn_testkit.running.case_runs import lane
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options, Plan, Request
 from attn_testkit.running.processes import forking
@@ -159,7 +159,7 @@ def test_the_kits_own_exception_is_no_verdict_on_the_backend(monkeypatch: pytest
     def fails(*_: object) -> CaseResult:
         raise ZeroDivisionError("a bug of the kit")
 
-    monkeypatch.setattr(loop, "judge_item", fails)
+    monkeypatch.setattr(lane, "judge_item", fails)
     found = results_of("Wrong")
     assert {result.status for result in found} == {Status.CRASHED}
     assert found[0].reason.startswith(KIT_ERROR + "ZeroDivisionError: a bug of the kit")
@@ -188,7 +188,8 @@ def test_giving_up_early_leaves_no_process_behind(runners: list[Runner]) -> None
     assert not alive(pid)
 
 
-def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path, jobs: int) -> None:
     """A cancelled CI job must not leave a process on the GPU."""
     script = tmp_path / "judge.py"
     script.write_text(
@@ -199,7 +200,7 @@ def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path) -> None:
             from attn_testkit.running.case_runs.loop import Runner
             from attn_testkit.running.planning.request import Options, Request
             if __name__ == "__main__":
-                runner = Runner(Options())
+                runner = Runner(Options(jobs={jobs}))
                 backends = ("unruly_backends:ReportsPid",)
                 request = Request(backends, executions=("eager",), device="cpu", cases=({TWO!r},))
                 plan = runner.plan(request)

@@ -9,7 +9,7 @@ class EagerOnly(MinimalBackend):
 
 
 class EagerOnlyAndRightly(EagerOnly):
-    capabilities = EagerOnly.capabilities.with_changes(eager_waits=True)
+    capabilities = EagerOnly.capabilities.with_changes(server={"eager_without_waits": False})
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.kv_lens.max().item() > 0

@@ -336,3 +336,18 @@ class QuitsWhereItShouldRefuse(TorchNativeBackend):
             super().__init__(context)
         except Unsupported as error:
             sys.exit(str(error))
+
+
+class FindsAnswers(TorchNativeBackend):
+    """Ends its process in a batch of two; in one of three it says how many answers of the oracle are in its process."""
+
+    def forward(self, *args: Any, **more: Any) -> torch.Tensor:
+        size = args[4].batch_size
+        if size == 2:
+            os._exit(0)
+        if size == 3:
+            import gc
+
+            answers = sum(type(each).__name__ in ("_Answer", "Expected") for each in gc.get_objects())
+            raise RuntimeError(f"answers of the oracle here: {answers}")
+        return super().forward(*args, **more)

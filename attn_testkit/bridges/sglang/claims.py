@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from attn_testkit.contract import Requires
+from attn_testkit.contract import SGLANG, Requires
 
 from .. import claims as bridged
 from ..claims import DD, V1, V2, D, Line, V, X
@@ -53,7 +53,8 @@ _OF_SM90 = Requires(sm=(90, 90), packages=_COMPILED)
 
 _MHA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal")
 _MLA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers")
-_WINDOW_OF_ONE = Line("min_window", 1, "layers/radix_attention.py:RadixAttention.__init__")
+_SERVER = Line("server", SGLANG, "layers/radix_attention.py:RadixAttention.forward")
+_WINDOW_OF_ONE = Line("windows.smallest", 1, "layers/radix_attention.py:RadixAttention.__init__")
 _OF_TRTLLM_MLA = (
     Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
     Line("head_dims", {512}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
@@ -63,6 +64,7 @@ _OF_TRTLLM_MLA = (
     Line("max_topk", 1, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
     Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MLA}:TRTLLMMLABackend"),
     _MLA_POOL,
+    _SERVER,
     Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
 )
 """CuteDslMLABackend inherits them from TRTLLMMLABackend."""
@@ -79,10 +81,11 @@ CLAIMS: Mapping[str, Claims] = {
             Line("page_sizes", {1, 16, 64}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
             Line("gqa_ratios", {2, 4, 8}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
             Line("max_q_rows", 16, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
-            Line("sliding_window", {D, V1, V2, X}, f"{_NATIVE}:TorchNativeAttnBackend._make_sliding_window_mask"),
-            Line("layer_windows", "one", "model_executor/model_runner.py:ModelRunner"),
+            Line("windows.modes", {D, V1, V2, X}, f"{_NATIVE}:TorchNativeAttnBackend._make_sliding_window_mask"),
+            Line("windows.layers", "one", "model_executor/model_runner.py:ModelRunner"),
             _WINDOW_OF_ONE,
             _MHA_POOL,
+            _SERVER,
         ),
     ),
     "triton": Claims(
@@ -98,15 +101,16 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
             Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
             # Not in decode, whose lists of keys are one short of the extend kernel's windows: sglang #32087.
-            Line("sliding_window", {V, V1, V2, X}, f"{_TRITON}:update_sliding_window_buffer"),
-            Line("layer_windows", "one", f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("windows.modes", {V, V1, V2, X}, f"{_TRITON}:update_sliding_window_buffer"),
+            Line("windows.layers", "one", f"{_TRITON}:TritonAttnBackend.__init__"),
             _WINDOW_OF_ONE,
             Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
             Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
             Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonAttnBackend"),
-            Line("eager_waits", True, f"{_TRITON}:update_sliding_window_buffer"),
+            Line("server.eager_without_waits", False, f"{_TRITON}:update_sliding_window_buffer"),
             _MHA_POOL,
-            Line("takes_none_kv", True, f"{_TRITON}:TritonAttnBackend.forward_extend"),
+            _SERVER,
+            Line("server.takes_none_kv", True, f"{_TRITON}:TritonAttnBackend.forward_extend"),
         ),
     ),
     # A draft worker's other backend. Its plan takes a prefix of one key at least, as every draft of a server has.
@@ -121,12 +125,13 @@ CLAIMS: Mapping[str, Claims] = {
             Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
             Line("gqa_ratios", {2, 4, 8}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
             Line("max_draft_branches", 4, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
-            Line("drafts_without_prefix", False, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
+            Line("server.drafts_without_prefix", False, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
             Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
             Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
             Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonMultiStepDraftBackend"),
-            Line("eager_waits", True, f"{_TRITON}:update_sliding_window_buffer"),
+            Line("server.eager_without_waits", False, f"{_TRITON}:update_sliding_window_buffer"),
             _MHA_POOL,
+            _SERVER,
         ),
     ),
     "triton_mla": Claims(
@@ -143,8 +148,9 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
             Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
             Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonAttnBackend"),
-            Line("eager_waits", True, f"{_TRITON}:update_sliding_window_buffer"),
+            Line("server.eager_without_waits", False, f"{_TRITON}:update_sliding_window_buffer"),
             _MLA_POOL,
+            _SERVER,
         ),
     ),
     "flashinfer": Claims(
@@ -161,10 +167,11 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_topk", 4, f"{_FLASHINFER}:FlashInferIndicesUpdaterPrefill.call_begin_forward"),
             # Not in verify, whose mask is laid out for the whole prefix (sglang #39287), and no soft cap, which the
             # plan does not have (sglang #33915).
-            Line("sliding_window", {D}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.update_sliding_window"),
-            Line("layer_windows", "one", f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
+            Line("windows.modes", {D}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.update_sliding_window"),
+            Line("windows.layers", "one", f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
             _WINDOW_OF_ONE,
             _MHA_POOL,
+            _SERVER,
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
         ),
         fakes="wrappers",
@@ -184,6 +191,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_q_rows", 16, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterPrefill.call_begin_forward"),
             Line("max_topk", 1, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
             _MLA_POOL,
+            _SERVER,
             Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
         ),
         fakes="wrappers",
@@ -205,6 +213,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("sinks", True, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_decode"),
             Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend"),
             _MHA_POOL,
+            _SERVER,
             Line("requires", _FLASHINFER_PACKAGE, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.__init__"),
         ),
         fakes="xqa",
@@ -244,6 +253,7 @@ CLAIMS: Mapping[str, Claims] = {
             Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
             Line("max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
             _MHA_POOL,
+            _SERVER,
             Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
         ),
     ),
@@ -266,7 +276,11 @@ CLAIMS_OF_OLDER: Mapping[str, Claims] = {
             Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
             Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
             # Its graph runners leave the width at -1 in draft-extends.
-            Line("takes_unset_width", True, f"{_TRITON}:TritonAttnBackend.init_forward_metadata_capture_cuda_graph"),
+            Line(
+                "server.takes_unset_width",
+                True,
+                f"{_TRITON}:TritonAttnBackend.init_forward_metadata_capture_cuda_graph",
+            ),
             Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers"),
         ),
     ),

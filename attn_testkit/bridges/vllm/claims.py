@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_testkit.contract import LogSumExp, Requires
+from attn_testkit.contract import VLLM, LogSumExp, Requires
 
 from .. import claims as bridged
 from ..claims import DD, V1, V2, D, Line, V, X
@@ -50,21 +50,25 @@ _MLA = "model_executor/layers/attention/mla_attention.py"
 _LAYER = "model_executor/layers/attention/attention.py"
 _INPUTS = "v1/worker/gpu/input_batch.py"
 _TABLES = "v1/worker/gpu/block_table.py"
-_SPECULATOR = "v1/worker/gpu/spec_decode/target_dependent_ar/speculator.py"
 _VIEWS = "v1/kv_cache_interface.py"
 _PLANNING = "v1/core/kv_cache_planning.py"
 
+_CONVENTIONS = {
+    "takes_bare_chains": f"{_BACKEND}:CommonAttentionMetadata",
+    "verify_lens": f"{_INPUTS}:_prepare_pos_seq_lens_kernel",
+    "padded_requests": f"{_INPUTS}:InputBatch.make_dummy",
+    "padding_slots": f"{_TABLES}:BlockTables.get_dummy_slot_mappings",
+    "takes_out": f"{_LAYER}:unified_attention_with_output",
+    "output_lifetime": f"{_LAYER}:Attention.forward",
+    "takes_more_rows": f"{_TABLES}:BlockTables.compute_slot_mappings",
+}
+"""Where vLLM does what ``VLLM`` says of it. Its drafts begin behind a prefill
+(``TargetDependentARSpeculator.propose``); its kernels take those without a prefix too, and are tried with them."""
 _RUNNER = (
     Line("max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
-    Line("takes_bare_chains", True, f"{_BACKEND}:CommonAttentionMetadata"),
-    Line("verify_lens", {"all"}, f"{_INPUTS}:_prepare_pos_seq_lens_kernel"),
-    Line("padded_requests", {"nothing"}, f"{_INPUTS}:InputBatch.make_dummy"),
-    Line("padding_slots", {-1}, f"{_TABLES}:BlockTables.get_dummy_slot_mappings"),
     Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
     Line("kv_layouts", {"own"}, f"{_VIEWS}:create_kv_cache_views"),
-    Line("takes_out", True, f"{_LAYER}:unified_attention_with_output"),
-    Line("output_lifetime", "model", f"{_LAYER}:Attention.forward"),
-    Line("takes_more_rows", True, f"{_TABLES}:BlockTables.compute_slot_mappings"),
+    *(Line(f"server.{name}", getattr(VLLM, name), place) for name, place in _CONVENTIONS.items()),
 )
 """Capabilities of the model runner, and so of every backend."""
 
@@ -82,7 +86,7 @@ _TRITON_LINES = (
     Line("page_sizes", {16, 32, 64}, f"{_TRITON}:TritonAttentionBackend.get_supported_kernel_block_sizes"),
     Line("gqa_ratios", {2, 4, 8}, f"{_UNIFIED}:unified_attention"),
     Line("max_q_rows", 16, f"{_UNIFIED}:unified_attention"),  # MAX_3D_QUERY_LEN is 8: from there on 2D
-    Line("sliding_window", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionBackend.supports_sliding_window"),
+    Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionBackend.supports_sliding_window"),
     Line("non_causal", {V, X}, f"{_TRITON}:TritonAttentionBackend.supports_non_causal"),
     Line("logit_cap", True, f"{_TRITON}:TritonAttentionImpl.__init__"),
     Line("sinks", True, f"{_TRITON}:TritonAttentionBackend.supports_sink"),
@@ -108,7 +112,7 @@ _FLEX_LINES = (
     Line("page_sizes", {16, 32, 64}, f"{_FLEX}:FlexAttentionBackend.get_supported_kernel_block_sizes"),
     Line("gqa_ratios", {2, 4, 8}, f"{_FLEX}:FlexAttentionImpl.__init__"),
     Line("max_q_rows", 16, f"{_FLEX}:FlexAttentionMetadata"),
-    Line("sliding_window", {D, V, V2, X}, f"{_FLEX}:FlexAttentionBackend.supports_sliding_window"),
+    Line("windows.modes", {D, V, V2, X}, f"{_FLEX}:FlexAttentionBackend.supports_sliding_window"),
     Line("non_causal", {V, X}, f"{_FLEX}:FlexAttentionBackend.supports_non_causal"),
     # The kernel multiplies values of keys that are masked within a page by 0; vLLM's pool begins as zeros.
     Line("finite_page_tails", {"same"}, "v1/worker/utils.py:allocate_kv_cache"),
@@ -172,11 +176,11 @@ CLAIMS: Mapping[str, Claims] = {
             Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
             Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionImpl.__init__"),
             Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionMetadata"),
-            Line("sliding_window", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionBackend.supports_sliding_window"),
+            Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionBackend.supports_sliding_window"),
             Line("non_causal", {V, X}, f"{_FLASH}:FlashAttentionBackend.supports_non_causal"),
             Line("logit_cap", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
             Line("sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
-            Line("takes_none_kv", True, f"{_FLASH}:FlashAttentionBackend"),
+            Line("server.takes_none_kv", True, f"{_FLASH}:FlashAttentionBackend"),
             *_LAYERS_DIFFER,
             *_RUNNER,
         ),
@@ -196,11 +200,11 @@ CLAIMS: Mapping[str, Claims] = {
             Line("page_sizes", {16, 32, 64}, f"{_FLASHINFER}:FlashInferBackend.get_supported_kernel_block_sizes"),
             Line("gqa_ratios", {2, 4, 8}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
             Line("max_q_rows", 16, f"{_FLASHINFER}:FIPrefill"),
-            Line("sliding_window", {D, V, V2, X}, f"{_FLASHINFER}:FlashInferBackend.supports_sliding_window"),
+            Line("windows.modes", {D, V, V2, X}, f"{_FLASHINFER}:FlashInferBackend.supports_sliding_window"),
             Line("non_causal", {V, X}, f"{_FLASHINFER}:FlashInferBackend.supports_non_causal"),
             # All layers that share metadata have one scale and one soft cap.
             Line("any_scaling", False, "v1/attention/backends/utils.py:infer_global_hyperparameters"),
-            Line("takes_none_kv", True, f"{_FLASHINFER}:FlashInferBackend"),
+            Line("server.takes_none_kv", True, f"{_FLASHINFER}:FlashInferBackend"),
             *_LAYERS_DIFFER,
             *(line for line in _RUNNER if line.claim != "needs_cpu_seq_lens"),
             Line("needs_cpu_seq_lens", True, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
@@ -214,7 +218,7 @@ CLAIMS: Mapping[str, Claims] = {
     "flex": Claims("FLEX_ATTENTION", (*_FLEX_LINES, *_LAYERS_DIFFER), compiled_kernel=True, compiled_store=True),
     "flex_merged": Claims(
         "FLEX_ATTENTION",
-        (*_FLEX_LINES, Line("layer_windows", "one", f"{_PLANNING}:_promote_local_kv_cache_specs")),
+        (*_FLEX_LINES, Line("windows.layers", "one", f"{_PLANNING}:_promote_local_kv_cache_specs")),
         compiled_kernel=True,
         compiled_store=True,
         one_kv_group=True,

@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 from ...contract import ForwardMode
-from .dimension import Columns, Dimension, Without, Word, no_capability, of_number
+from ..rows import Extend, changed_rows
+from .dimension import Columns, Dimension, Without, Word, no_capability, of_rows_part
 
 __all__ = ["CHUNKS"]
 
 CHUNKS = Dimension(
     name="chunks",
-    fields=("chunks",),
+    fields=Without("`rows` of an extend has it."),
     words=(
         Word(
             r"chunks(\d+)",
-            lambda match: {"chunks": int(match[1])},
+            lambda match, so_far: changed_rows(so_far["rows"], chunks=int(match[1])),
             lambda case: f"chunks{case.chunks}" if case.chunks > 1 else "",
         ),
     ),
     describe=lambda case: {
         "chunks": f"{case.chunks}: the own batch is the first, and the others follow it" if case.chunks > 1 else ""
     },
-    values=Columns(lambda claims, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {}),
-    simpler=of_number("chunks", steps=lambda claims, case, plain: ({"chunks": 2} for _ in range(case.chunks > 2))),
-    random=lambda draws, claims, so_far: {"chunks": draws.number(1, 3)} if so_far["mode"] is ForwardMode.EXTEND else {},
+    values=Columns(
+        lambda claims, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {},
+        lambda claims, row, so_far: changed_rows(so_far["rows"], chunks=row["chunks"]) if "chunks" in row else {},
+    ),
+    simpler=of_rows_part(
+        "chunks",
+        steps=lambda claims, case, plain: (changed_rows(case.rows, chunks=2) for _ in range(case.chunks > 2)),
+    ),
+    random=lambda draws, claims, so_far: (
+        changed_rows(so_far["rows"], chunks=draws.number(1, 3)) if isinstance(so_far["rows"], Extend) else {}
+    ),
     varies="step",
     apply=Without("cases/extend.py cuts a batch into chunks, and cases/schedule.py gives them the same slots."),
     **no_capability("A chunk is an extend as any other to a backend."),

@@ -14,10 +14,11 @@ from typing import Any, Literal, Never, Protocol, TypeVar, final
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..plan import Plan
+from ..rows import changed_rows
 
 __all__ = ["Asked", "Columns", "Covered", "Dimension", "Draws", "OnLayers", "OnSteps", "Outside", "Row", "Simpler",
            "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability", "nothing_simpler",
-           "of_fields", "of_flag", "of_number", "option"]  # fmt: skip
+           "of_fields", "of_flag", "of_number", "of_rows_part", "option"]  # fmt: skip
 
 Value = int | str | tuple[str, str]
 """A value that a backend declares, as the count of what is covered names it."""
@@ -48,7 +49,8 @@ class Word:
 
     pattern: str
     """A regular expression that matches the whole word."""
-    read: Callable[[re.Match[str]], Changes]
+    read: Callable[[re.Match[str], Changes], Changes]
+    """(match, fields that the words before it gave, and rows of the mode): fields."""
     write: Callable[[Fields], str]
     """Empty for a default, which is not written."""
     spelled: tuple[str, ...] = ()
@@ -63,7 +65,7 @@ def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Wo
     """The word of a field whose values are their own words."""
     return Word(
         "|".join(values),
-        lambda match: {field: match[0]},
+        lambda match, so_far: {field: match[0]},
         lambda case: str(getattr(case, field)),
         spelled=tuple(values),
         always=always,
@@ -72,7 +74,7 @@ def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Wo
 
 def flag_word(word: str, field: str) -> Word:
     """The word of a field that is True or False."""
-    return Word(word, lambda match: {field: True}, lambda case: word * getattr(case, field), spelled=(word,))
+    return Word(word, lambda match, so_far: {field: True}, lambda case: word * getattr(case, field), spelled=(word,))
 
 
 @dataclass(frozen=True)
@@ -190,6 +192,16 @@ def of_number(*names: str, **more: Any) -> Simpler:
         "size": lambda case, plain: (abs(getattr(case, names[0]) - getattr(plain, names[0])),),
     }
     return of_fields(*names, **values | more)
+
+
+def of_rows_part(name: str, **more: Any) -> Simpler:
+    """``Simpler`` of a part that rows of one mode have; ``Fields`` has a property of its name for all modes."""
+
+    def reset(case: Fields, plain: Fields) -> Changes:
+        value = getattr(plain, name)
+        return {} if getattr(case, name) == value else changed_rows(case.rows, **{name: value})
+
+    return of_number(name, reset=reset, **more)
 
 
 Outside = Callable[[Capabilities, BackendContext], "tuple[str, BackendContext] | None"]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import Fields
-from .dimension import Asked, Dimension, Without, Word, of_number
+from ..rows import changed_rows
+from .dimension import Asked, Dimension, Without, Word, of_rows_part
 from .numbers import nearer_numbers
 
 __all__ = ["GREEDY_LOOP"]
@@ -26,11 +27,11 @@ def _loop_declared(claims: Capabilities, case: Fields) -> bool:
 
 GREEDY_LOOP = Dimension(
     name="loop",
-    fields=("rounds",),
+    fields=Without("`rows` of a draft-decode has it."),
     words=(
         Word(
             r"loop(\d+)",
-            lambda match: {"rounds": int(match[1])},
+            lambda match, so_far: changed_rows(so_far["rows"], rounds=int(match[1])),
             lambda case: f"loop{case.rounds}" if case.rounds else "",
         ),
     ),
@@ -39,10 +40,10 @@ GREEDY_LOOP = Dimension(
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     values=Without("cases/named.py makes its cases: a loop costs as much as a mode."),
     covered=Without("A loop follows from the modes, and is no capability of its own."),
-    simpler=of_number(
+    simpler=of_rows_part(
         "rounds",
         steps=lambda claims, case, plain: (
-            {"rounds": rounds} for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
+            changed_rows(case.rows, rounds=rounds) for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
         ),
     ),
     undeclared=Without("A loop follows from the modes, and is no capability of its own."),

@@ -61,7 +61,7 @@ HEAD_DIM = Dimension(
     words=(
         Word(
             r"d(\d+)(?:r(\d+))?",
-            lambda match: {"head_dim": int(match[1]), "rope_dim": int(match[2] or 0)},
+            lambda match, so_far: {"head_dim": int(match[1]), "rope_dim": int(match[2] or 0)},
             lambda case: f"d{case.head_dim}" + (f"r{case.rope_dim}" if case.rope_dim else ""),
             always=True,
         ),

@@ -147,7 +147,7 @@ HEADS = Dimension(
     words=(
         Word(
             _pattern(),
-            lambda match: {"heads": _read(match["family"], int(match["first"]), int(match["second"] or 1))},
+            lambda match, so_far: {"heads": _read(match["family"], int(match["first"]), int(match["second"] or 1))},
             lambda case: str(case.heads),
             always=True,
             current=_pattern,

@@ -27,7 +27,7 @@ KV_DTYPE = Dimension(
     words=(
         Word(
             r"kvfp8e4m3",
-            lambda match: {"kv_dtype": "fp8_e4m3"},
+            lambda match, so_far: {"kv_dtype": "fp8_e4m3"},
             lambda case: "" if case.kv_dtype == "same" else "kv" + case.kv_dtype.replace("_", ""),
         ),
     ),

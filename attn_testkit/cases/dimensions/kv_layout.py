@@ -47,7 +47,7 @@ KV_LAYOUT = Dimension(
     words=(
         Word(
             "|".join(_NAMES),
-            lambda match: {"kv_layout": _NAMES[match[0]]},
+            lambda match, so_far: {"kv_layout": _NAMES[match[0]]},
             lambda case: "" if case.kv_layout == "nhd" else _word(case.kv_layout),
             spelled=tuple(_NAMES),
         ),

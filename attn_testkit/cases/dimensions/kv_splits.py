@@ -71,8 +71,8 @@ def _size(case: Fields, plain: Fields) -> Size:
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    kinds = claims.lse.kinds(so_far["mode"]) if claims.lse else ()
-    as_given = so_far["mode"] in claims.new_rows_as_given and claims.kv_dtypes != {"same"}
+    kinds = claims.lse.kinds(so_far["rows"].mode) if claims.lse else ()
+    as_given = so_far["rows"].mode in claims.new_rows_as_given and claims.kv_dtypes != {"same"}
     kind = draws.one_of(["", *kinds]) if kinds and not as_given else ""
     ranks = draws.number(2, _MOST_RANKS) if kind in ("pages", "tokens") else ""
     merges = kind not in ("", "whole") and claims.lse is not None and claims.lse.merges
@@ -88,7 +88,7 @@ KV_SPLITS = Dimension(
     words=(
         Word(
             r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(own)?)",
-            lambda match: {"parts": match[1] or match[2], "own_merge": bool(match[3])},
+            lambda match, so_far: {"parts": match[1] or match[2], "own_merge": bool(match[3])},
             lambda case: f"lse{case.parts}{'own' if case.own_merge else ''}" if case.parts else "",
         ),
     ),

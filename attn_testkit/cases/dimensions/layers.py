@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -9,8 +10,8 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, HeadShape, KVGroup
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
-from ..head_shapes import claimed_shapes
-from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers, read_layers
+from ..head_shapes import claimed_shapes, read_shapes
+from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
 from .dimension import Asked, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option
 from .outside import pool_like
 
@@ -31,6 +32,10 @@ def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> C
         "rope_dim": 0,
         "layers": replace(layers, shapes=shapes),
     }
+
+
+def _read(match: re.Match[str], so_far: Changes) -> Changes:
+    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[4], match[5])))}
 
 
 def _nearer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
@@ -85,7 +90,7 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     """The simplest are two layers from 0, in one KV group."""
     counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
     count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
-    groups = claims.kv_groups and not so_far["mode"].is_draft_decode() and draws.one_of([False, True])
+    groups = claims.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
     pairs = claimed_shapes(claims) if claims.heads_by_layer and by_layer(claims) else []
     # Drawn whatever else is: what needs fewer draws would be taken for simpler. Parts are not drawn with them.
@@ -96,7 +101,13 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
 LAYERS = Dimension(
     name="layers",
     fields=("layers",),
-    words=(Word(LAYERS_WORD, read_layers, lambda case: "" if case.layers == Layers() else str(case.layers)),),
+    words=(
+        Word(
+            LAYERS_WORD,
+            _read,
+            lambda case: "" if case.layers == Layers() else str(case.layers),
+        ),
+    ),
     describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},
     declared=(
         Asked(lambda case: "KV groups", lambda claims, case: claims.kv_groups or not case.layers.groups),

@@ -58,7 +58,7 @@ KEYS = Dimension(
     words=(
         Word(
             r"k([\d.x]+)",
-            lambda match: {"prefixes": read_numbers(match[1])},
+            lambda match, so_far: {"prefixes": read_numbers(match[1])},
             lambda case: "k" + numbers_word(case.prefixes),
             always=True,
         ),

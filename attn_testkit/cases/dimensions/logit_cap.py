@@ -35,7 +35,7 @@ LOGIT_CAP = Dimension(
     words=(
         Word(
             r"cap([\d.]+)",
-            lambda match: {"logit_cap": float(match[1])},
+            lambda match, so_far: {"logit_cap": float(match[1])},
             lambda case: f"cap{case.logit_cap:g}" if case.logit_cap else "",
         ),
     ),

@@ -20,7 +20,7 @@ def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, Bac
 
 MODE = Dimension(
     name="mode",
-    fields=("mode",),
+    fields=Without("It follows from the rows."),
     words=Without("Every id begins with the mode, whose name may have the dashes that separate words."),
     describe=lambda case: {"mode": case.mode.value},
     declared=(Asked(lambda case: f"mode {case.mode}", lambda claims, case: case.mode in claims.eager | claims.graph),),

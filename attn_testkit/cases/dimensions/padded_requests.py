@@ -28,7 +28,7 @@ PADDED_REQUESTS = Dimension(
     words=(
         Word(
             r"b(\d+)(" + "|".join(PADDINGS) + ")",
-            lambda match: {"bucket": int(match[1]), "padding": match[2]},
+            lambda match, so_far: {"bucket": int(match[1]), "padding": match[2]},
             lambda case: f"b{case.bucket}{case.padding}",
             always=True,
         ),

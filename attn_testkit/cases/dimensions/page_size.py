@@ -35,7 +35,12 @@ PAGE_SIZE = Dimension(
     name="page size",
     fields=("page_size",),
     words=(
-        Word(r"p(\d+)", lambda match: {"page_size": int(match[1])}, lambda case: f"p{case.page_size}", always=True),
+        Word(
+            r"p(\d+)",
+            lambda match, so_far: {"page_size": int(match[1])},
+            lambda case: f"p{case.page_size}",
+            always=True,
+        ),
     ),
     describe=lambda case: {"page_size": str(case.page_size)},
     declared=(

@@ -7,38 +7,47 @@ from dataclasses import replace
 from ...contract import Capabilities
 from ..fields import Changes, Fields
 from ..plan import Plan
-from .dimension import Asked, Dimension, OnSteps, Without, flag_word, of_flag
+from ..rows import changed_rows
+from .dimension import Asked, Dimension, OnSteps, Without, Word, of_rows_part
 
 __all__ = ["PREFIXED"]
 
 
 def _behind_prefixes(claims: Capabilities, case: Fields) -> Changes:
-    if not case.draft or claims.drafts_without_prefix or case.prefixed:
+    if not case.draft or claims.server.drafts_without_prefix or case.with_prefix:
         return {}
-    return {"prefixes": tuple(max(1, prefix) for prefix in case.prefixes), "prefixed": True}
+    prefixes = tuple(max(1, prefix) for prefix in case.prefixes)
+    return {"prefixes": prefixes, **changed_rows(case.rows, with_prefix=True)}
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    if not case.prefixed:
+    if not case.with_prefix:
         return plans
     return [replace(plan, prefixes=tuple(max(1, prefix) for prefix in plan.prefixes)) for plan in plans]
 
 
 PREFIXED = Dimension(
     name="prefixed",
-    fields=("prefixed",),
-    words=(flag_word("prefixed", "prefixed"),),
-    describe=lambda case: {"prefixed": "no request of any step is without a prefix" if case.prefixed else ""},
+    fields=Without("`rows` of a draft-decode has it."),
+    words=(
+        Word(
+            "prefixed",
+            lambda match, so_far: changed_rows(so_far["rows"], with_prefix=True),
+            lambda case: "prefixed" * case.with_prefix,
+            spelled=("prefixed",),
+        ),
+    ),
+    describe=lambda case: {"prefixed": "no request of any step is without a prefix" if case.with_prefix else ""},
     declared=(
         Asked(
             lambda case: "a draft without a prefix",
-            lambda claims, case: claims.drafts_without_prefix or case.prefixed or not case.draft,
+            lambda claims, case: claims.server.drafts_without_prefix or case.with_prefix or not case.draft,
         ),
     ),
     fit=_behind_prefixes,
     values=Without("The nearest declared case has it, and no other."),
     covered=Without("A backend that declares the wider value takes every case of the narrower one."),
-    simpler=of_flag("prefixed"),
+    simpler=of_rows_part("with_prefix", value=lambda case: "yes" if case.with_prefix else "no"),
     undeclared=Without("A constructor does not see the lengths of requests."),
     random=Without("The nearest declared case has it, and no other."),
     varies="instance",

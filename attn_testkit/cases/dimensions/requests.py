@@ -12,9 +12,8 @@ __all__ = ["REQUESTS"]
 
 
 def _keep(case: Fields, which: Sequence[int]) -> Changes:
-    new = tuple(case.new[i] for i in which) if case.new else ()
-    prefixes = tuple(case.prefixes[i] for i in which)
-    return {"prefixes": prefixes, "new": new, "bucket": len(which) + case.bucket - case.bs}
+    prefixes, new = (tuple(each[i] for i in which) for each in (case.prefixes, case.new or case.prefixes))
+    return {"prefixes": prefixes, "rows": case.rows.counted(new), "bucket": len(which) + case.bucket - case.bs}
 
 
 def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
@@ -29,7 +28,7 @@ def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Change
 
 REQUESTS = Dimension(
     name="requests",
-    fields=Without("`prefixes` and `new` have an entry for each request."),
+    fields=Without("`prefixes` and `rows` have an entry for each request."),
     words=Without("The words of keys and rows have an entry for each request."),
     describe=Without("The phrases of keys and rows list the requests."),
     values=Without("The pattern of the prefixes says how many requests there are."),

@@ -1,21 +1,23 @@
-"""Rows of each request: a tree, a draft, accepted tokens, or new tokens in a graph that has room for so many."""
+"""Rows of each request: see ``cases/rows.py``."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..draft import Draft
-from ..extend import NEW_TOKENS, new_tokens, room_for, with_new_tokens
+from ..extend import NEW_TOKENS, new_tokens, with_new_tokens
 from ..fields import Changes, Fields
+from ..rows import Accepted, Decode, Drafted, Extend, Rows, Verify, changed_rows, room_for
 from ..trees import Tree, chain
 from .dimension import Asked, Columns, Covered, Dimension, Draws, OnSteps, Outside, Row, Simpler, Size, Without, Word
 from .numbers import listed, nearer_numbers, numbers_word, read_numbers
 
 __all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_USUAL_ROWS", "ROWS", "accepted", "keys_of", "most_rows", "rows_of",
-           "two_requests"]  # fmt: skip
+           "rows_of_two"]  # fmt: skip
 
 MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
@@ -61,17 +63,19 @@ def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
     return tuple(1 + (i * 2) % width for i in range(bs))
 
 
-def two_requests(mode: ForwardMode, rows: int, topk: int) -> Changes:
+def rows_of_two(mode: ForwardMode, rows: int, topk: int) -> Rows:
     """``rows`` a request; in the modes that list them the second request has fewer than the first."""
     if mode is ForwardMode.DECODE:
-        return {}
+        return Decode()
     if mode is ForwardMode.DRAFT_DECODE:
-        return {"draft": Draft(1, 3)}
+        return Drafted(Draft(1, 3))
     if mode is ForwardMode.TARGET_VERIFY:
         # The root has ``topk`` children, and each of them a chain.
-        return {"tree": Tree(tuple(max(0, node - topk) for node in range(1, rows)))}
+        return Verify(Tree(tuple(max(0, node - topk) for node in range(1, rows))))
     new = (rows, min(3, rows - 1 or 1))
-    return {"width": room_for(new) if mode is ForwardMode.EXTEND else rows, "new": new}
+    if mode is ForwardMode.EXTEND:
+        return Extend(new, room_for(new))
+    return Accepted(new, rows, v2=mode is ForwardMode.DRAFT_EXTEND_V2)
 
 
 def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
@@ -91,13 +95,13 @@ def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str,
 
 
 def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
-    requests = len(so_far["prefixes"])
+    requests, rows = len(so_far["prefixes"]), so_far["rows"]
     if "new_tokens" in row:
         new = new_tokens(row["new_tokens"], requests, so_far["page_size"], claims.max_extend_tokens)
-        return {"new": new, "width": room_for(new)}
+        return changed_rows(rows, new=new, room=room_for(new))
     if "accepted" in row:
-        return {"new": accepted(row["accepted"], row["width"], requests)}
-    return {}
+        return changed_rows(rows, new=accepted(row["accepted"], row["width"], requests), width=row["width"])
+    return changed_rows(rows, **{name: row[name] for name in ("tree", "draft") if name in row})
 
 
 def _declared(claims: Capabilities, case: Fields) -> bool:
@@ -113,12 +117,18 @@ def _widest_tree(claims: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
     return (max(1, min(claims.max_topk, claims.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
 
 
-def _write_tree(case: Fields) -> str:
-    return "" if not case.tree or _is_chain(case.tree) else "t" + ".".join(map(str, case.tree.parents))
-
-
 def _is_chain(tree: Tree) -> bool:
     return tree == chain(len(tree))
+
+
+def _read_counts(match: re.Match[str], so_far: Changes) -> Changes:
+    rows = so_far["rows"]
+    of = "room" if isinstance(rows, Extend) else "width"
+    return changed_rows(rows, **{of: int(match[1]), "new": read_numbers(match[2])})
+
+
+def _write_tree(case: Fields) -> str:
+    return "" if not case.tree or _is_chain(case.tree) else "t" + ".".join(map(str, case.tree.parents))
 
 
 def _phrases(case: Fields) -> Mapping[str, str]:
@@ -142,6 +152,12 @@ def _value(case: Fields) -> str:
     return new if case.mode is ForwardMode.EXTEND else f"{new} of {case.width}"
 
 
+def _reset(case: Fields, plain: Fields) -> Changes:
+    """Minimal rows; parts that have a dimension of their own, such as chunks, stay."""
+    kept = {name: getattr(case.rows, name) for name in ("rounds", "with_prefix", "chunks") if hasattr(case.rows, name)}
+    return changed_rows(plain.rows.counted(plain.new * case.bs), **kept)
+
+
 def _size(case: Fields, plain: Fields) -> Size:
     if case.tree:
         return (case.topk, len(case.tree))
@@ -153,21 +169,30 @@ def _size(case: Fields, plain: Fields) -> Size:
 
 
 def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
-    if case.tree:
-        yield from ({"tree": tree} for tree in _smaller_trees(case.tree))
-    elif case.draft:
-        branches, steps = case.draft.branches, case.draft.steps
-        yield from ({"draft": Draft(fewer, steps)} for fewer in (1, *nearer_numbers(branches, 1)))
-        yield from ({"draft": Draft(branches, fewer)} for fewer in (2, *nearer_numbers(steps, 2)))
-    elif case.mode is ForwardMode.EXTEND:
-        # One count of several less, the largest first.
-        for old in sorted(set(case.new), reverse=True):
-            for count in (1, *nearer_numbers(old, 1)):
-                new = tuple(count if each == old else each for each in case.new)
-                yield {"new": new, "width": room_for(new)}
-        yield {"width": room_for(case.new)}
-    elif case.new:
-        yield from _fewer_accepted(case)
+    found: Iterator[Rows]
+    match case.rows:
+        case Decode():
+            found = iter(())
+        case Verify(tree):
+            found = map(Verify, _smaller_trees(tree))
+        case Drafted(draft):
+            fewer = [replace(draft, branches=count) for count in (1, *nearer_numbers(draft.branches, 1))]
+            fewer += [replace(draft, steps=count) for count in (2, *nearer_numbers(draft.steps, 2))]
+            found = (replace(case.rows, draft=each) for each in fewer)
+        case Extend():
+            found = _fewer_new(case.rows)
+        case Accepted():
+            found = _fewer_accepted(case.rows)
+    yield from ({"rows": rows} for rows in found)
+
+
+def _fewer_new(rows: Extend) -> Iterator[Rows]:
+    """One count of several less, the largest first; a graph without more room than they need."""
+    for old in sorted(set(rows.new), reverse=True):
+        for count in (1, *nearer_numbers(old, 1)):
+            new = tuple(count if each == old else each for each in rows.new)
+            yield replace(rows, new=new, room=room_for(new))
+    yield replace(rows, room=room_for(rows.new))
 
 
 def _smaller_trees(tree: Tree) -> Iterator[Tree]:
@@ -181,42 +206,43 @@ def _smaller_trees(tree: Tree) -> Iterator[Tree]:
         yield Tree(tuple(kept))
 
 
-def _fewer_accepted(case: Fields) -> Iterator[Changes]:
+def _fewer_accepted(rows: Accepted) -> Iterator[Rows]:
     """All rows of everyone; fewer rows, of which everyone accepts as many, or leaves out as many; the same count for
     everyone; one count more.
     """
-    width, new = case.width, case.new
-    yield {"new": (width,) * case.bs}
+    width, new, count_of = rows.width, rows.new, len(rows.new)
+    yield replace(rows, new=(width,) * count_of)
     for fewer in dict.fromkeys((2, max(new), *nearer_numbers(width, 1))):
-        yield {"width": fewer, "new": tuple(min(count, fewer) for count in new)}
-        yield {"width": fewer, "new": tuple(max(1, count - width + fewer) for count in new)}
-    yield from ({"new": (count,) * case.bs} for count in sorted(set(new), reverse=True))
+        yield replace(rows, width=fewer, new=tuple(min(count, fewer) for count in new))
+        yield replace(rows, width=fewer, new=tuple(max(1, count - width + fewer) for count in new))
+    yield from (replace(rows, new=(count,) * count_of) for count in sorted(set(new), reverse=True))
     for old in sorted(set(new)):
-        yield {"new": tuple(width if count == old else count for count in new)}
+        yield replace(rows, new=tuple(width if count == old else count for count in new))
     for old in sorted(set(new)):
-        for more in (width - 1, *nearer_numbers(old, width)):
-            yield {"new": tuple(more if count == old else count for count in new)}
+        for more in filter(None, (width - 1, *nearer_numbers(old, width))):
+            yield replace(rows, new=tuple(more if count == old else count for count in new))
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    mode, requests = so_far["mode"], len(so_far["prefixes"])
+    rows, requests = so_far["rows"], len(so_far["prefixes"])
     most = min(claims.max_q_rows, _MOST_RANDOM_ROWS)
-    if mode is ForwardMode.DECODE:
-        return {}
-    if mode is ForwardMode.TARGET_VERIFY:
-        parents: list[int] = []
-        for node in range(1, draws.number(1, most)):
-            room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < claims.max_topk]
-            parents.append(draws.one_of(room))
-        return {"tree": Tree(tuple(parents))}
-    if mode is ForwardMode.DRAFT_DECODE:
-        branches = draws.number(1, min(claims.max_draft_branches, _MOST_RANDOM_BRANCHES))
-        return {"draft": Draft(branches, draws.number(2, 7))}
-    if mode is ForwardMode.EXTEND:
-        new = draws.numbers((requests, requests), (1, min(claims.max_extend_tokens, _MOST_RANDOM_NEW)))
-        return {"new": new, "width": room_for(new)}
-    width = draws.number(1, most)
-    return {"width": width, "new": draws.numbers((requests, requests), (1, width))}
+    match rows:
+        case Verify():
+            parents: list[int] = []
+            for node in range(1, draws.number(1, most)):
+                room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < claims.max_topk]
+                parents.append(draws.one_of(room))
+            return changed_rows(rows, tree=Tree(tuple(parents)))
+        case Drafted():
+            branches = draws.number(1, min(claims.max_draft_branches, _MOST_RANDOM_BRANCHES))
+            return changed_rows(rows, draft=Draft(branches, draws.number(2, 7)))
+        case Extend():
+            new = draws.numbers((requests, requests), (1, min(claims.max_extend_tokens, _MOST_RANDOM_NEW)))
+            return changed_rows(rows, new=new, room=room_for(new))
+        case Accepted():
+            width = draws.number(1, most)
+            return changed_rows(rows, width=width, new=draws.numbers((requests, requests), (1, width)))
+    return {}
 
 
 def _undeclared_rows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -252,27 +278,27 @@ def _undeclared_branches(claims: Capabilities, context: BackendContext) -> tuple
 _UNDECLARED: tuple[Outside, ...] = (_undeclared_rows, _undeclared_children, _undeclared_tokens, _undeclared_branches)
 ROWS = Dimension(
     name="rows",
-    fields=("tree", "draft", "width", "new"),
+    fields=("rows",),
     words=(
         Word(
             r"chain(\d+)",
-            lambda match: {"tree": chain(int(match[1]))},
+            lambda match, so_far: changed_rows(so_far["rows"], tree=chain(int(match[1]))),
             lambda case: f"chain{len(case.tree)}" if case.tree and _is_chain(case.tree) else "",
         ),
-        Word(r"t(\d+(?:\.\d+)*)", lambda match: {"tree": Tree(tuple(map(int, match[1].split("."))))}, _write_tree),
+        Word(
+            r"t(\d+(?:\.\d+)*)",
+            lambda match, so_far: changed_rows(so_far["rows"], tree=Tree(tuple(map(int, match[1].split("."))))),
+            _write_tree,
+        ),
         Word(
             r"topk(\d+)steps(\d+)",
-            lambda match: {"draft": Draft(int(match[1]), int(match[2]))},
+            lambda match, so_far: changed_rows(so_far["rows"], draft=Draft(int(match[1]), int(match[2]))),
             lambda case: f"topk{case.draft.branches}steps{case.draft.steps}" if case.draft else "",
         ),
         Word(
             r"n(\d+)a([\d.x]+)",
-            lambda match: {"width": int(match[1]), "new": read_numbers(match[2])},
-            lambda case: (
-                f"n{case.width}a{numbers_word(case.new)}"
-                if not (case.tree or case.draft or case.mode is ForwardMode.DECODE)
-                else ""
-            ),
+            _read_counts,
+            lambda case: f"n{case.width}a{numbers_word(case.new)}" if case.new else "",
         ),
     ),
     describe=_phrases,
@@ -291,7 +317,7 @@ ROWS = Dimension(
             "query rows",
             lambda claims, mode: (claims.max_q_rows,) if mode.is_speculative() else (),
             lambda claims, case: max(rows_of(case)),
-            lambda claims, case, rows: two_requests(case.mode, rows, max(1, case.topk)),
+            lambda claims, case, rows: {"rows": rows_of_two(case.mode, rows, max(1, case.topk))},
             bound=True,
             most=MOST_ROWS,
         ),
@@ -300,7 +326,7 @@ ROWS = Dimension(
             "new tokens of a request",
             lambda claims, mode: (claims.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
             lambda claims, case: max(case.new, default=0),
-            lambda claims, case, tokens: two_requests(case.mode, tokens, 0),
+            lambda claims, case, tokens: {"rows": rows_of_two(case.mode, tokens, 0)},
             bound=True,
             most=MOST_NEW_TOKENS,
         ),
@@ -309,7 +335,7 @@ ROWS = Dimension(
             "children of a tree node",
             _widest_tree,
             lambda claims, case: case.topk,
-            lambda claims, case, topk: two_requests(case.mode, max(case.width, topk + 1), topk),
+            lambda claims, case, topk: {"rows": rows_of_two(case.mode, max(case.width, topk + 1), topk)},
             bound=True,
             most=MOST_ROWS - 1,
         ),
@@ -318,7 +344,7 @@ ROWS = Dimension(
             "branches of a draft",
             lambda claims, mode: (claims.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
             lambda claims, case: case.draft.branches if case.draft else 0,
-            lambda claims, case, branches: {"draft": Draft(branches, 3)},
+            lambda claims, case, branches: changed_rows(case.rows, draft=Draft(branches, 3)),
             bound=True,
             most=MOST_ROWS,
         ),
@@ -326,12 +352,7 @@ ROWS = Dimension(
     simpler=Simpler(
         value=_value,
         of=lambda case: (case.width, frozenset(case.new), case.tree, case.draft),
-        reset=lambda case, plain: {
-            "width": plain.width,
-            "new": plain.new * case.bs,
-            "tree": plain.tree,
-            "draft": plain.draft,
-        },
+        reset=_reset,
         size=_size,
         steps=_fewer,
     ),

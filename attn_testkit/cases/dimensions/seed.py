@@ -9,7 +9,11 @@ __all__ = ["SEED"]
 SEED = Dimension(
     name="seed",
     fields=("seed",),
-    words=(Word(r"s(\d+)", lambda match: {"seed": int(match[1])}, lambda case: f"s{case.seed}" if case.seed else ""),),
+    words=(
+        Word(
+            r"s(\d+)", lambda match, so_far: {"seed": int(match[1])}, lambda case: f"s{case.seed}" if case.seed else ""
+        ),
+    ),
     describe=lambda case: {"seed": str(case.seed or "")},
     values=Without("Whoever runs a tier says it, for all cases."),
     simpler=of_number("seed"),

@@ -1,4 +1,4 @@
-"""What not every server does: one variant of ``cases/ways/``, or none."""
+"""Server variants (``cases/ways/``): habits that some servers have and others do not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
-from ..layers import Layers
+from ..rows import Extend, Rows, Verify
 from ..trees import chain
-from ..ways import WAYS, way_of
+from ..ways import WAYS, all_fit, excluded, way_of
 from .dimension import (
     Asked,
     Dimension,
@@ -17,7 +17,7 @@ from .dimension import (
     OnLayers,
     OnSteps,
     Without,
-    listed_word,
+    Word,
     of_fields,
     option,
 )
@@ -26,25 +26,37 @@ from .outside import with_layers
 __all__ = ["SERVER_VARIANT"]
 
 
-def _declared(claims: Capabilities, case: Fields) -> bool:
-    return not case.way or WAYS[case.way].needs_no_claim or WAYS[case.way].fits(claims, case)
+def _word(word: str) -> Word:
+    return Word(
+        word,
+        lambda match, so_far: {"variants": so_far.get("variants", frozenset()) | {word}},
+        lambda case: word * (word in case.variants),
+        spelled=(word,),
+    )
+
+
+_MOST_RANDOM = 2
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    """Half of the draws have one, whatever else is drawn, so that it can be made simple by itself; it takes the
-    place of what no variant goes with. Layers that are not causal have no window and no tree, which few cases happen
-    to be without.
+    """Half of the draws have one, whatever else is drawn, so that it can be made simple by itself; what it does not go
+    with gives way. Layers that are not causal have no window and no tree, which few cases happen to be without.
     """
-    layers = Layers(so_far["layers"].count, so_far["layers"].first)
-    alone = Fields(**{**so_far, "layers": layers, "parts": "", "own_merge": False})
-    chained = replace(alone, window=-1, tree=chain(len(alone.tree)) if alone.tree else None)
-    minimal = replace(chained, layout="contiguous", chunks=1)
+    drawn = Fields(**so_far)
+    chained = replace(drawn, window=-1, layer_windows="any", rows=_chain(drawn.rows))
+    rows = replace(chained.rows, chunks=1) if isinstance(chained.rows, Extend) else chained.rows
+    minimal = replace(chained, layout="contiguous", rows=rows)
     words = [word for word, way in WAYS.items() if way.fits(claims, minimal)]
-    word = draws.one_of([""] * (len(words) or 1) + words)
-    found = next((case for case in (alone, chained) if word and WAYS[word].fits(claims, case)), None)
-    if found is None:
-        return {}
-    return {name: getattr(found, name) for name in ("layers", "parts", "own_merge", "window", "tree")} | {"way": word}
+    chosen = frozenset(draws.one_of([""] * (len(words) or 1) + words) for _ in range(_MOST_RANDOM)) - {""}
+    for case in (drawn, chained, replace(chained, parts="", own_merge=False)):
+        found = replace(case, variants=chosen)
+        if all_fit(claims, found) and not excluded(found):
+            return {name: getattr(found, name) for name in ("parts", "own_merge", "window", "rows", "variants")}
+    return {}
+
+
+def _chain(rows: Rows) -> Rows:
+    return Verify(chain(len(rows.tree))) if isinstance(rows, Verify) else rows
 
 
 def _not_causal(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -60,11 +72,13 @@ def _layers(case: Fields) -> Sequence[Changes]:
 
 
 SERVER_VARIANT = Dimension(
-    name="way",
-    fields=("way",),
-    words=(listed_word(tuple(WAYS), "way", always=False),),
-    describe=lambda case: {"way": f"{case.way}: {way_of(case).about}" if case.way else ""},
-    declared=(Asked(lambda case: f"the way {case.way!r}", _declared),),
+    name="variants",
+    fields=("variants",),
+    words=tuple(map(_word, WAYS)),
+    describe=lambda case: {
+        "server variant": "; ".join(f"{word}: {way.about}" for word, way in WAYS.items() if word in case.variants)
+    },
+    declared=(Asked(lambda case: f"the server variant {way_of(case).word}", all_fit),),
     fit=Without("Cases are made of variants that the backend takes."),
     values=Without("Each variant makes its cases, and cases/enriched.py combines them."),
     covered=(
@@ -75,7 +89,14 @@ SERVER_VARIANT = Dimension(
             "cases/ways/non_causal.py has them.",
         ),
     ),
-    simpler=of_fields("way"),
+    simpler=of_fields(
+        "variants",
+        value=lambda case: way_of(case).word or "none",
+        size=lambda case, plain: (len(case.variants),),
+        steps=lambda claims, case, plain: (
+            {"variants": case.variants - {word}} for word in sorted(case.variants) if len(case.variants) > 1
+        ),
+    ),
     undeclared=(_not_causal,),
     random=_random,
     varies="instance",

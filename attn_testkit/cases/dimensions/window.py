@@ -21,7 +21,7 @@ _MOST_RANDOM = 80
 
 
 def branches(tree: object) -> bool:
-    """Whether rows are a tree that branches: whoever declares ``window_in_trees`` takes a window with it."""
+    """Whether rows are a tree that branches: whoever declares ``Windows.in_trees`` takes a window with it."""
     return getattr(tree, "topk", 1) > 1
 
 
@@ -43,23 +43,23 @@ def _phrase(case: Fields) -> str:
 def _declared(claims: Capabilities, case: Fields) -> bool:
     if case.window < 0:
         return True
-    wider = LAYER_WINDOWS.index(claims.layer_windows) <= LAYER_WINDOWS.index(case.layer_windows)
-    return case.mode in claims.sliding_window and case.window >= claims.min_window and wider
+    wider = LAYER_WINDOWS.index(claims.windows.layers) <= LAYER_WINDOWS.index(case.layer_windows)
+    return case.mode in claims.windows.modes and case.window >= claims.windows.smallest and wider
 
 
 def _fit(claims: Capabilities, case: Fields) -> Changes:
     if case.window < 0:
         return {"layer_windows": "any"}
-    return {"window": max(case.window, claims.min_window), "layer_windows": claims.layer_windows}
+    return {"window": max(case.window, claims.windows.smallest), "layer_windows": claims.windows.layers}
 
 
 def _columns(claims: Capabilities, mode: ForwardMode) -> list[int]:
-    windows = dict.fromkeys(max(window, claims.min_window) for window in _WINDOWS)
-    return [-1, *windows] if mode in claims.sliding_window else [-1]
+    windows = dict.fromkeys(max(window, claims.windows.smallest) for window in _WINDOWS)
+    return [-1, *windows] if mode in claims.windows.modes else [-1]
 
 
 def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
-    return {"window": -1} if branches(row.get("tree")) and not claims.window_in_trees else {}
+    return {"window": -1} if branches(row.get("tree")) and not claims.windows.in_trees else {}
 
 
 def _windowed(case: Fields) -> bool:
@@ -68,44 +68,44 @@ def _windowed(case: Fields) -> bool:
 
 def _in_trees(claims: Capabilities, mode: ForwardMode) -> bool:
     trees = mode is ForwardMode.TARGET_VERIFY and min(claims.max_topk, claims.max_q_rows - 1) > 1
-    return trees and mode in claims.sliding_window and claims.window_in_trees
+    return trees and mode in claims.windows.modes and claims.windows.in_trees
 
 
 def _smaller(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
-    if case.window > claims.min_window:
-        yield {"window": claims.min_window}
-        yield from ({"window": window} for window in nearer_numbers(case.window, claims.min_window))
+    if case.window > claims.windows.smallest:
+        yield {"window": claims.windows.smallest}
+        yield from ({"window": window} for window in nearer_numbers(case.window, claims.windows.smallest))
 
 
 def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    fits = claims.window_in_trees or not branches(so_far.get("tree"))
-    if so_far["mode"] not in claims.sliding_window or not fits or not draws.one_of([False, True]):
+    fits = claims.windows.in_trees or not branches(getattr(so_far["rows"], "tree", None))
+    if so_far["rows"].mode not in claims.windows.modes or not fits or not draws.one_of([False, True]):
         return {}
-    return {"window": draws.number(claims.min_window, max(_MOST_RANDOM, claims.min_window))}
+    return {"window": draws.number(claims.windows.smallest, max(_MOST_RANDOM, claims.windows.smallest))}
 
 
 def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if context.modes <= claims.sliding_window:
+    if context.modes <= claims.windows.modes:
         return None
     return "a sliding window", with_layers(context, sliding_window_size=4)
 
 
 def _takes_windows(claims: Capabilities, context: BackendContext) -> bool:
-    return context.modes <= claims.sliding_window and (context.topk <= 1 or claims.window_in_trees)
+    return context.modes <= claims.windows.modes and (context.topk <= 1 or claims.windows.in_trees)
 
 
 def _narrower(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if not claims.min_window or not _takes_windows(claims, context):
+    if not claims.windows.smallest or not _takes_windows(claims, context):
         return None
-    window = claims.min_window - 1
+    window = claims.windows.smallest - 1
     return f"a sliding window of size {window}", with_layers(context, sliding_window_size=window)
 
 
 def _two(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if claims.layer_windows == "any" or len(context.layers) < 2 or not _takes_windows(claims, context):
+    if claims.windows.layers == "any" or len(context.layers) < 2 or not _takes_windows(claims, context):
         return None
-    first = max(claims.min_window, 4)
-    other = first + 1 if claims.layer_windows == "one" else -1
+    first = max(claims.windows.smallest, 4)
+    other = first + 1 if claims.windows.layers == "one" else -1
     by_turns = (replace(each, sliding_window_size=(first, other)[at % 2]) for at, each in enumerate(context.layers))
     return f"layers with sliding windows {first} and {other}", replace(context, layers=tuple(by_turns))
 
@@ -123,26 +123,30 @@ WINDOW = Dimension(
     name="window",
     fields=("window", "layer_windows"),
     words=(
-        Word(r"w(\d+)(one|same)?", lambda match: {"window": int(match[1]), "layer_windows": match[2] or "any"}, _write),
+        Word(
+            r"w(\d+)(one|same)?",
+            lambda match, so_far: {"window": int(match[1]), "layer_windows": match[2] or "any"},
+            _write,
+        ),
     ),
     describe=lambda case: {"window": _phrase(case)},
     declared=(
         Asked(lambda case: f"sliding window {case.window} ({case.layer_windows})", _declared),
         Asked(
             lambda case: "a sliding window with a branching tree",
-            lambda claims, case: claims.window_in_trees or case.window < 0 or not branches(case.tree),
+            lambda claims, case: claims.windows.in_trees or case.window < 0 or not branches(case.tree),
         ),
     ),
     fit=_fit,
     values=Columns(lambda claims, mode, tier: {"window": _columns(claims, mode)}, _of_row),
     covered=(
-        option("sliding window", lambda claims, mode: mode in claims.sliding_window, _windowed),
+        option("sliding window", lambda claims, mode: mode in claims.windows.modes, _windowed),
         option("sliding window in trees", _in_trees, lambda case: _windowed(case) and branches(case.tree)),
         # The smallest, if it is not the usual one.
         Covered(
             "window",
             "sliding window of size",
-            lambda claims, mode: {claims.min_window} - {0} if mode in claims.sliding_window else (),
+            lambda claims, mode: {claims.windows.smallest} - {0} if mode in claims.windows.modes else (),
             lambda claims, case: case.window if _windowed(case) else None,
             lambda claims, case, window: {
                 "window": window,

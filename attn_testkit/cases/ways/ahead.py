@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities
 from ..fields import C, Fields
@@ -15,19 +14,18 @@ _LENS = (9, 70, 1, 33)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return not claims.waits_between_steps
+    return claims.server.overlap_scheduling
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
-        new = small.new[:1] * len(_LENS)
-        yield replace(small, prefixes=_LENS, new=new, layout="shuffled", data="gauss", bucket=5, way="ahead")
+        yield small.of_requests(_LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"ahead"}))
 
 
 AHEAD = Way(
     "ahead",
     "the next step is planned while the device is still busy with this one",
-    "waits_between_steps=False",
+    "server.overlap_scheduling",
     _cases,
     _fits,
 )

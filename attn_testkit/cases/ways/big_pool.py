@@ -44,8 +44,16 @@ def _case(claims: Capabilities, small: C) -> Iterator[C]:
         width = max([width, *(dim for dim in claims.head_dims if dim <= _MOST_WIDTH)])
     page, narrow = small.page_size, min(claims.dtypes, key=_NARROWEST.index)
     lens = (9, 2 * page + 5, 1)
-    one = replace(small, head_dim=width, dtype=narrow, layers=Layers(1), layout="shuffled", data="gauss", way="bigpool")
-    yield replace(one, prefixes=lens, new=small.new[:1] * len(lens), bucket=4)
+    one = replace(
+        small,
+        head_dim=width,
+        dtype=narrow,
+        layers=Layers(1),
+        layout="shuffled",
+        data="gauss",
+        variants=frozenset({"bigpool"}),
+    )
+    yield one.of_requests(lens, padded=1)
 
 
 BIG_POOL = Way(

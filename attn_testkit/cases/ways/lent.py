@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities
 from ..fields import C, Fields
@@ -15,12 +14,19 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_out
+    return claims.server.takes_out
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
-        yield replace(small, prefixes=_LENS, new=small.new[:1] * len(_LENS), data="gauss", bucket=4, way="lent")
+        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"lent"}))
 
 
-LENT = Way("lent", "each forward is given out=, which it writes and returns", "takes_out", _cases, _fits)
+LENT = Way(
+    "lent",
+    "each forward is given out=, which it writes and returns",
+    "server.takes_out",
+    _cases,
+    _fits,
+    excludes={"KV splits": "forward_return_lse has no out=: each part has an output of its own, and they are merged"},
+)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
@@ -15,15 +14,22 @@ _LENS = (9, 70, 1)
 
 
 def _fits(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
+    return claims.server.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
 
 
 def _cases(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits(claims, small):
-        new = small.new[:1] * len(_LENS)
-        yield replace(small, prefixes=_LENS, new=new, data="gauss", bucket=4, way="morerows")
+        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"morerows"}))
 
 
 MORE_ROWS = Way(
-    "morerows", "each forward has rows of no request behind those of its plan", "takes_more_rows", _cases, _fits
+    "morerows",
+    "each forward has rows of no request behind those of its plan",
+    "server.takes_more_rows",
+    _cases,
+    _fits,
+    excludes={
+        "KV splits": "rows of no request have no keys to merge: servers cut them off before they split keys",
+        "idle": "what a rank without requests is given has no rows either, and is not planned",
+    },
 )

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
-from ..extend import room_for
 from ..fields import C, Fields
+from ..rows import Extend, Verify, room_for
 from ..trees import chain
 from .way import Way
 
@@ -31,12 +31,12 @@ def _cases(claims: Capabilities, small: C) -> Iterator[C]:
         return
     if small.mode is ForwardMode.EXTEND:
         new = tuple(min(count, claims.max_extend_tokens) for count in _NEW)
-        found = [replace(small, prefixes=_LENS, new=new, width=room_for(new), bucket=len(_LENS))]
+        found = [small.of_requests(_LENS, rows=Extend(new, room_for(new)))]
     else:
         blocks = dict.fromkeys(min(rows, claims.max_q_rows) for rows in _BLOCKS)
-        found = [replace(small, prefixes=_LENS, tree=chain(n), bucket=len(_LENS) + 1) for n in blocks]
+        found = [small.of_requests(_LENS, padded=1, rows=Verify(chain(n))) for n in blocks]
     for case in found:
-        yield replace(case, data="gauss", way="noncausal")
+        yield replace(case, data="gauss", variants=frozenset({"noncausal"}))
 
 
 NON_CAUSAL = Way(

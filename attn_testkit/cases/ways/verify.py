@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
+from ..rows import Verify
 from ..trees import chain
 from .way import Way
 
@@ -17,31 +18,31 @@ _LENS = (9, 70, 1)
 
 def _verify(claims: Capabilities, small: C) -> C:
     rows = min(4, claims.max_q_rows)
-    return replace(small, prefixes=_LENS, tree=chain(rows), data="gauss", bucket=4)
+    return small.of_requests(_LENS, padded=1, rows=Verify(chain(rows)), data="gauss")
 
 
 def _fits_with_new(claims: Capabilities, case: Fields) -> bool:
-    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.verify_lens) > {"all"}
+    return case.mode is ForwardMode.TARGET_VERIFY and set(claims.server.verify_lens) > {"all"}
 
 
 def _fits_bare(claims: Capabilities, case: Fields) -> bool:
-    return claims.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
+    return claims.server.takes_bare_chains and case.tree is not None and case.tree == chain(len(case.tree))
 
 
 def _with_new(claims: Capabilities, small: C) -> Iterator[C]:
     if _fits_with_new(claims, small):
-        yield replace(_verify(claims, small), way="withnew")
+        yield replace(_verify(claims, small), variants=frozenset({"withnew"}))
 
 
 def _bare(claims: Capabilities, small: C) -> Iterator[C]:
-    if small.mode is ForwardMode.TARGET_VERIFY and claims.takes_bare_chains:
-        yield replace(_verify(claims, small), way="bare")
+    if small.mode is ForwardMode.TARGET_VERIFY and claims.server.takes_bare_chains:
+        yield replace(_verify(claims, small), variants=frozenset({"bare"}))
 
 
 WITH_NEW = Way(
     "withnew",
     "seq_lens of target-verify count the step's own tokens",
-    "verify_lens",
+    "server.verify_lens",
     _with_new,
     _fits_with_new,
     says={"verify_lens": "all"},
@@ -49,7 +50,7 @@ WITH_NEW = Way(
 BARE = Way(
     "bare",
     "a chain is verified without a tree: no custom_mask and no retrieve_*",
-    "takes_bare_chains",
+    "server.takes_bare_chains",
     _bare,
     _fits_bare,
     gives_none=True,

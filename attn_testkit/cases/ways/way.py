@@ -1,4 +1,4 @@
-"""What a way is."""
+"""What a server variant is."""
 
 from __future__ import annotations
 
@@ -58,6 +58,9 @@ class Way:
     """Whether the kernel of a layer sees it, and not only who plans and launches: options of a layer go with it."""
     needs_no_claim: bool = False
     """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    """Words of other variants and names of ``fields.THINGS`` that no case has together with it -> why. Everything
+    else combines."""
     pool_elements: int = 0
     """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""
 

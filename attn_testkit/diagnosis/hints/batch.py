@@ -95,7 +95,7 @@ def only_empty_prefixes(e: Evidence) -> str:
         return ""
     return (
         "only requests without a prefix are wrong. Servers never draft without one; if your planning relies on that, "
-        "declare drafts_without_prefix=False"
+        "declare server=ServerConventions(drafts_without_prefix=False)"
     )
 
 

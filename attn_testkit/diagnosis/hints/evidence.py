@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -154,9 +154,9 @@ class Evidence:
         if given is None:
             given = schedule.new_rows_as_given and not self.step.stored
         if supposed.products:
-            schedule = replace(schedule, matmul_dtype=supposed.products)
+            schedule = schedule.with_numerics(matmul_dtype=supposed.products)
         if supposed.q_scale:
-            schedule = replace(schedule, q_scale=supposed.q_scale)
+            schedule = schedule.with_numerics(q_scale=supposed.q_scale)
         want, limit = attend_with_limit(schedule, supposed.data or self.expected.data, given, supposed.layers)
         out = self.judgement.out.double()
         # Of a row that sees no KV token the oracle has NaN, and a backend 0.

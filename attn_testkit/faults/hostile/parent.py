@@ -26,7 +26,7 @@ class HostileBackend(DenseBackend):
         page_sizes={16},
         max_q_rows=1,
         max_topk=0,
-        window_in_trees=False,
+        windows={"in_trees": False},
     )
     cheats: ClassVar[bool] = True
     """False in the healthy control."""

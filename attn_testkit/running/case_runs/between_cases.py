@@ -6,18 +6,52 @@ alone, so its repro would pass. Asked only after a failure.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ...results import CaseResult, Finding
 from ...runner_modes.messages import DriveCase
 
-__all__ = ["Fails", "explained_by_what_was_kept", "named"]
+__all__ = ["ENOUGH", "Afresh", "Fails", "explained_by_what_was_kept", "named"]
 
 Fails = Callable[[Sequence[DriveCase]], bool | None]
 """Whether the case-run fails in a fresh process after these, in this order; None: they did not come to an end there."""
 MOST_PREDECESSORS = 64
 """A search goes no further back."""
+
+ENOUGH = 2
+"""Failures of one kind, the same checks, that are asked about in a fresh process: it takes as long as a worker's start.
+Later ones are taken to be like them."""
+
+
+@dataclass
+class Afresh:
+    """Results of fresh processes about the failures of a run."""
+
+    wrong: Counter[tuple[str, ...]] = field(default_factory=Counter)
+    """Kind of failure -> how often it was found in a fresh process too."""
+    right: Counter[str] = field(default_factory=Counter)
+    """Backend -> failures that were not."""
+
+    def asks(self, result: CaseResult) -> bool:
+        """Report whether a failure of this kind is asked about."""
+        return self.wrong[_kind(result)] < ENOUGH
+
+    def searches(self, result: CaseResult) -> bool:
+        """Report whether its cause is searched for further back than in the case-run before it."""
+        return self.right[result.backend] < ENOUGH
+
+    def note(self, result: CaseResult, fails: bool | None) -> None:
+        """Remember whether a failure was found in a fresh process too; None: that was not asked."""
+        if fails:
+            self.wrong[_kind(result)] += 1
+        elif fails is not None:
+            self.right[result.backend] += 1
+
+
+def _kind(result: CaseResult) -> tuple[str, ...]:
+    return result.backend, *(finding.check for finding in result.findings)
 
 
 def explained_by_what_was_kept(

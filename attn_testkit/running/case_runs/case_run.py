@@ -15,6 +15,7 @@ from ...cases.companions import claimed_companions, neighbour_of
 from ...cases.data import DTYPES
 from ...cases.kv_groups import pages_in_pool
 from ...cases.loop import loop_modes, make_loop
+from ...cases.numerics import numerics_of
 from ...cases.schedule import Schedule, Step, make_schedule, only, part
 from ...cases.ways import way_of
 from ...checks import Stage
@@ -36,9 +37,11 @@ from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.lossless import run_loop
 from ...runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
 from ...runner_modes.neighbour import EagerNeighbour
+from ..planning.request import Item
 from ..processes.memory_limit import no_more_than
 
 __all__ = [
+    "CaseRun",
     "drive_case",
     "gradients_off",
     "in_other_company",
@@ -50,6 +53,15 @@ __all__ = [
 ]
 
 
+@dataclass(frozen=True)
+class CaseRun:
+    """An item of a plan with its case, which is parsed once."""
+
+    item: Item
+    case: Case
+    execution: Execution
+
+
 @contextmanager
 def gradients_off(case: Case) -> Iterator[None]:
     """``no_grad`` in half of the cases, ``inference_mode`` in the others: servers use both."""
@@ -59,19 +71,7 @@ def gradients_off(case: Case) -> Iterator[None]:
 
 def schedule_for(case: Case, claims: Capabilities) -> Schedule:
     """One object for all backends with the same limits, so that they share the oracle's answers."""
-    in_fp8 = case.kv_dtype != "same"
-    as_given = in_fp8 and case.mode in claims.new_rows_as_given
-    products = claims.matmul_dtype if in_fp8 else "model"
-    if products == "model" and case.dtype == "fp32" and claims.fp32_products == "tf32":
-        products = "tf32"
-    lse_in_model = case.parts and claims.lse is not None and claims.lse.dtype == "model"
-    others = {"lse_dtype": "model"} if lse_in_model else {}
-    if in_fp8 and claims.q_scale != "none":
-        others["q_scale"] = claims.q_scale
-    # Defaults are left out: the cache of make_schedule would keep a second object for the other spelling of a call.
-    if products == "model" and not as_given:
-        return make_schedule(case, **others)
-    return make_schedule(case, products, as_given, **others)
+    return make_schedule(case, numerics_of(case, claims))
 
 
 def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:
@@ -263,7 +263,7 @@ def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environme
         run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
         for chunk in schedule.chunks
     ]
-    if claims.takes_empty_batches:
+    if claims.server.takes_empty_batches:
         seen += [
             run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", among="steps")
             for idle in schedule.idle
@@ -343,9 +343,9 @@ def rerun(
     """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
     schedule = request.schedule
     if request.options.width_at_capture:
-        claims = claims.with_changes(takes_unset_width=False)
+        claims = claims.with_changes(server={"takes_unset_width": False})
     if request.options.contiguous_heads:
-        claims = claims.with_changes(takes_strided_heads=False)
+        claims = claims.with_changes(server={"takes_strided_heads": False})
     drive = _Drive([schedule], claims)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:

@@ -9,7 +9,7 @@ from functools import partial
 
 import torch
 
-from ...cases.case import Case, parse_case
+from ...cases.case import Case
 from ...cases.claimed import not_claimed
 from ...cases.data import StepData
 from ...cases.loop import make_loop, said
@@ -36,7 +36,7 @@ from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, DriveCase, Driven, Rerun, StepRecord
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
-from .case_run import in_other_company, loop_of, schedule_for, schedules_of
+from .case_run import CaseRun, in_other_company, loop_of, schedule_for, schedules_of
 
 __all__ = ["Drive", "fails", "judge_item"]
 
@@ -57,9 +57,9 @@ class _Outcome:
     passed: list[Observation] = field(default_factory=list)
 
 
-def judge_item(drive: Drive, described: Described, plan: Plan, item: Item) -> CaseResult:
+def judge_item(drive: Drive, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
     """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
-    case, execution, environment = parse_case(item.case), Execution(item.execution), resolve(plan.device)
+    item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
     outcome, seconds = _judged(drive, described, case, execution, environment)
     result = partial(_result, item, plan, described.claims, case, execution, outcome, seconds)
     if outcome.driven.not_here:
@@ -93,7 +93,7 @@ def _with_cause(
     in_graph = execution is Execution.GRAPH
     if in_graph:
         finding = _of_unset_width(finding, rerunner, case, claims)
-    if finding.check in _OF_STRIDES and claims.takes_strided_heads and case.strided_heads:
+    if finding.check in _OF_STRIDES and claims.server.takes_strided_heads and case.strided_heads:
         finding = _with_hint(finding, blame_strided_heads(rerunner, schedule_for(case, claims)))
     if finding.check == "completes" and outcome.driven.stage < Stage.COMPLETED:
         finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, claims), in_graph=in_graph))
@@ -104,10 +104,9 @@ _OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"}
 """Checks that a backend may fail because it reads new k and v by other strides than theirs, or refuses these."""
 
 
-def fails(drive: Drive, described: Described, plan: Plan, item: Item) -> bool:
+def fails(drive: Drive, described: Described, plan: Plan, asked: CaseRun) -> bool:
     """Whether a case-run does not pass, and no more. Raises what ``drive`` raises."""
-    execution, environment = Execution(item.execution), resolve(plan.device)
-    outcome, _ = _judged(drive, described, parse_case(item.case), execution, environment)
+    outcome, _ = _judged(drive, described, asked.case, asked.execution, resolve(plan.device))
     return bool(outcome.findings or outcome.driven.lost)
 
 
@@ -158,7 +157,9 @@ def _said(
     if spoken is None or not ran_to_its_end(spoken, loop):
         return [Finding("completes", "the lossless loop was due and did not run to its end")]
     products = schedule_for(case, claims).matmul_dtype
-    return lossless(spoken, expect_of(replace(loop.schedules[0], matmul_dtype=products), said(case, spoken.tokens)))
+    return lossless(
+        spoken, expect_of(loop.schedules[0].with_numerics(matmul_dtype=products), said(case, spoken.tokens))
+    )
 
 
 def _observations(driven: Driven, schedules: Sequence[Schedule]) -> list[Observation]:
@@ -241,7 +242,7 @@ def _due(
         first = own.steps[0]
         yield own.case.id, first.name, False
         yield from ((own.case.id, chunk.name, False) for chunk in own.chunks)
-        if claims.takes_empty_batches:
+        if claims.server.takes_empty_batches:
             yield from ((own.case.id, idle.name, False) for idle in own.idle)
         yield own.case.id, own.second.name, False
         if claims.batch_invariant and first.bs > 1:
@@ -337,7 +338,7 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
 
 def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, claims: Capabilities) -> Finding:
     """With a hint first, where a graph is wrong because its capture did not say the width."""
-    if not claims.takes_unset_width or case.mode not in WIDTH_OF:
+    if not claims.server.takes_unset_width or case.mode not in WIDTH_OF:
         return finding
     return _with_hint(finding, blame_unset_width(rerunner, schedule_for(case, claims)))
 
@@ -349,11 +350,9 @@ def _with_hint(finding: Finding, why: str) -> Finding:
 
 def _of_way(finding: Finding, case: Case) -> Finding:
     """With what the server of the case does and not every server does, where there is such a thing."""
-    if not case.way:
+    if not case.variants:
         return finding
-    way = way_of(case)
-    said = f"{way.about} ({way.claim})" if way.claim else way.about
-    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {said}"))))
+    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {way_of(case).about}"))))
 
 
 def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:

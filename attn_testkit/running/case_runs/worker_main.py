@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from ...cases.data import forget_data
-from ...cases.schedule import make_schedule
+from ...cases.schedule import forget_schedules
 from ...checks.failures import device_full
 from ...contract import AttentionBackend, Capabilities
 from ...environment import Environment, resolve
@@ -197,7 +197,7 @@ def serve(
             # Nobody asks for the steps of another case again, and every capture and every first replay begins with a
             # garbage collection, which looks at all that are kept. The judge's own process shares them among backends.
             case = request.case
-            make_schedule.cache_clear()
+            forget_schedules()
         answer = _answer(worker, request)
         if notes and isinstance(request, DriveCase):
             notes.drove(request.case, request.execution)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
-from dataclasses import fields
 
 from ...cases.case import Case
 from ...contract import Execution
@@ -112,9 +111,5 @@ def pairs_of(case: Case) -> Features:
     return frozenset(itertools.combinations(_values(case), 2))
 
 
-_NO_VALUE = ("seed", "host")
-"""Fields that say nothing of what is tried."""
-
-
 def _values(case: Case) -> list[tuple[str, Hashable]]:
-    return [(each.name, getattr(case, each.name)) for each in fields(case) if each.name not in _NO_VALUE]
+    return [(name, value) for name, value in case.values.items() if name != "seed"]

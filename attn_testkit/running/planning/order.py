@@ -41,7 +41,7 @@ def _as_listed(case: Case) -> tuple[int, ...]:
 _MANY_REQUESTS, _MANY_KEYS = 4, 256
 """Up to so many are few: what is wrong with one of them can be followed by hand."""
 _OPTIONS = (
-    "chunks", "kv_dtype", "kv_layout", "window", "logit_cap", "sinks", "layers", "parts", "padding", "way",
+    "kv_dtype", "kv_layout", "window", "logit_cap", "sinks", "layers", "parts", "padding", "variants",
 )  # fmt: skip
 """Fields of a case whose default is the plain value."""
 _PLAIN = {each.name: each.default for each in fields(Case)}
@@ -52,6 +52,7 @@ def _oddness(case: Case) -> tuple[int, ...]:
     odd = [getattr(case, name) != _PLAIN[name] for name in _OPTIONS]
     odd += [
         case.data not in DATA,
+        case.chunks > 1,
         case.topk > 1,
         case.bs > _MANY_REQUESTS,
         max(case.prefixes) + case.most_new > _MANY_KEYS,

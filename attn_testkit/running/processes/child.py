@@ -45,12 +45,14 @@ class Child:
     """A process that imports ``module`` and calls its ``serve(connection, *arguments)``.
 
     Forked from the process that has imported torch; what it prints goes into a file. ``reader`` makes an object of the
-    bytes it sends, or raises ``Unreadable``. Used by one thread; another may close it. Raises ``OSError`` or
+    bytes it sends, or raises ``Unreadable``. ``grace``: seconds that it has after a SIGTERM to end what it started in
+    groups of their own; 0: it is killed at once. Used by one thread; another may close it. Raises ``OSError`` or
     ``EOFError`` when no process can be started.
     """
 
-    def __init__(self, module: str, *arguments: Any, reader: Callable[[bytes], Any] = read) -> None:
+    def __init__(self, module: str, *arguments: Any, reader: Callable[[bytes], Any] = read, grace: float = 0.0) -> None:
         self.ended = False
+        self._grace = grace
         # Held by a thread whose signal handler may close it again.
         self._closing = threading.RLock()
         self._reader = reader
@@ -73,6 +75,16 @@ class Child:
         """Of the process."""
         return self._process.pid or 0
 
+    @property
+    def connection(self) -> Connection:
+        """What its answers come by, to wait for those of several children."""
+        return self._connection
+
+    @property
+    def seconds_left(self) -> float:
+        """Until ``answer`` takes it for hanging."""
+        return max(0.0, self._deadline - time.monotonic())
+
     def wait_until_started(self) -> None:
         """Return when the module is imported. To be called before the first question; raises ``ChildLost``."""
         begun = self.hear(START_SECONDS)
@@ -86,7 +98,7 @@ class Child:
     def tell(self, message: object, seconds: float) -> None:
         """Ask, and have ``answer`` wait for what comes within ``seconds`` from now."""
         self._mark = os.path.getsize(self._words)
-        self._due(seconds)
+        self.wait_for(seconds)
         try:
             self._connection.send(message)
         except OSError:
@@ -94,13 +106,17 @@ class Child:
 
     def hear(self, seconds: float) -> Any:
         """What it says next without being asked."""
-        self._due(seconds)
+        self.wait_for(seconds)
         return self.answer()
+
+    def wait_for(self, seconds: float) -> None:
+        """Have ``answer`` wait for what comes within ``seconds`` from now."""
+        self._deadline, self._seconds = time.monotonic() + seconds, seconds
 
     def answer(self) -> Any:
         """The answer to what it was told. Raises ``ChildLost``."""
         try:
-            if not self._connection.poll(max(0.0, self._deadline - time.monotonic())):
+            if not self._connection.poll(self.seconds_left):
                 raise self._lost(Status.TIMED_OUT, f"no result after {self._seconds:g} s")
             return self._reader(self._connection.recv_bytes())
         except (EOFError, OSError):
@@ -117,6 +133,13 @@ class Child:
         lines = [line.rstrip() for line in _tail(self._words, self._mark).splitlines() if line.strip()]
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
+    def end(self) -> None:
+        """Ask a process that has a grace to end, and do not wait for it: ``close`` does."""
+        pid = self._process.pid
+        if self._grace and pid is not None and self._process.exitcode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGTERM)
+
     def close(self) -> None:
         """End the process and everything it started. When this returns they have ended, whichever thread began it."""
         with self._closing:
@@ -129,20 +152,21 @@ class Child:
         with contextlib.suppress(OSError):
             os.unlink(self._words)
 
-    def _due(self, seconds: float) -> None:
-        self._deadline, self._seconds = time.monotonic() + seconds, seconds
-
     def _kill(self) -> None:
         with self._closing:
             pid = self._process.pid
-            if pid is not None and self._process.exitcode is None:
-                # Its own group where it came so far, and itself where not.
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    if os.getpgid(pid) == pid:
-                        os.killpg(pid, signal.SIGKILL)
-                    else:
-                        os.kill(pid, signal.SIGKILL)
-                self._process.join()
+            if pid is None or self._process.exitcode is not None:
+                return
+            if self._grace:
+                self.end()
+                self._process.join(self._grace)
+            # Its own group where it came so far, and itself where not.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getpgid(pid) == pid:
+                    os.killpg(pid, signal.SIGKILL)
+                else:
+                    os.kill(pid, signal.SIGKILL)
+            self._process.join()
 
     def _died(self) -> NoReturn:
         self._process.join(timeout=5)

@@ -7,6 +7,7 @@ import importlib
 import multiprocessing
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
@@ -18,7 +19,7 @@ __all__ = ["SERVE", "begin_forking", "fork_context", "fork_off", "preload"]
 
 SERVE = "attn_testkit.running.case_runs.worker_main"
 """Module whose ``serve`` a worker runs."""
-_preloaded = [SERVE, "attn_testkit.running.case_runs.judging_process"]
+_preloaded = [SERVE, "attn_testkit.running.case_runs.lane_process"]
 _EMULATED = ["torch.fx.experimental.symbolic_shapes", "triton.runtime.interpreter"]
 """What the emulation has every worker import: torch decomposes a product of matrices, and kernels are interpreted."""
 _LAST = "attn_testkit.running.processes.ready"
@@ -77,6 +78,8 @@ def _fork(path: object, args: Sequence[Any], passfds: Sequence[int]) -> int:
         return pid
     # Here nobody comes back to do it, and all workers would start processes so.
     util.spawnv_passfds = _spawn
+    # Held where this was called from. A lane, which is forked from here, starts a process like this one for itself.
+    forkserver._forkserver._lock = threading.Lock()  # type: ignore[attr-defined]
     _carry_out(args[-1], passfds)
 
 

@@ -15,9 +15,12 @@ __all__ = ["Unreadable", "read"]
 _ALLOWED = {
     "attn_testkit.checks.lossless": {"Said", "Spoken"},
     "attn_testkit.checks.observation": {"Copies"},
-    "attn_testkit.contract.capabilities": {"Capabilities", "Requires"},
+    "attn_testkit.contract.capabilities": {"Capabilities"},
     "attn_testkit.contract.merging": {"LogSumExp"},
     "attn_testkit.contract.modes": {"ForwardMode"},
+    "attn_testkit.contract.requires": {"Requires"},
+    "attn_testkit.contract.server_conventions": {"ServerConventions"},
+    "attn_testkit.contract.windows": {"Windows"},
     "attn_testkit.results": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "Driven", "StepRecord"},
     "numpy": {"dtype", "ndarray"},

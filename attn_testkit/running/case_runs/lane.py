@@ -1,0 +1,165 @@
+"""A lane: owns the worker of a backend, has it run cases, and evaluates what it did, diagnosis included.
+
+It plans nothing. A run with one worker has its lane in the process of the ``Runner``; of several each is a process
+(``lane_process.py``). So outputs cross one pipe, from worker to lane, and results are all that leaves a lane.
+"""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from ...cases.case import parse_case
+from ...contract import Execution
+from ...registry import UsageError
+from ...results import CaseResult, Status
+from ...runner_modes.messages import Described, DriveCase
+from ..planning.candidate import Candidate
+from ..planning.request import Item, Options, Plan, bare_result, kit_error
+from ..processes.host_memory import Trimmer
+from ..processes.worker_process import WorkerLost
+from .between_cases import Afresh, explained_by_what_was_kept
+from .case_run import CaseRun
+from .judge import fails, judge_item
+from .worker_slot import WorkerSlot
+
+__all__ = ["Lane", "Work"]
+
+
+@dataclass(frozen=True)
+class Work:
+    """One case-run for a lane."""
+
+    item: Item
+    following: Item | None
+    """The case-run after this one, as far as that is known: begun while the lane evaluates this one."""
+    afresh: Afresh
+    """Results of fresh processes about earlier failures, in every lane."""
+
+
+class Lane:
+    """Evaluates one case-run after the other. Used by one thread; another may close it."""
+
+    def __init__(self, options: Options, gpu: str = "", alive: Callable[[], None] = lambda: None) -> None:
+        """``alive``: called between two things that take long, to show that it does not hang."""
+        self._options, self._alive = options, alive
+        self._slot = WorkerSlot(options, gpu, alive)
+        self._trimmer = Trimmer()
+        self._begun: tuple[Plan, Work] | None = None
+        self._lost = ""
+        """Reason why nothing more runs: the case-run that lost the device's context, of a backend in this process."""
+
+    def start(self, candidate: Candidate, device: str) -> None:
+        """Have the worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
+        self._slot.of(candidate, device)
+
+    def describe(self, candidate: Candidate, device: str) -> Described:
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``."""
+        return self._slot.of(candidate, device).describe()
+
+    def run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
+        """Run and evaluate one case; of a failure, say whether a fresh process fails too (None: it was not asked).
+
+        Returns whatever the backend or the kit does.
+        """
+        item = work.item
+        if self._lost:
+            return bare_result(item, Status.NOT_RUN_HERE, self._lost), None
+        try:
+            return self._run(plan, work)
+        except UsageError as error:
+            # It was imported once, to be planned, and cannot be again.
+            return bare_result(item, Status.CRASHED, str(error), plan.header.device), None
+        except Exception as error:
+            trace = "".join(traceback.format_exception(error)).rstrip()
+            return kit_error(item, f"{type(error).__name__}: {error}\n{trace}"), None
+        finally:
+            self._trimmer.after_case()
+
+    def begin(self, plan: Plan, work: Work) -> None:
+        """Take a case-run, which ``result`` runs: what a lane in another process does meanwhile."""
+        self._begun = plan, work
+
+    def result(self) -> tuple[CaseResult, bool | None]:
+        """Run what was begun, as ``run`` does."""
+        assert self._begun is not None
+        return self.run(*self._begun)
+
+    def end(self) -> None:
+        """Nothing: ``close`` need not wait for it."""
+
+    def close(self) -> None:
+        """End every worker."""
+        self._slot.close()
+
+    def _run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
+        item, slot = work.item, self._slot
+        asked = CaseRun(item, parse_case(item.case), Execution(item.execution))
+        candidate = next(each for each in plan.candidates if each.spec == item.backend)
+        slot.turn_to(asked.case)
+        slot.before, slot.next = None, self._following(work, asked)
+        try:
+            described = slot.take(candidate, plan.device).describe()
+            result = judge_item(slot.drive, described, plan, asked)
+        except WorkerLost as error:
+            result = bare_result(item, error.status, error.reason, plan.header.device)
+        else:
+            if result.status is Status.CRASHED:
+                result = replace(result, reason=result.reason + slot.last_words())
+                if self._options.in_process:
+                    self._lost = f"not run: the device's context was lost in {item.case}"
+        return self._asked_afresh(result, plan, work.afresh, asked, candidate)
+
+    @staticmethod
+    def _following(work: Work, asked: CaseRun) -> DriveCase | None:
+        after = work.following
+        if after is None or after.backend != asked.item.backend:
+            return None
+        # The worker will have ended (``WorkerSlot.turn_to``).
+        if asked.case.inference_mode and not parse_case(after.case).inference_mode:
+            return None
+        return DriveCase(after.case, Execution(after.execution))
+
+    def _asked_afresh(
+        self, result: CaseResult, plan: Plan, afresh: Afresh, asked: CaseRun, candidate: Candidate
+    ) -> tuple[CaseResult, bool | None]:
+        """Say in the result whether an earlier case-run in the same process is the cause of a failure."""
+        before = self._slot.before
+        if result.status not in (Status.FAILED, Status.CRASHED) or not before or not self._options.asks_afresh:
+            return result, None
+        if self._options.in_process:
+            return replace(result, hints=(*result.hints, _CANNOT_TELL)), None
+        if not afresh.asks(result):
+            return result, None
+
+        def fails_after(before: Sequence[DriveCase]) -> bool | None:
+            return self._fails_afresh(before, plan, asked, candidate)
+
+        found = explained_by_what_was_kept(result, before, fails_after, search=afresh.searches(result))
+        return (result, True) if found is None else (found, False)
+
+    def _fails_afresh(
+        self, before: Sequence[DriveCase], plan: Plan, asked: CaseRun, candidate: Candidate
+    ) -> bool | None:
+        with self._slot.fresh(candidate, plan.device) as worker:
+            try:
+                described = worker.describe()
+                for request in before:
+                    self._alive()
+                    worker.drive(request)
+            except (WorkerLost, UsageError, RuntimeError):
+                return None
+            self._alive()
+            try:
+                return fails(worker.drive, described, plan, asked)
+            except WorkerLost:
+                return True
+            except Exception:
+                return None
+
+
+_CANNOT_TELL = (
+    "--in-process: whether a failure has its cause in an earlier case-run cannot be told; run without it, or that case "
+    "alone"
+)

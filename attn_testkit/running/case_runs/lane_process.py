@@ -1,0 +1,210 @@
+"""A lane in a process of its own: both ends of the one pipe between it and the ``Runner``.
+
+It is forked from where workers are forked from. Before it holds anything it forks what its own workers are forked from:
+no worker descends from a process that has held an expected value. It meets no candidate.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from ...registry import BackendNotFound
+from ...results import CaseResult
+from ...runner_modes.messages import Described
+from ..planning.candidate import Candidate
+from ..planning.request import Item, Options, Plan, kit_error
+from ..processes.child import START_SECONDS, Child, ChildLost
+from ..processes.forking import fork_off
+from ..processes.worker_process import WorkerStartError, import_seconds
+from .lane import Lane, Work
+
+__all__ = ["MODULE", "LaneProcess", "ready", "serve"]
+
+MODULE = "attn_testkit.running.case_runs.lane_process"
+_GRACE = 5.0
+"""Seconds for a lane to end its workers before it is killed."""
+_EVALUATING = 3600.0
+"""Seconds for evaluating one answer of a worker, far above what any takes."""
+_ALIVE = None
+"""Sign of life, sent between two things that take long: only a lane that sends nothing hangs."""
+
+
+class LaneProcess:
+    """``Lane`` in another process: evaluates one case-run at a time. Used by one thread; another may close it.
+
+    Its process starts with the first question.
+    """
+
+    def __init__(self, options: Options, gpu: str = "") -> None:
+        self._options, self._gpu = options, gpu
+        # One run by a new worker.
+        self._patience = _EVALUATING + START_SECONDS + import_seconds(options.timeout_s) + options.timeout_s
+        self.child: Child | None = None
+        """Process of the lane."""
+        self._started = self._closed = False
+        self._plan: Plan | None = None
+        self._item: Item | None = None
+        self._failed = ""
+
+    def start(self, candidate: Candidate, device: str) -> None:
+        """Have its worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
+        self._tell("start", candidate, device)
+
+    def describe(self, candidate: Candidate, device: str) -> Described:
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``."""
+        self._tell("describe", candidate, device)
+        try:
+            while (answer := self._answer()) is _ALIVE:
+                pass
+        except ChildLost as error:
+            raise WorkerStartError(f"a lane could not start: {error.reason}") from error
+        kind, value = answer
+        if kind != "described":
+            raise (BackendNotFound if kind == "not found" else WorkerStartError)(value)
+        described: Described = value
+        return described
+
+    def begin(self, plan: Plan, work: Work) -> None:
+        """Give it a case-run; ``result`` has what comes of it."""
+        self._item, self._failed = work.item, ""
+        known = plan is self._plan and self.child is not None and not self.child.ended
+        try:
+            self._tell("run", None if known else plan, work)
+        except WorkerStartError as error:
+            self._failed = str(error)
+        else:
+            self._plan = plan
+
+    def result(self) -> tuple[CaseResult, bool | None] | None:
+        """Return what ``Lane.run`` returned there; None: the lane is alive, and not through.
+
+        A process that died or hangs costs this case-run. Called for lanes that ``ready`` returns.
+        """
+        assert self._item is not None
+        if self._failed:
+            return kit_error(self._item, self._failed), None
+        try:
+            answer: tuple[CaseResult, bool | None] | None = self._answer()
+        except ChildLost as error:
+            return kit_error(self._item, f"the lane, which evaluates what its worker did: {error.reason}"), None
+        return answer
+
+    @property
+    def is_through(self) -> bool:
+        """Report whether nothing more will come of what it has begun."""
+        return bool(self._failed) or self.child is None or self.child.ended
+
+    def end(self) -> None:
+        """Ask its process to end with its workers, and do not wait for it: ``close`` does."""
+        if self.child is not None:
+            self.child.end()
+
+    def close(self) -> None:
+        """End its process and its workers."""
+        self._closed = True
+        if self.child is not None:
+            self.child.close()
+
+    def _tell(self, *message: object) -> None:
+        """Have the process do something. Raises ``WorkerStartError`` where there is none, and none can be started."""
+        try:
+            if self.child is None or self.child.ended:
+                self._started = False
+                self.child = Child(MODULE, self._options, self._gpu, reader=pickle.loads, grace=_GRACE)
+                if self._closed:  # while it was started
+                    self.child.close()
+            self.child.tell(message, self._patience)
+        except (OSError, EOFError) as error:
+            raise WorkerStartError(f"no process could be started: {error}") from error
+        except ChildLost as error:
+            raise WorkerStartError(f"a lane ended while nobody asked it anything: {error.reason}") from error
+
+    def _answer(self) -> Any:
+        """Return its next message. Raises ``ChildLost``."""
+        assert self.child is not None
+        if self._started:
+            answer = self.child.answer()
+        else:
+            self.child.wait_until_started()
+            self._started, answer = True, _ALIVE
+        if answer is _ALIVE:
+            self.child.wait_for(self._patience)
+        return answer
+
+
+def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:
+    """Wait until a busy lane has sent something, or never will, and return all of these."""
+    if through := [lane for lane in lanes if lane.is_through]:
+        return through
+    said = {lane.child.connection: lane for lane in lanes if lane.child}
+    patience = min(lane.child.seconds_left for lane in lanes if lane.child)
+    try:
+        found = wait(list(said), patience)
+    except (OSError, ValueError):  # another thread has closed one
+        return [lane for lane in lanes if lane.is_through]
+    overdue = [lane for lane in lanes if lane.child and not lane.child.seconds_left]
+    return [lane for connection, lane in said.items() if connection in found] or overdue
+
+
+def serve(connection: Connection, options: Options, gpu: str) -> None:
+    """Evaluate what comes until the pipe is closed."""
+    # What workers are forked from, while there is nothing here. A lane may start processes, as no worker may.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    fork_off()
+    torch.set_num_threads(1)
+    ending: list[bool] = []
+
+    def stop(*_: object) -> None:
+        # A signal in the middle of it goes back to it.
+        if not ending:
+            ending.append(True)
+            lane.close()
+            os._exit(0)
+
+    def say(message: object) -> None:
+        try:
+            connection.send(message)
+        except ConnectionError:
+            stop()
+
+    lane = Lane(options, gpu, alive=lambda: say(_ALIVE))
+    signal.signal(signal.SIGTERM, stop)
+    plan: Plan | None = None
+    while True:
+        try:
+            kind, *values = connection.recv()
+        except (EOFError, ConnectionError):
+            stop()
+        if kind == "run":
+            given, work = values
+            plan = given or plan
+            assert plan is not None
+            say(lane.run(plan, work))
+        elif kind == "describe":
+            say(_described(lane, *values))
+        else:
+            _start(lane, *values)
+
+
+def _described(lane: Lane, candidate: Candidate, device: str) -> tuple[str, Any]:
+    try:
+        return "described", lane.describe(candidate, device)
+    except BackendNotFound as error:
+        return "not found", str(error)
+    except WorkerStartError as error:
+        return "not started", str(error)
+
+
+def _start(lane: Lane, candidate: Candidate, device: str) -> None:
+    try:
+        lane.start(candidate, device)
+    except WorkerStartError:
+        return  # the run will ask for one again, and say what is in the way

@@ -1,0 +1,155 @@
+"""The worker of a lane: which one it is, what it ran before, and what it begins while the lane evaluates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from ...cases.case import Case, parse_case
+from ...contract import Execution
+from ...runner_modes.messages import DriveCase, Driven, Rerun
+from ..planning.candidate import Candidate
+from ..planning.request import Options
+from ..processes.worker_process import Worker, WorkerLost
+from .worker_main import LocalWorker
+
+__all__ = ["WorkerSlot", "named_request"]
+
+
+class WorkerSlot:
+    """Has at most one worker, of one backend: replaced when it ended, or when another backend is due.
+
+    Used by one thread; another may close it.
+    """
+
+    def __init__(self, options: Options, gpu: str, alive: Callable[[], None]) -> None:
+        """Call ``alive`` before everything that may take long beyond the case-run that was asked for."""
+        self._options, self._gpu, self._alive = options, gpu, alive
+        self._first = [named_request(name) for name in options.after]
+        self._worker: Worker | LocalWorker | None = None
+        self._device = "auto"
+        self._open: list[Worker | LocalWorker] = []
+        """Every worker that has not ended: this one, and one that was made to ask it afresh."""
+        self._closed = False
+        self.next: DriveCase | None = None
+        """Case-run of the same backend after this one: begun while the lane evaluates."""
+        self.before: tuple[DriveCase, ...] | None = None
+        """History of the worker before the first case that it was asked for since this was None."""
+
+    def of(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
+        """A worker of this backend that lives. It imports the backend, and nobody waits for that here."""
+        worker = self._worker
+        if worker is None or worker.ended or worker.candidate != candidate:
+            self._leave()
+            self._device = device
+            worker = self._worker = self._made(candidate, device)
+        return worker
+
+    def take(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
+        """A worker of this backend that lives, and has run what every process runs first."""
+        worker = self.of(candidate, device)
+        for request in () if worker.history else self._first:
+            worker.history.append(request)
+            self._alive()
+            worker.drive(request)
+        return worker
+
+    def turn_to(self, case: Case) -> None:
+        """End the worker if this case must not follow what it has run.
+
+        A process would go from inference_mode back to no_grad, which no server does: a tensor that a module made under
+        the one and keeps cannot be used under the other.
+        """
+        worker = self._worker
+        if isinstance(worker, Worker) and not case.inference_mode and any(map(_under_inference_mode, worker.history)):
+            worker.close()
+
+    def drive(self, request: DriveCase | Rerun) -> Driven:
+        """Have the backend run something, by another worker if the one before has ended. Raises ``WorkerLost``."""
+        if isinstance(request, Rerun):
+            self._alive()
+        worker = self._again()
+        self._note(request)
+        try:
+            answer = worker.drive(request)
+        except WorkerLost as error:
+            if not error.of_another:
+                raise
+            # What was begun ahead took the worker along. It will be begun again, and reported, in its turn.
+            self.next = None
+            worker = self._again()
+            self.before = None
+            self._note(request)
+            answer = worker.drive(request)
+        if isinstance(request, DriveCase) and self.next is not None:
+            worker.ahead(self.next)
+            worker.history.append(self.next)
+            self.next = None
+        return answer
+
+    @contextmanager
+    def fresh(self, candidate: Candidate, device: str) -> Iterator[Worker | LocalWorker]:
+        """Lend another worker of the backend, which has run nothing."""
+        worker = self._made(candidate, device)
+        try:
+            yield worker
+        finally:
+            self._end(worker)
+
+    def last_words(self) -> str:
+        """Return what the worker printed since it was last asked."""
+        return self._worker.last_words() if self._worker else ""
+
+    def close(self) -> None:
+        """End every worker, also one that is being made; this slot makes no further ones that live."""
+        self._closed = True
+        for worker in list(self._open):
+            worker.close()
+
+    def _again(self) -> Worker | LocalWorker:
+        assert self._worker is not None
+        return self.take(self._worker.candidate, self._device)
+
+    def _made(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
+        self._alive()
+        made: Worker | LocalWorker
+        if self._options.in_process:
+            made = LocalWorker(candidate, device)
+        else:
+            made = Worker(candidate, device, self._options.timeout_s, gpu=self._gpu)
+        self._open.append(made)
+        if self._closed:  # while it was started
+            made.close()
+        return made
+
+    def _end(self, worker: Worker | LocalWorker) -> None:
+        # Among the open ones until it is gone: who closes the slot meanwhile waits for that.
+        worker.close()
+        self._open.remove(worker)
+
+    def _leave(self) -> None:
+        if self._worker is not None:
+            self._end(self._worker)
+            self._worker = None
+
+    def _note(self, request: DriveCase | Rerun) -> None:
+        """Keep in mind what a worker runs, and what came before."""
+        assert self._worker is not None
+        history = self._worker.history
+        if not isinstance(request, DriveCase):
+            return
+        # One that was begun ahead is the last of the list already.
+        if not (history and history[-1] == request and self.before is None):
+            history.append(request)
+        if self.before is None:
+            self.before = tuple(history[:-1])
+
+
+def named_request(name: str) -> DriveCase:
+    """Read what ``repro --after`` takes: ``eager:CASE``."""
+    execution, _, case = name.partition(":")
+    return DriveCase(case, Execution(execution))
+
+
+def _under_inference_mode(driven: DriveCase) -> bool:
+    return parse_case(driven.case).inference_mode
