@@ -1,4 +1,4 @@
-"""What a backend declares that it can do, in nine groups of fields."""
+"""Capabilities that a backend declares, in nine groups of fields."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_bra
 
 
 class Unsupported(Exception):
-    """Raised by a backend's constructor for a context outside its claims. Never return numbers instead."""
+    """Raised by a backend's constructor for a context that it does not declare. Never return numbers instead."""
 
 
 @dataclass(frozen=True)
@@ -253,14 +253,14 @@ class Capabilities(Declared):
         self._set("mode_requires", {mode_named("mode_requires", m): each for m, each in self.mode_requires.items()})
 
     def offers(self, mode: ForwardMode, execution: Execution) -> bool:
-        """Whether this mode is claimed in this execution."""
+        """Return True if this mode is declared in this execution."""
         return mode in (self.graph if execution is Execution.GRAPH else self.eager)
 
     @override
     def with_changes(self, **changes: object) -> Self:
-        """A copy with some claims replaced; for subclasses that narrow or widen a parent's claims.
+        """A copy with some fields replaced; for subclasses that narrow or widen a parent's capabilities.
 
-        A dict changes a record in part, ``server={"takes_out": True}``, and a set the modes of ``windows`` alone.
+        A dict changes a record in part, ``server={"takes_out": True}``, and a set only the modes of ``windows``.
         """
         _refuse_moved(changes, lambda record, values: f"{{{_items(values)}}}")
         return super().with_changes(**changes)
@@ -289,7 +289,7 @@ MOVED: Mapping[str, tuple[str, str]] = {
 }
 """Field of an earlier ``Capabilities`` -> the record that has it now, and its name there."""
 _TURNED = ("eager_waits", "waits_between_steps")
-"""Those that were True where the new one is False."""
+"""Old names of fields that were True if the new one is False."""
 
 
 def _refuse_moved(given: Mapping[str, object], written: Callable[[str, dict[str, object]], str]) -> None:
@@ -313,7 +313,7 @@ def _items(values: Mapping[str, object]) -> str:
 
 
 def _value(value: object) -> str:
-    """As an author writes it: modes as plain strings."""
+    """Source text as an author writes it: modes as plain strings."""
     if isinstance(value, Iterable) and not isinstance(value, str):
         words = sorted(repr(getattr(each, "value", each)) for each in value)
         return f"{{{', '.join(words)}}}" if words else "()"

@@ -1,4 +1,4 @@
-"""What servers do in different ways: which of it a backend takes, and what its own server does.
+"""Conventions in which servers differ: those that a backend takes, and those of its own server.
 
 ``SGLANG`` and ``VLLM`` are what SGLang 0.5.23 and vLLM 0.33.0 do, to each of their backends.
 """
@@ -96,7 +96,7 @@ class ServerConventions(Declared):
 
     @override
     def made_of(self, given: object) -> Self:
-        """As for every record; ``sglang`` and ``vllm`` are its presets."""
+        """Convert a value as for every record; ``sglang`` and ``vllm`` are its presets."""
         return super().made_of(SERVERS[spelled("server", given, tuple(SERVERS))] if isinstance(given, str) else given)
 
 

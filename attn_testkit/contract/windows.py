@@ -1,4 +1,4 @@
-"""Which sliding windows a backend takes."""
+"""Sliding windows that a backend takes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Windows(Declared):
 
     @override
     def made_of(self, given: object) -> Self:
-        """As for every record; a set of modes replaces ``modes``, and changes nothing else."""
+        """Convert a value as for every record; a set of modes replaces ``modes``, and changes nothing else."""
         if isinstance(given, Iterable) and not isinstance(given, Mapping):
             return self.with_changes(modes=given)
         return super().made_of(given)

@@ -62,7 +62,7 @@ _CONVENTIONS = {
     "output_lifetime": f"{_LAYER}:Attention.forward",
     "takes_more_rows": f"{_TABLES}:BlockTables.compute_slot_mappings",
 }
-"""Where vLLM does what ``VLLM`` says of it. Its drafts begin behind a prefill
+"""Places in vLLM of the conventions in ``VLLM``. Its drafts begin behind a prefill
 (``TargetDependentARSpeculator.propose``); its kernels take those without a prefix too, and are tried with them."""
 _RUNNER = (
     Line("max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
