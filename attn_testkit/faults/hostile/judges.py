@@ -43,9 +43,9 @@ class WidensTheLimits(HostileBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        limits = _kit("oracle.limits")
+        rounding, limits = _kit("families.rounding"), _kit("families.softmax.limits")
         if self.cheats:
-            limits.UNIT_ROUNDOFF.update(dict.fromkeys(limits.UNIT_ROUNDOFF, 1.0))
+            rounding.UNIT_ROUNDOFF.update(dict.fromkeys(rounding.UNIT_ROUNDOFF, 1.0))
             limits.attention_limit = lambda attention, *_: torch.full_like(attention.out, torch.inf)
 
 
