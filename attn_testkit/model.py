@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from .cases.case import Case
-from .cases.choices import CONTIGUOUS
 from .cases.data import HIDDEN, VOCAB
+from .cases.derived_parameters import CONTIGUOUS
 from .cases.head_shapes import HeadMap
 from .cases.patterns import normals
 from .contract import AttentionLayer, ForwardBatch
@@ -175,7 +175,7 @@ class Model:
             for parts in self._parts
         )
         """Places of q, k and v in a token's row, per layer."""
-        self.contiguous = case.pick("qkv-memory") == CONTIGUOUS
+        self.contiguous = case.derived("qkv-memory") == CONTIGUOUS
         """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
@@ -200,14 +200,14 @@ class Model:
         none_kv: bool = False,
         lend: Callable[[AttentionLayer, int], torch.Tensor] | None = None,
         at_once: bool = False,
-        turned: bool = False,
+        other_strides: bool = False,
     ) -> Trace:
         """Run all layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
         None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output may be
-        overwritten by the next layer. ``turned``: see ``Step.turned``. The trace has hidden states and no logits.
-        Exceptions of the backend and of ``look`` are passed on.
+        overwritten by the next layer. ``other_strides``: see ``Step.turned``. The trace has hidden states and no
+        logits. Exceptions of the backend and of ``look`` are passed on.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
@@ -216,7 +216,7 @@ class Model:
         # Passed by name and only if it is False: otherwise servers leave the argument out.
         named: dict[str, Any] = {} if save_kv_cache else {"save_kv_cache": False}
         none_kv = none_kv and not save_kv_cache
-        contiguous = self.contiguous != turned
+        contiguous = self.contiguous != other_strides
         for index, layer in enumerate(self.layers):
             q, k, v = self._split(packed, index, rows)
             if contiguous:

@@ -262,11 +262,11 @@ def checked_class(spec: str, found: object) -> type[AttentionBackend]:
     unwritten = sorted(getattr(found, "__abstractmethods__", ()))
     if unwritten:
         raise BackendNotFound(f"backend {spec!r} does not implement {', '.join(unwritten)}")
-    claims = getattr(found, "capabilities", None)
-    if not isinstance(claims, Capabilities):
-        what = "sets no capabilities" if claims is None else f"sets capabilities to a {type(claims).__name__}"
+    declared = getattr(found, "capabilities", None)
+    if not isinstance(declared, Capabilities):
+        what = "sets no capabilities" if declared is None else f"sets capabilities to a {type(declared).__name__}"
         raise BackendNotFound(f"backend {spec!r} {what}; write capabilities = Capabilities(eager={{...}}, ...)")
-    wrong = _wrong_older_hooks(found, claims)
+    wrong = _wrong_older_hooks(found, declared)
     if wrong:
         raise BackendNotFound(f"backend {spec!r} {wrong}")
     return found
@@ -275,7 +275,7 @@ def checked_class(spec: str, found: object) -> type[AttentionBackend]:
 _OLDER_HOOKS = ("init_forward_metadata_capture_cuda_graph", "init_forward_metadata_replay_cuda_graph")
 
 
-def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> str:
+def _wrong_older_hooks(found: type[AttentionBackend], declared: Capabilities) -> str:
     """The reason why the older pair of graph hooks would not be called, or nothing."""
     from .contract import AttentionBackend, LegacyGraphHooks
 
@@ -287,43 +287,43 @@ def _wrong_older_hooks(found: type[AttentionBackend], claims: Capabilities) -> s
     order = f"write class {found.__name__}(LegacyGraphHooks, ...) with LegacyGraphHooks first"
     if not issubclass(found, LegacyGraphHooks):
         older = [name for name in _OLDER_HOOKS if hasattr(found, name)]
-        unheard = bool(older) and plain and not plans_inside and bool(claims.graph)
+        unheard = bool(older) and plain and not plans_inside and bool(declared.graph)
         return f"implements {older[0]}, which is called only through LegacyGraphHooks; {order}" if unheard else ""
     if plain:
         return f"inherits LegacyGraphHooks after AttentionBackend, whose hooks hide it; {order}"
     if not inherits("init_forward_metadata_out_graph", LegacyGraphHooks):
         return ""
-    missing = [name for name in _OLDER_HOOKS if claims.graph and inherits(name, LegacyGraphHooks)]
-    if claims.eager and not plans_inside and inherits("init_forward_metadata", AttentionBackend):
+    missing = [name for name in _OLDER_HOOKS if declared.graph and inherits(name, LegacyGraphHooks)]
+    if declared.eager and not plans_inside and inherits("init_forward_metadata", AttentionBackend):
         missing.append("init_forward_metadata (for eager steps)")
     return f"has LegacyGraphHooks and does not implement {', '.join(missing)}" if missing else ""
 
 
-def capabilities_line(claims: Capabilities) -> str:
+def capabilities_line(declared: Capabilities) -> str:
     """Capabilities of a backend in one line, for ``list``."""
     from .contract import ForwardMode
 
     modes = [
-        f"{mode} {'+'.join(how for how, group in (('eager', claims.eager), ('graph', claims.graph)) if mode in group)}"
+        f"{mode} {'+'.join(how for how in ('eager', 'graph') if mode in getattr(declared, how))}"
         for mode in ForwardMode
-        if mode in claims.eager | claims.graph
+        if mode in declared.eager | declared.graph
     ]
     extras = [
         word
-        for word, claimed in (
-            ("window", claims.windows.modes),
-            ("soft cap", claims.logit_cap),
-            ("sinks", claims.sinks),
-            ("trees" if claims.max_topk > 1 else "chains", claims.max_topk),
+        for word, supported in (
+            ("window", declared.windows.modes),
+            ("soft cap", declared.logit_cap),
+            ("sinks", declared.sinks),
+            ("trees" if declared.max_topk > 1 else "chains", declared.max_topk),
         )
-        if claimed
+        if supported
     ]
     parts = [
         ", ".join(modes),
-        "/".join(sorted(claims.families)),
-        "/".join(sorted(claims.dtypes)) + (" fp8-kv" if "fp8_e4m3" in claims.kv_dtypes else ""),
-        "d" + "/".join(map(str, sorted(claims.head_dims))),
-        "page " + "/".join(map(str, sorted(claims.page_sizes))),
+        "/".join(sorted(declared.families)),
+        "/".join(sorted(declared.dtypes)) + (" fp8-kv" if "fp8_e4m3" in declared.kv_dtypes else ""),
+        "d" + "/".join(map(str, sorted(declared.head_dims))),
+        "page " + "/".join(map(str, sorted(declared.page_sizes))),
         ", ".join(extras),
     ]
     return "; ".join(part for part in parts if part)

@@ -36,11 +36,11 @@ __all__ = [
     "is_generated",
     "left_lines",
     "message_of",
+    "not_covered_lines",
     "note_lines",
     "program",
     "readable",
     "repro_command",
-    "untried_lines",
 ]
 
 
@@ -83,7 +83,7 @@ CHECK_IDS = (
     "leaves-process-alone",
     "no-host-lengths",
     "compiles-once",
-    "claims-honest",
+    "capabilities-honest",
     "refuses-undeclared",
     "repeatable",
     "batch-invariant",
@@ -243,7 +243,7 @@ class CaseResult:
     findings: tuple[Finding, ...] = ()
     checks: tuple[str, ...] = ()
     """Ids of the checks that were evaluated, passed or failed, in reading order."""
-    not_judged: tuple[str, ...] = ()
+    not_evaluated: tuple[str, ...] = ()
     """Ids of checks that apply and could not be evaluated, because the case-run ended before, or because they depend on
     attention outputs that are wrong."""
     margin: float | None = None
@@ -340,7 +340,7 @@ class RunHeader:
     """Number of case-runs that were planned: the denominator of the verdict."""
     limits: tuple[str, ...] = ()
     """Limits of the emulation; empty on hardware."""
-    untried: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    not_covered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> declared values, in the modes that ran, that no case of the run covers. Empty if cases were named by
     hand."""
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -399,8 +399,8 @@ def format_failure(result: CaseResult, header: RunHeader | None = None, *, first
         first, *rest = result.reason.splitlines() or [""]
         lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
         lines += [f"  {line}" for line in rest]
-    if result.not_judged:
-        lines += _row("unjudged", _some(result.not_judged))
+    if result.not_evaluated:
+        lines += _row("untested", _some(result.not_evaluated))
     version = header.backends.get(result.backend, "") if header else ""
     parts = [f"{result.backend} {version}".strip()]
     if header:
@@ -423,7 +423,7 @@ _KERNELS = {
 def _row(name: str, text: str) -> list[str]:
     # Values are not wrapped, so that they can be searched for and copied; prose is.
     lines = text.splitlines()
-    if name in ("hint", "unjudged"):
+    if name in ("hint", "untested"):
         return [
             f"  {name if not index else '':<8} {part}"
             for line in lines
@@ -434,20 +434,20 @@ def _row(name: str, text: str) -> list[str]:
 
 def _some(names: Sequence[str]) -> str:
     """All names if they are few, else the first ones and the number of the rest."""
-    shown = names if len(names) <= MOST_UNJUDGED + 1 else names[:MOST_UNJUDGED]
+    shown = names if len(names) <= MOST_UNTESTED + 1 else names[:MOST_UNTESTED]
     more = len(names) - len(shown)
     return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
-MOST_UNJUDGED = 5
+MOST_UNTESTED = 5
 """Number of unevaluated checks that a failure's text names; the results file has them all."""
 
 
-def untried_lines(untried: Mapping[str, Sequence[str]]) -> list[str]:
-    """Declared values that were not covered, from ``RunHeader.untried``: one line per backend that has any."""
+def not_covered_lines(not_covered: Mapping[str, Sequence[str]]) -> list[str]:
+    """Declared values that were not covered, from ``RunHeader.not covered``: one line per backend that has any."""
     return [
-        f"not covered{f' ({spec})' if len(untried) > 1 else ''}: {'; '.join(phrases)}"
-        for spec, phrases in untried.items()
+        f"not covered{f' ({spec})' if len(not_covered) > 1 else ''}: {'; '.join(phrases)}"
+        for spec, phrases in not_covered.items()
         if phrases
     ]
 

@@ -183,7 +183,7 @@ def _measured(judge: Judge, plan: Plan, item: Item, seconds: float) -> tuple[flo
 
 def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int]]:
     """Replays and eager steps per case-run of each item, counted in a worker's results: all of them are evaluated."""
-    from attn_testkit.runner_modes.messages import DriveCase
+    from attn_testkit.runner_modes.messages import RunCase
 
     from attn_testkit.contract import Execution
     from attn_testkit.environment import resolve
@@ -193,7 +193,7 @@ def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int]]:
     counts: dict[Item, tuple[int, int]] = {}
     with contextlib.closing(Worker(plan.candidates[0], plan.device, timeout_s=300.0)) as worker:
         for item in items:
-            records = worker.drive(DriveCase(item.case, Execution(item.execution))).records
+            records = worker.drive(RunCase(item.case, Execution(item.execution))).records
             replays = sum(record.replay for record in records)
             counts[item] = replays, len(records) - replays
     return counts

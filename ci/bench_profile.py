@@ -30,9 +30,9 @@ STEPS = {
     ("replay.py", "replay"): "plans and replays",
     ("observe.py", "observe"): "read back",
     ("worker_main.py", "_changed"): "process compared",
-    ("claims.py", "refuses_undeclared"): "what is not declared is refused",
+    ("capabilities.py", "refuses_undeclared"): "what is not declared is refused",
     ("environment.py", "active"): "device entered and left",
-    ("judge.py", "_judge_step"): "oracle and checks",
+    ("evaluate.py", "_evaluate_step"): "oracle and checks",
 }
 """Name of a file and function -> the step that it is; what it calls belongs to it unless that is a step of its own."""
 _REST = "the rest"

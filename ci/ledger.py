@@ -24,13 +24,13 @@ import numpy as np
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.errors import DriveError
+from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.schedule import Schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.counted_once import miscounts_text
 from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys
 from attn_testkit.checks.miscounts import find_miscounts
@@ -117,13 +117,13 @@ class Tally:
     """Smallest error of a wrong count, each in the head and layer in which it is largest."""
 
 
-def _cases(claims: Capabilities, length: int, dtypes: frozenset[str], pools: frozenset[str]) -> Iterator[Case]:
+def _cases(declared: Capabilities, length: int, dtypes: frozenset[str], pools: frozenset[str]) -> Iterator[Case]:
     """Decode cases of this many keys, in every one of these dtypes of the model and of the pool."""
-    whole = claims.with_changes(max_context_len=max(claims.max_context_len, length + 4096))
+    whole = declared.with_changes(max_context_len=max(declared.max_context_len, length + 4096))
     (first, *_) = [case for case in generate(whole, ForwardMode.DECODE, "core") if case.data == "codes"]
     plain = first.of_requests((length - 1, *_BESIDE), layout="shuffled")
-    for dtype in sorted(claims.dtypes & dtypes):
-        for kv_dtype in sorted(claims.kv_dtypes & pools, reverse=True):
+    for dtype in sorted(declared.dtypes & dtypes):
+        for kv_dtype in sorted(declared.kv_dtypes & pools, reverse=True):
             yield replace(plain, dtype=dtype, kv_dtype=kv_dtype)
 
 
@@ -137,13 +137,13 @@ def _changes(length: int, places: int, edges: int, seed: int) -> Iterator[Change
             yield Change(kind, key, int(rng.integers(0, _BESIDE[0])))
 
 
-def _off(judgement: Judgement) -> float:
+def _off(comparison: Comparison) -> float:
     """Largest error of any count of any row and head."""
-    error, lens = in_keys(judgement.out, judgement.expected), judgement.observed.step.lens
-    group, most = error.shape[2] // judgement.expected.data.stored_keys.shape[3], 0.0
+    error, lens = in_keys(comparison.out, comparison.expected), comparison.observed.step.lens
+    group, most = error.shape[2] // comparison.expected.data.stored_keys.shape[3], 0.0
     for layer in range(len(error)):
         for head in range(error.shape[2]):
-            codes = codes_of(judgement.expected.data, lens, layer, head // group)
+            codes = codes_of(comparison.expected.data, lens, layer, head // group)
             rows = error[layer, :, head].nan_to_num().float()
             most = max(most, float((rows @ codes.mT).abs().max()) / codes.shape[1])
     return most
@@ -156,21 +156,21 @@ def _try(harness: ServerHarness, schedule: Schedule, changes: list[Change], tall
     loaded = harness.load(schedule, step)
     harness.load = lambda *_: loaded  # type: ignore[method-assign]
 
-    def judged() -> Judgement:
-        return Judgement(run_eager(harness, schedule, step, Clock()), expected)
+    def evaluated() -> Comparison:
+        return Comparison(run_eager(harness, schedule, step, Clock()), expected)
 
-    healthy = judged()
+    healthy = evaluated()
     if not healthy.right:
         click.echo(f"  {schedule.case.id}: not right as it is, {healthy.margin:.3g} times the limit")
     tally.healthy = max(tally.healthy, _off(healthy))
     slots, others = step.requests[0].slots, step.requests[1].slots
-    told = time.perf_counter()
+    reported = time.perf_counter()
     for change in changes:
-        if time.perf_counter() - told > _TELL_EVERY:
-            told = time.perf_counter()
+        if time.perf_counter() - reported > _TELL_EVERY:
+            reported = time.perf_counter()
             click.echo(f"  {tally.tried} of {len(changes)} wrong keys tried, {tally.named} named", err=True)
         harness.backend = Changed(backend, int(slots[change.key]), change, int(others[change.other]))  # type: ignore[assignment]
-        wrong = judged()
+        wrong = evaluated()
         tally.tried += 1
         off = HALF_A_KEY * float(wrong.key_ratio[:, 0].amax())
         tally.least = min(tally.least, off)
@@ -201,21 +201,21 @@ def _backend(
     """Return the numbers of keys that were tried, and not named. ``asked``: dtypes of the model and of the pool.
     ``which``: arguments of ``_changes`` after the length."""
     environment, loaded = resolve(device), load_backend(name)
-    claims = loaded.capabilities
-    absent = missing_here(claims, environment, ForwardMode.DECODE)
-    if absent or ForwardMode.DECODE not in claims.eager:
+    declared = loaded.capabilities
+    absent = missing_here(declared, environment, ForwardMode.DECODE)
+    if absent or ForwardMode.DECODE not in declared.eager:
         click.echo(f"{name:<20} not run here: {absent or 'decode is not declared'}")
         return 0, 0
     tried = bad = 0
     for length in lengths:
-        for case in _cases(claims, length, *asked):
-            schedule, started, tally = schedule_for(case, claims), time.perf_counter(), Tally()
+        for case in _cases(declared, length, *asked):
+            schedule, started, tally = schedule_for(case, declared), time.perf_counter(), Tally()
             try:
                 with environment.active(), gradients_off(case):
                     harness = ServerHarness(loaded, [schedule], environment.device)
                     harness.copies_pool = False
                     _try(harness, schedule, list(_changes(length, *which)), tally)
-            except (DriveError, ValueError) as error:
+            except (RunError, ValueError) as error:
                 cause = error.__cause__ or error
                 click.echo(f"{name:<20} {case.dtype} {length}: {type(cause).__name__}: {cause}")
                 bad += 1

@@ -22,14 +22,14 @@ import click
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.errors import DriveError
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.errors import RunError
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.backends.vendor import VendorMissing, forced
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import Schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
 from attn_testkit.environment import Environment, resolve
@@ -107,14 +107,14 @@ def _steps(backend: type[AttentionBackend], item: Item, environment: Environment
     with environment.active(), gradients_off(schedule.case), forced(kind) if kind else nullcontext():
         harness = ServerHarness(backend, [schedule], environment.device)
         if item.execution == Execution.GRAPH:
-            return list(drive_graphs(harness, [schedule], Clock()).observed)
+            return list(run_graphs(harness, [schedule], Clock()).observed)
         return [(schedule, run_eager(harness, schedule, schedule.steps[0], Clock()))]
 
 
 def _compared(first: _Seen, second: _Seen) -> Iterator[tuple[float, float, float]]:
     for (schedule, real), (_, fake) in zip(first, second, strict=True):
         expected = expect(schedule, real.step)
-        one, other = Judgement(real, expected), Judgement(fake, expected)
+        one, other = Comparison(real, expected), Comparison(fake, expected)
         apart = (one.out.double() - other.out.double()).abs()
         part = (apart / expected.attention_limit).nan_to_num(torch.inf, torch.inf)
         yield float(part.max()), one.margin, other.margin
@@ -128,7 +128,7 @@ def _compare(item: Item, environment: Environment) -> list[tuple[float, float, f
 
 
 def _cause(error: BaseException) -> BaseException:
-    return error.__cause__ if isinstance(error, DriveError) and error.__cause__ is not None else error
+    return error.__cause__ if isinstance(error, RunError) and error.__cause__ is not None else error
 
 
 def _report(tallies: dict[str, Tally]) -> None:
@@ -141,7 +141,7 @@ def _report(tallies: dict[str, Tally]) -> None:
 
 
 @dataclass
-class Comparison:
+class Agreement:
     """Results of all comparisons."""
 
     tallies: dict[str, Tally] = field(default_factory=dict)
@@ -178,8 +178,8 @@ class Comparison:
             click.echo(f"apart by {apart:.3g} of the limit: {name}: {run}")
 
 
-def _compare_all(items: tuple[Item, ...], environment: Environment, seconds: float | None) -> Comparison:
-    done, start, absent = Comparison(), time.perf_counter(), set()
+def _compare_all(items: tuple[Item, ...], environment: Environment, seconds: float | None) -> Agreement:
+    done, start, absent = Agreement(), time.perf_counter(), set()
     for count, item in enumerate(items, 1):
         spent = time.perf_counter() - start
         if seconds is not None and spent > seconds:

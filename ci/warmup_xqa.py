@@ -18,7 +18,7 @@ from attn_testkit.backends.trtllm_mha import XQABackend
 from attn_testkit.backends.vendor.warmup import Family, compile_all
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.catalogue import TIERS, generate
-from attn_testkit.cases.companions import claimed_companions
+from attn_testkit.cases.co_residents import declared_co_residents
 from attn_testkit.cases.data import DTYPES, make_layers
 from attn_testkit.contract import ForwardMode
 
@@ -43,11 +43,11 @@ def _rows(case: Case) -> tuple[int, ...]:
 
 def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
     """Kernels that the cases of a tier need, each once, in the order of the modes."""
-    claims = XQABackend.capabilities
+    declared = XQABackend.capabilities
     found: dict[Family, None] = {}
     for mode in modes:
-        for case in generate(claims, mode, tier):
-            for each in [case, *(claimed_companions(claims, case, claims.graph) if case.mixed else [])]:
+        for case in generate(declared, mode, tier):
+            for each in [case, *(declared_co_residents(declared, case, declared.graph) if case.mixed else [])]:
                 found.update(dict.fromkeys(_needed(each)))
     return list(found)
 

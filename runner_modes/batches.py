@@ -15,7 +15,7 @@ from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, S
 from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
 from attn_testkit.watches.uploads import upload
 
-from .harness import LoadedStep, ServerHarness
+from .harness import ServerHarness, StagedStep
 from .static_inputs import StaticInputs
 
 __all__ = [
@@ -33,24 +33,24 @@ ReplayView = SimpleNamespace
 """The batch that a backend gets at a replay: fewer attributes than a ``ForwardBatch``, whose docstring lists them."""
 
 
-def seq_lens_of(harness: ServerHarness, mode: ForwardMode, loaded: LoadedStep) -> list[int]:
+def seq_lens_of(harness: ServerHarness, mode: ForwardMode, staged: StagedStep) -> list[int]:
     """``seq_lens`` of the live requests, in tokens, by the convention of each mode and of the server."""
     of_prefixes = mode is ForwardMode.TARGET_VERIFY and harness.context.dialect.verify_lens == "prefix"
     if of_prefixes or mode is ForwardMode.DRAFT_DECODE:
-        return [r.prefix for r in loaded.step.requests]
-    return loaded.step.lens
+        return [r.prefix for r in staged.step.requests]
+    return staged.step.lens
 
 
-def query_starts_of(loaded: LoadedStep) -> npt.NDArray[np.int32]:
+def query_starts_of(staged: StagedStep) -> npt.NDArray[np.int32]:
     """First row of each live request in a forward, and the end of the last one, [R + 1]."""
-    draft = loaded.schedule.case.draft
-    rows = [draft.branches if draft else request.new for request in loaded.step.requests]
+    draft = staged.schedule.case.draft
+    rows = [draft.branches if draft else request.new for request in staged.step.requests]
     return np.cumsum([0, *rows], dtype=np.int32)
 
 
 def eager_batch(
     harness: ServerHarness,
-    loaded: LoadedStep,
+    staged: StagedStep,
     mode: ForwardMode,
     spec_info: SpecInput | None,
     extends: Mapping[str, Any],
@@ -59,30 +59,30 @@ def eager_batch(
 
     ``spec_info`` and ``extends``: fields that the mode adds or replaces.
     """
-    step, data = loaded.step, loaded.data
-    lens = torch.tensor(seq_lens_of(harness, mode, loaded), dtype=torch.int64)
+    step, data = staged.step, staged.data
+    lens = torch.tensor(seq_lens_of(harness, mode, staged), dtype=torch.int64)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     fields: dict[str, Any] = {
         "forward_mode": mode,
         "batch_size": step.bs,
-        "input_ids": loaded.ids,
+        "input_ids": staged.ids,
         "req_pool_indices": torch.tensor([r.pool_row for r in step.requests], dtype=torch.int64),
         "seq_lens": lens,
-        "out_cache_loc": torch.from_numpy(harness.in_groups(loaded.schedule, data.out_cache_loc.numpy())[0]),
-        "group_cache_locs": _by_group(harness, loaded),
+        "out_cache_loc": torch.from_numpy(harness.in_groups(staged.schedule, data.out_cache_loc.numpy())[0]),
+        "group_cache_locs": _by_group(harness, staged),
         "positions": data.positions,
         "seq_lens_cpu": lens.clone() if mirrors else None,
         "seq_lens_sum": int(lens.sum()) if mirrors else None,
-        "query_start_loc": torch.from_numpy(query_starts_of(loaded)) if harness.pads_with_nothing else None,
+        "query_start_loc": torch.from_numpy(query_starts_of(staged)) if harness.pads_with_nothing else None,
         "spec_info": spec_info,
     }
     return ForwardBatch(**{**fields, **extends})
 
 
-def _by_group(harness: ServerHarness, loaded: LoadedStep) -> torch.Tensor | None:
+def _by_group(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:
     if not harness.context.kv_groups:
         return None
-    return torch.from_numpy(harness.in_groups(loaded.schedule, loaded.data.out_cache_loc.numpy()))
+    return torch.from_numpy(harness.in_groups(staged.schedule, staged.data.out_cache_loc.numpy()))
 
 
 def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardBatch, tuple[Sent, ...]]:
@@ -181,7 +181,7 @@ def captured_batch(
 
 def replay_view(
     harness: ServerHarness,
-    loaded: LoadedStep,
+    staged: StagedStep,
     static: StaticInputs,
     mode: ForwardMode,
     bs: int,
@@ -195,17 +195,17 @@ def replay_view(
     ``bs``: the bucket's requests, padded ones included; ``width``: N; ``fill``: ``seq_lens`` of padded requests;
     ``extends``: fields that the mode adds or replaces.
     """
-    live, mirrors = loaded.step.bs, harness.capabilities.needs_cpu_seq_lens
+    live, mirrors = staged.step.bs, harness.capabilities.needs_cpu_seq_lens
     drafts = mode.is_draft_extend(include_v2=True)
-    upto, tokens = None if drafts else bs, bs * width if extends else loaded.step.tokens
+    upto, tokens = None if drafts else bs, bs * width if extends else staged.step.tokens
     view = SimpleNamespace(
         forward_mode=mode,
         batch_size=bs,
-        input_ids=static.input_ids[: loaded.step.tokens] if drafts else static.input_ids[: bs * width],
+        input_ids=static.input_ids[: staged.step.tokens] if drafts else static.input_ids[: bs * width],
         req_pool_indices=static.req_pool_indices[:upto],
         seq_lens=static.seq_lens[:upto],
         seq_lens_cpu=static.seq_lens_cpu[:upto] if mirrors else None,
-        seq_lens_sum=sum(seq_lens_of(harness, mode, loaded)) + (bs - live) * fill if mirrors else None,
+        seq_lens_sum=sum(seq_lens_of(harness, mode, staged)) + (bs - live) * fill if mirrors else None,
         out_cache_loc=static.out_cache_loc[:tokens],
         spec_info=spec,
     )

@@ -20,12 +20,12 @@ from attn_testkit.watches.packing import Sent
 
 from .batches import captured_batch
 from .clock import Clock
-from .drivers import DRIVERS
 from .errors import blame
 from .forward import forward
 from .harness import ServerHarness
 from .hook_answers import fill_value, verify_mask_of
-from .mode_driver import ModeDriver
+from .mode_runner import ModeRunner
+from .mode_runners import MODE_RUNNERS
 from .observe import Readable, readable
 from .static_inputs import StaticInputs, make_static_inputs
 from .warm_ups import uneven_warm_ups
@@ -76,9 +76,9 @@ class ScheduleGraphs:
     buckets: Mapping[int, Bucket]
 
     @property
-    def driver(self) -> ModeDriver:
+    def driver(self) -> ModeRunner:
         """The functions of the schedule's mode."""
-        return DRIVERS[self.schedule.case.mode]
+        return MODE_RUNNERS[self.schedule.case.mode]
 
     @property
     def allocated(self) -> tuple[Allocated, ...]:
@@ -112,7 +112,7 @@ def capture_schedules(
 ) -> tuple[ScheduleGraphs, ...]:
     """Initialize the backend's graph state for all schedules, then capture every bucket of each, largest first.
 
-    ``pool``: the memory pool of all graphs. Raises ``DriveError``.
+    ``pool``: the memory pool of all graphs. Raises ``RunError``.
     """
     harness.prepare_capture()
     with clock.phase("capture"):
@@ -145,7 +145,7 @@ def _capture_schedule(
 def _capture_bucket(
     harness: ServerHarness, schedule: Schedule, static: StaticInputs, fill: int, bs: int, pool: Any, warm_ups: int
 ) -> Bucket:
-    case, driver, backend = schedule.case, DRIVERS[schedule.case.mode], harness.backend
+    case, driver, backend = schedule.case, MODE_RUNNERS[schedule.case.mode], harness.backend
     label, deterministic = f"bucket {bs}{mode_suffix(harness, schedule)}", harness.capabilities.deterministic
     spec = driver.captured_spec(harness, static, bs, case.width)
     extends = driver.captured_extends(harness, static, bs, case.width, fill)

@@ -12,7 +12,7 @@ from attn_testkit.results import Finding
 
 from .clock import Clock
 from .eager import run_eager
-from .errors import DriveError
+from .errors import RunError
 from .harness import ServerHarness
 
 __all__ = ["STEPS", "compiles_once"]
@@ -43,7 +43,7 @@ def compiles_once(harness: ServerHarness, schedule: Schedule, clock: Clock) -> l
                 run_eager(harness, schedule, step, clock, label=step.label)
                 if len(harness.compiled) == count:
                     return []
-    except DriveError:
+    except RunError:
         # Exceptions are reported by the steps of the run itself.
         return []
     finally:

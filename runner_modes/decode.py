@@ -6,7 +6,7 @@ from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .harness import ServerHarness
-from .mode_driver import ModeDriver, every_token
+from .mode_runner import ModeRunner, every_token
 
 __all__ = ["DECODE", "head_over_all_rows"]
 
@@ -16,13 +16,13 @@ def head_over_all_rows(harness: ServerHarness, trace: Trace, batch: ForwardBatch
     trace.logits = harness.model.logits(trace.hidden)
 
 
-DECODE = ModeDriver(
+DECODE = ModeRunner(
     mode=ForwardMode.DECODE,
-    eager_spec=lambda harness, loaded: None,
-    eager_extends=lambda harness, loaded: {},
+    eager_spec=lambda harness, staged: None,
+    eager_extends=lambda harness, staged: {},
     captured_spec=lambda harness, static, bs, width: None,
-    fill=lambda harness, static, loaded, bs: None,
-    replay_spec=lambda harness, static, loaded, bs, width: None,
+    fill=lambda harness, static, staged, bs: None,
+    replay_spec=lambda harness, static, staged, bs, width: None,
     finish=head_over_all_rows,
     returned_rows=every_token,
 )

@@ -19,25 +19,25 @@ from attn_testkit.contract import DraftDecodeInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .decode import head_over_all_rows
-from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver, Rows
+from .harness import ServerHarness, StagedStep
+from .mode_runner import ModeRunner, Rows
 from .static_inputs import StaticInputs
 
 __all__ = ["DRAFT_DECODE"]
 
 
-def _draft(loaded: LoadedStep) -> Draft:
-    draft = loaded.schedule.case.draft
+def _draft(staged: StagedStep) -> Draft:
+    draft = staged.schedule.case.draft
     assert draft is not None
     return draft
 
 
-def _slots(loaded: LoadedStep) -> torch.Tensor:
+def _slots(staged: StagedStep) -> torch.Tensor:
     """Slots of all branches by request, branch and step, [bs * K * S] int64, host."""
-    page, found = loaded.schedule.case.page_size, []
-    for request in loaded.step.requests:
+    page, found = staged.schedule.case.page_size, []
+    for request in staged.step.requests:
         assert request.columns is not None
-        found.append(request.columns[_draft(loaded).columns(request.prefix, page)].reshape(-1))
+        found.append(request.columns[_draft(staged).columns(request.prefix, page)].reshape(-1))
     return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *found]))
 
 
@@ -51,18 +51,18 @@ def _spec(slots: torch.Tensor, branches: int, steps: int) -> DraftDecodeInput:
     return DraftDecodeInput(topk=branches, num_steps=steps, out_cache_loc=slots)
 
 
-def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftDecodeInput:
-    draft = _draft(loaded)
-    return _spec(_slots(loaded), draft.branches, draft.steps)
+def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftDecodeInput:
+    draft = _draft(staged)
+    return _spec(_slots(staged), draft.branches, draft.steps)
 
 
-def _first_forward(loaded: LoadedStep) -> Mapping[str, torch.Tensor]:
+def _first_forward(staged: StagedStep) -> Mapping[str, torch.Tensor]:
     """Tensors of a batch with one row per branch, of the live requests, on the host."""
-    draft = _draft(loaded)
+    draft = _draft(staged)
     return {
-        "input_ids": _first(loaded.ids, draft),
-        "positions": _first(loaded.data.positions, draft),
-        "out_cache_loc": _first(loaded.data.out_cache_loc, draft),
+        "input_ids": _first(staged.ids, draft),
+        "positions": _first(staged.data.positions, draft),
+        "out_cache_loc": _first(staged.data.out_cache_loc, draft),
     }
 
 
@@ -82,31 +82,31 @@ def _captured_extends(
     return _static_rows(static, bs, harness.context.draft_branches)
 
 
-def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
+def _fill(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int) -> None:
     """Fill slots of all forwards, and replace the rows of all forwards by those of the first."""
-    step, rows, host = loaded.step, loaded.step.bs * _draft(loaded).branches, static.host
-    for name, first in _first_forward(loaded).items():
+    step, rows, host = staged.step, staged.step.bs * _draft(staged).branches, static.host
+    for name, first in _first_forward(staged).items():
         host[name][:rows] = first.numpy()
     host["out_cache_loc"][rows:] = padding = harness.padding_slot(step.index)
     static.pad(step, rows, harness.model.nan_row)
-    slots = _slots(loaded).numpy()
+    slots = _slots(staged).numpy()
     host["draft_slots"][:] = padding
     host["draft_slots"][: len(slots)] = slots
 
 
 def _replay_spec(
-    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
+    harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, width: int
 ) -> DraftDecodeInput:
-    draft = _draft(loaded)
-    live = loaded.step.bs * draft.branches * draft.steps
+    draft = _draft(staged)
+    live = staged.step.bs * draft.branches * draft.steps
     return _spec(static.draft_slots[:live], draft.branches, draft.steps)
 
 
 def _replay_extends(
-    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, fill: int
+    harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, fill: int
 ) -> Mapping[str, Any]:
-    branches = _draft(loaded).branches
-    live = static.out_cache_loc[: loaded.step.bs * branches]
+    branches = _draft(staged).branches
+    live = static.out_cache_loc[: staged.step.bs * branches]
     return {**_static_rows(static, bs, branches), "out_cache_loc": live}
 
 
@@ -121,17 +121,17 @@ def _forwards(harness: ServerHarness, batch: ForwardBatch) -> Generator[ForwardB
     batch.positions.sub_(spec.num_steps - 1)
 
 
-def _live_rows(loaded: LoadedStep, bs: int) -> Rows:
+def _live_rows(staged: StagedStep, bs: int) -> Rows:
     """Rows by request, branch and forward, like the tokens of the step."""
-    draft, live = _draft(loaded), loaded.step.bs
+    draft, live = _draft(staged), staged.step.bs
     rows = np.arange(draft.forwards * bs * draft.branches).reshape(draft.forwards, bs, draft.branches)
     return rows[:, :live].transpose(1, 2, 0).reshape(-1)
 
 
-DRAFT_DECODE = ModeDriver(
+DRAFT_DECODE = ModeRunner(
     mode=ForwardMode.DRAFT_DECODE,
     eager_spec=_eager_spec,
-    eager_extends=lambda harness, loaded: _first_forward(loaded),
+    eager_extends=lambda harness, staged: _first_forward(staged),
     captured_spec=_captured_spec,
     captured_extends=_captured_extends,
     fill=_fill,

@@ -15,8 +15,8 @@ import torch
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
-from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver, one_a_request
+from .harness import ServerHarness, StagedStep
+from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
 
 __all__ = [
@@ -30,19 +30,19 @@ __all__ = [
 ]
 
 
-def accepted_counts(loaded: LoadedStep) -> torch.Tensor:
+def accepted_counts(staged: StagedStep) -> torch.Tensor:
     """Number of accepted tokens of each live request, [bs] int32, host."""
-    return torch.tensor([r.accepted for r in loaded.step.requests], dtype=torch.int32)
+    return torch.tensor([r.accepted for r in staged.step.requests], dtype=torch.int32)
 
 
-def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
+def extend_fields(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
     """Fields ``extend_*`` of an eager draft-extend: [bs] int32, and lists if the backend needs them on the host."""
-    requests = loaded.step.requests
+    requests = staged.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
     prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return {
-        "extend_num_tokens": loaded.step.tokens,
+        "extend_num_tokens": staged.step.tokens,
         "extend_seq_lens": lens,
         "extend_prefix_lens": prefixes,
         "extend_start_loc": (lens.cumsum(0) - lens).to(torch.int32),
@@ -51,13 +51,13 @@ def extend_fields(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, An
     }
 
 
-def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
-    accepted = accepted_counts(loaded)
+def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
+    accepted = accepted_counts(staged)
     return DraftExtendInput(
-        hidden_states=loaded.data.hidden,
+        hidden_states=staged.data.hidden,
         num_correct_drafts=accepted - 1,
         num_accept_tokens=accepted,
-        positions=loaded.data.positions,
+        positions=staged.data.positions,
         num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
     )
 
@@ -66,7 +66,7 @@ def captured_width(harness: ServerHarness, width: int) -> int:
     """Value of ``num_tokens_per_req`` at capture: the width, or unset as in older servers if ``takes_unset_width``."""
     if not harness.capabilities.server.takes_unset_width:
         return width
-    return -1 if harness.case.pick("num-tokens-per-req") else 0
+    return -1 if harness.case.derived("num-tokens-per-req") else 0
 
 
 def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:
@@ -84,28 +84,28 @@ def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, w
     )
 
 
-def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
+def fill_draft_buffers(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int) -> None:
     """Fill accept counts: the live ones, then the width for padded requests, or 0 if those have no row."""
-    width, live, host = loaded.schedule.case.width, loaded.step.bs, static.host
+    width, live, host = staged.schedule.case.width, staged.step.bs, static.host
     rows = 0 if harness.pads_with_nothing else width
-    accepted = np.array([r.accepted for r in loaded.step.requests], dtype=np.int64)
+    accepted = np.array([r.accepted for r in staged.step.requests], dtype=np.int64)
     for name, padding, values in (
         ("num_accept_tokens", rows, accepted),
         ("num_correct_drafts", max(0, rows - 1), accepted - 1),
-        ("extend_seq_lens", rows, [r.new for r in loaded.step.requests]),
+        ("extend_seq_lens", rows, [r.new for r in staged.step.requests]),
     ):
         host[name][live:] = padding
         host[name][:live] = values
-    host["hidden_states"][: loaded.step.tokens] = loaded.data.hidden.numpy()
+    host["hidden_states"][: staged.step.tokens] = staged.data.hidden.numpy()
 
 
 def _replay_spec(
-    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
+    harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, width: int
 ) -> DraftExtendInput:
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    counts = accepted_counts(loaded).tolist() + [0 if harness.pads_with_nothing else width] * (bs - loaded.step.bs)
+    counts = accepted_counts(staged).tolist() + [0 if harness.pads_with_nothing else width] * (bs - staged.step.bs)
     return DraftExtendInput(
-        hidden_states=static.hidden_states[: loaded.step.tokens],
+        hidden_states=static.hidden_states[: staged.step.tokens],
         num_correct_drafts=static.num_correct_drafts[:bs],
         num_accept_tokens=static.num_accept_tokens[:bs],
         positions=static.positions[: bs * width],
@@ -134,7 +134,7 @@ def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int
     trace.topk_p, trace.topk_index = top_k(trace.logits, topk)
 
 
-DRAFT_EXTEND = ModeDriver(
+DRAFT_EXTEND = ModeRunner(
     mode=ForwardMode.DRAFT_EXTEND,
     eager_spec=_eager_spec,
     eager_extends=extend_fields,

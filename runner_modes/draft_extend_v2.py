@@ -11,46 +11,46 @@ from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .draft_extend import accepted_counts, captured_draft_spec, extend_fields, fill_draft_buffers
-from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver, every_token
+from .harness import ServerHarness, StagedStep
+from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
 
 __all__ = ["DRAFT_EXTEND_V2"]
 
 
-def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> DraftExtendInput:
-    accepted, n = accepted_counts(loaded), loaded.schedule.case.width
+def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
+    accepted, n = accepted_counts(staged), staged.schedule.case.width
     return DraftExtendInput(
-        hidden_states=loaded.data.hidden,
+        hidden_states=staged.data.hidden,
         num_correct_drafts=accepted - 1,
         num_accept_tokens=accepted,
-        positions=loaded.data.positions,
+        positions=staged.data.positions,
         num_accept_tokens_cpu=accepted.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
         num_tokens_per_req=n,
-        extend_seq_lens_cpu=[n] * loaded.step.bs,
-        select_index=torch.arange(loaded.step.bs) * n + accepted - 1,
+        extend_seq_lens_cpu=[n] * staged.step.bs,
+        select_index=torch.arange(staged.step.bs) * n + accepted - 1,
     )
 
 
-def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
+def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
     """Fields with the list of rows, which a server knows on the host whatever the backend needs."""
-    rows = [request.new for request in loaded.step.requests]
-    return {**extend_fields(harness, loaded), "extend_seq_lens_cpu": rows}
+    rows = [request.new for request in staged.step.requests]
+    return {**extend_fields(harness, staged), "extend_seq_lens_cpu": rows}
 
 
-def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
-    fill_draft_buffers(harness, static, loaded, bs)
-    last = [i * loaded.schedule.case.width + r.accepted - 1 for i, r in enumerate(loaded.step.requests)]
+def _fill(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int) -> None:
+    fill_draft_buffers(harness, static, staged, bs)
+    last = [i * staged.schedule.case.width + r.accepted - 1 for i, r in enumerate(staged.step.requests)]
     # The tail stays as an earlier replay left it, in range and unused.
     static.host["select_index"][: len(last)] = last
 
 
 def _replay_spec(
-    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int
+    harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, width: int
 ) -> DraftExtendInput:
-    live = loaded.step.bs
+    live = staged.step.bs
     return DraftExtendInput(
-        hidden_states=static.hidden_states[: loaded.step.tokens],
+        hidden_states=static.hidden_states[: staged.step.tokens],
         num_correct_drafts=static.num_correct_drafts[:bs],
         num_accept_tokens=static.num_accept_tokens[:bs],
         positions=static.positions[: bs * width],
@@ -69,7 +69,7 @@ def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int
         trace.logits.amax()
 
 
-DRAFT_EXTEND_V2 = ModeDriver(
+DRAFT_EXTEND_V2 = ModeRunner(
     mode=ForwardMode.DRAFT_EXTEND_V2,
     eager_spec=_eager_spec,
     eager_extends=_eager_extends,

@@ -10,10 +10,10 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from attn_testkit.checks.failures import is_ctrl_c
 
-__all__ = ["ContractError", "DriveError", "NoRoomError", "ShapeError", "blame", "no_mode_left", "out_of_memory"]
+__all__ = ["ContractError", "NoRoomError", "RunError", "ShapeError", "blame", "no_mode_left", "out_of_memory"]
 
 
-class DriveError(Exception):
+class RunError(Exception):
     """Raised if a hook or a forward raised; ``__cause__`` is the original error."""
 
     def __init__(self, phase: str, label: str) -> None:
@@ -74,15 +74,15 @@ def blame(phase: str, label: str = "") -> Iterator[None]:
     """Attribute everything raised inside to the backend.
 
     This includes ``SystemExit``: a kernel wrapper that exits would end the caller's program. In the caller's own
-    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``DriveError`` from the error, and from that
+    process a ``KeyboardInterrupt`` may be the user's, and passes. Raises ``RunError`` from the error, and from that
     of ``no_mode_left``; one from an inner ``blame`` passes unchanged.
     """
     try:
         with no_mode_left():
             yield
-    except (DriveError, NoRoomError):
+    except (RunError, NoRoomError):
         raise
     except BaseException as error:
         if is_ctrl_c(error):
             raise
-        raise DriveError(phase, label) from error
+        raise RunError(phase, label) from error

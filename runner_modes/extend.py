@@ -15,21 +15,21 @@ from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.model import Trace
 
 from .draft_extend import extend_fields
-from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver, one_a_request
+from .harness import ServerHarness, StagedStep
+from .mode_runner import ModeRunner, one_a_request
 from .static_inputs import StaticInputs
 
 __all__ = ["EXTEND"]
 
 
-def _eager_extends(harness: ServerHarness, loaded: LoadedStep) -> Mapping[str, Any]:
+def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, Any]:
     """Fields with both lists: a scheduler cuts the chunks, and knows them on the host whatever the backend needs."""
-    requests = loaded.step.requests
+    requests = staged.step.requests
     lists = {
         "extend_seq_lens_cpu": [request.new for request in requests],
         "extend_prefix_lens_cpu": [request.prefix for request in requests],
     }
-    return {**extend_fields(harness, loaded), **lists}
+    return {**extend_fields(harness, staged), **lists}
 
 
 def _fields(static: StaticInputs, bs: int, tokens: int, lens: list[int], prefixes: list[int]) -> dict[str, Any]:
@@ -71,17 +71,17 @@ def _share_out(static: StaticInputs, lens: Sequence[int]) -> None:
     host["extend_start_loc"][:] = host["extend_seq_lens"].cumsum() - host["extend_seq_lens"]
 
 
-def _fill(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int) -> None:
-    _share_out(static, [request.new for request in loaded.step.requests])
+def _fill(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int) -> None:
+    _share_out(static, [request.new for request in staged.step.requests])
 
 
 def _replay_extends(
-    harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, fill: int
+    harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, fill: int
 ) -> Mapping[str, Any]:
-    requests, padded = loaded.step.requests, bs - loaded.step.bs
+    requests, padded = staged.step.requests, bs - staged.step.bs
     lens = [request.new for request in requests] + [0] * padded
     prefixes = [request.prefix for request in requests] + [fill] * padded
-    return _fields(static, bs, loaded.step.tokens, lens, prefixes)
+    return _fields(static, bs, staged.step.tokens, lens, prefixes)
 
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
@@ -92,14 +92,14 @@ def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int
     trace.logits = harness.model.logits(trace.hidden)
 
 
-EXTEND = ModeDriver(
+EXTEND = ModeRunner(
     mode=ForwardMode.EXTEND,
-    eager_spec=lambda harness, loaded: None,
+    eager_spec=lambda harness, staged: None,
     eager_extends=_eager_extends,
     captured_spec=lambda harness, static, bs, width: None,
     captured_extends=_captured_extends,
     fill=_fill,
-    replay_spec=lambda harness, static, loaded, bs, width: None,
+    replay_spec=lambda harness, static, staged, bs, width: None,
     replay_extends=_replay_extends,
     finish=_finish,
     returned_rows=one_a_request,

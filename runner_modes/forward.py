@@ -18,8 +18,8 @@ from attn_testkit.model import Trace, joined
 
 from .errors import ShapeError
 from .harness import ServerHarness
-from .mode_driver import ModeDriver
-from .parts import InParts
+from .kv_splits import InParts
+from .mode_runner import ModeRunner
 from .returned import check_returned
 
 __all__ = ["forward"]
@@ -27,16 +27,16 @@ __all__ = ["forward"]
 
 def forward(
     harness: ServerHarness,
-    driver: ModeDriver,
+    driver: ModeRunner,
     batch: ForwardBatch,
     case: Case,
     save_kv_cache: bool = True,
     between: Callable[[], None] | None = None,
-    turned: bool = False,
+    other_strides: bool = False,
 ) -> Trace:
     """Run all layers in every forward of the mode, and what the mode adds to them. Device work only.
 
-    ``between`` is called after each layer, before its output is read. ``turned``: see ``Step.turned``.
+    ``between`` is called after each layer, before its output is read. ``other_strides``: see ``Step.turned``.
 
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
     harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
@@ -47,21 +47,27 @@ def forward(
     while part is not None:
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
-        claims = harness.capabilities
+        declared = harness.capabilities
         if "morerows" in case.variants:
             part = _with_more_rows(harness, part)
         loan = _Loan(harness) if "lent" in case.variants else None
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
-        in_parts = InParts(harness) if harness.context.kv_parts else None
+        with_kv_splits = InParts(harness) if harness.context.kv_splits else None
         traces.append(
             harness.model.forward(
-                in_parts or harness.backend, part, look, save_kv_cache, none_kv=claims.server.takes_none_kv, lend=loan,
-                at_once=claims.server.output_lifetime == "layer", turned=turned,
+                with_kv_splits or harness.backend,
+                part,
+                look,
+                save_kv_cache,
+                none_kv=declared.server.takes_none_kv,
+                lend=loan,
+                at_once=declared.server.output_lifetime == "layer",
+                other_strides=other_strides,
             )
-        )  # fmt: skip
-        if in_parts:
-            in_parts.leave_in(traces[-1])
+        )
+        if with_kv_splits:
+            with_kv_splits.leave_in(traces[-1])
         if loan:
             traces[-1].beside_out += loan.beside
         part = _after(parts, traces[-1])
@@ -83,7 +89,7 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return None
 
 
-_MORE_ROWS = 3
+_PADDED_TOKENS = 3
 """Number of extra rows; in some batches that of requests, so that dividing by it gives wrong rows per request."""
 
 
@@ -93,10 +99,10 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
     longer: dict[str, Any] = {}
     for name, value in values.items():
         own: torch.Tensor = getattr(batch, name)
-        longer[name] = torch.cat([own, own.new_full((_MORE_ROWS,), value)])
+        longer[name] = torch.cat([own, own.new_full((_PADDED_TOKENS,), value)])
     by_group = getattr(batch, "group_cache_locs", None)
     if by_group is not None:
-        slots = by_group.new_full((len(by_group), _MORE_ROWS), values["out_cache_loc"])
+        slots = by_group.new_full((len(by_group), _PADDED_TOKENS), values["out_cache_loc"])
         longer["group_cache_locs"] = torch.cat([by_group, slots], 1)
     return replace(batch, **longer)
 

@@ -15,13 +15,13 @@ from attn_testkit.graphs.poison import churn, fill_with_poison
 
 from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
+from .co_resident import CoResidentGraphs
 from .eager import eager_by_turns, run_eager
 from .harness import ServerHarness
-from .neighbour import NeighbourGraphs
-from .options import DriveOptions
+from .options import RunOptions
 from .replay import replay
 
-__all__ = ["AllocatedInCapture", "GraphRun", "drive_graphs", "in_graphs", "last_live"]
+__all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "run_graphs"]
 
 _OVERSIZED_AFTER = 1
 """The replay after which an eager batch larger than any graph is run."""
@@ -62,41 +62,43 @@ class GraphRun:
         return next((seen for _, seen in self.observed if seen.replay and seen.step is step), None)
 
 
-def in_graphs(schedules: Sequence[Schedule], claims: Capabilities) -> list[Schedule]:
+def in_graphs(schedules: Sequence[Schedule], declared: Capabilities) -> list[Schedule]:
     """Schedules of a run that are captured: the first, and those of modes that are declared for graphs."""
-    return [schedules[0], *(each for each in schedules[1:] if each.case.mode in claims.graph)]
+    return [schedules[0], *(each for each in schedules[1:] if each.case.mode in declared.graph)]
 
 
-def drive_graphs(
+def run_graphs(
     harness: ServerHarness,
     schedules: Sequence[Schedule],
     clock: Clock,
-    options: DriveOptions | None = None,
+    options: RunOptions | None = None,
     *,
-    neighbour: tuple[ServerHarness, Schedule] | None = None,
+    co_resident: tuple[ServerHarness, Schedule] | None = None,
 ) -> GraphRun:
     """Capture all buckets of all schedules on one instance, then replay them interleaved, with eager steps between.
 
     Only schedules ``in_graphs`` are captured; steps of the others run eagerly after the replays, then replays again.
 
-    ``neighbour``: a co-resident instance with its own pool, like a draft model next to its target, and its schedule. It
-    captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
+    ``co_resident``: a co-resident instance with its own pool, like a draft model next to its target, and its schedule.
+    It captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
     schedule, and again before the replay's results are read.
 
     Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
     between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
     still grows under the graphs. A mode that is not declared in eager has none of these.
 
-    Raises ``DriveError`` for whatever the backend raises.
+    Raises ``RunError`` for whatever the backend raises.
     """
-    options = options or DriveOptions()
+    options = options or RunOptions()
     early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
     pool = torch.cuda.graph_pool_handle()
     captured = in_graphs(schedules, harness.capabilities)
     graphs = capture_schedules(harness, captured, pool, clock)
     harness.captured()
     written = harness.written_at_capture()
-    other = NeighbourGraphs(capture_schedules(neighbour[0], [neighbour[1]], pool, clock)[0]) if neighbour else None
+    other = (
+        CoResidentGraphs(capture_schedules(co_resident[0], [co_resident[1]], pool, clock)[0]) if co_resident else None
+    )
     seen, replaced = _replay_all(graphs, other, clock, options)
     if len(schedules) > 1:
         seen += _modes_by_turns(graphs, schedules, clock, options)
@@ -116,14 +118,14 @@ _Observed = list[tuple[Schedule, Observation]]
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:
-    if not harness.case.pick("eager-before-graphs") or schedule.case.mode not in harness.capabilities.eager:
+    if not harness.case.derived("eager-before-graphs") or schedule.case.mode not in harness.capabilities.eager:
         return []
     short = min((step for step in schedule.steps if step.requests), key=lambda step: step.tokens)
     return [(schedule, run_eager(harness, schedule, short, clock, label="eager run before there are graphs"))]
 
 
 def _replay_all(
-    graphs: Sequence[ScheduleGraphs], other: NeighbourGraphs | None, clock: Clock, options: DriveOptions
+    graphs: Sequence[ScheduleGraphs], other: CoResidentGraphs | None, clock: Clock, options: RunOptions
 ) -> tuple[_Observed, tuple[str, ...]]:
     """Results of all replays and the eager steps between them, and attributes that their plans replaced."""
     seen: _Observed = []
@@ -147,9 +149,9 @@ def _replay_all(
             alive += replayed.copied_into
             observed = replayed.observed
             # Large batches between replays: an eager step may need more room than any graph.
-            claims = mine.harness.capabilities
-            oversized = index == _OVERSIZED_AFTER and first and schedule.case.mode in claims.eager
-            if options.eager_steps and (schedule.runs_eagerly(step, claims) or oversized):
+            declared = mine.harness.capabilities
+            oversized = index == _OVERSIZED_AFTER and first and schedule.case.mode in declared.eager
+            if options.eager_steps and (schedule.runs_eagerly(step, declared) or oversized):
                 eager = _eager_after(mine, schedule.oversized if oversized else step, observed, clock, options)
                 with clock.phase("setup"):
                     # The eager step may have freed what a graph still uses.
@@ -161,7 +163,7 @@ def _replay_all(
 
 
 def _modes_by_turns(
-    graphs: Sequence[ScheduleGraphs], schedules: Sequence[Schedule], clock: Clock, options: DriveOptions
+    graphs: Sequence[ScheduleGraphs], schedules: Sequence[Schedule], clock: Clock, options: RunOptions
 ) -> _Observed:
     """Run the last step of each mode again: eager steps of all modes, then replays of all, then the eager ones again.
 
@@ -169,8 +171,8 @@ def _modes_by_turns(
     first eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
     """
     harness = graphs[0].harness
-    claimed = [each for each in schedules if each.case.mode in harness.capabilities.eager]
-    eager = [(each, last_live(each)) for each in claimed]
+    supported = [each for each in schedules if each.case.mode in harness.capabilities.eager]
+    eager = [(each, last_live(each)) for each in supported]
     with clock.phase("setup"):
         canaries = churn()
     before = eager_by_turns(harness, eager, clock, ("behind all replays",))
@@ -189,12 +191,14 @@ def last_live(schedule: Schedule) -> Step:
 
 
 def _eager_after(
-    graphs: ScheduleGraphs, step: Step, replayed: Observation, clock: Clock, options: DriveOptions
+    graphs: ScheduleGraphs, step: Step, replayed: Observation, clock: Clock, options: RunOptions
 ) -> Observation:
     """Run an eager step on the instance right after a replay: the same step, or a larger batch."""
     which = "" if step is replayed.step else f" ({step.label}, {step.bs} requests)"
     label = f"eager run{which} after {replayed.label}"
-    return run_eager(graphs.harness, graphs.schedule, step, clock, pattern=options.pattern, label=label, among="graphs")
+    return run_eager(
+        graphs.harness, graphs.schedule, step, clock, pattern=options.pattern, label=label, ran_before="graphs"
+    )
 
 
 def _poison_allocated(graphs: Sequence[ScheduleGraphs]) -> None:

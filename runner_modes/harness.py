@@ -14,10 +14,10 @@ import torch
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.data import DTYPES, StepData
 from attn_testkit.cases.kv_groups import pages_in_pool, slot_map, table_of_group
+from attn_testkit.cases.kv_splits import splits_of
 from attn_testkit.cases.layers import PERIOD
-from attn_testkit.cases.parts import parts_of
 from attn_testkit.cases.schedule import Schedule, Step
-from attn_testkit.cases.ways import dialect_of, way_of
+from attn_testkit.cases.server_variants import dialect_of, variant_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
@@ -40,11 +40,11 @@ from attn_testkit.watches.past_modes import past_modes
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .tables import Tables
 
-__all__ = ["LoadedStep", "ServerHarness", "context_for"]
+__all__ = ["ServerHarness", "StagedStep", "context_for"]
 
 
 @dataclass(frozen=True)
-class LoadedStep:
+class StagedStep:
     """The step that the harness currently holds."""
 
     schedule: Schedule
@@ -81,13 +81,13 @@ def context_for(
 ) -> BackendContext:
     """Make the context that a server gives the constructor of a backend for these schedules. All tables are zeros.
 
-    ``own_layout``: lays out the KV pool if the case leaves that to the backend. Raises ``DriveError`` if it raises.
+    ``own_layout``: lays out the KV pool if the case leaves that to the backend. Raises ``RunError`` if it raises.
     """
     case = schedules[0].case
     dtype = DTYPES[case.dtype]
     kv_dtype = dtype if case.kv_dtype == "same" else DTYPES[case.kv_dtype]
     pages, rows = max(map(pages_in_pool, schedules)), _largest(schedules, "pool_rows")
-    mostly_unused = bool(way_of(case).pool_elements)
+    mostly_unused = bool(variant_of(case).pool_elements)
     ctx = _largest(schedules, "max_context_len")
     spec = [s for s in schedules if s.case.mode.is_speculative()]
     verify = [s for s in schedules if s.case.tree is not None]
@@ -116,7 +116,7 @@ def context_for(
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
-        kv_parts=parts_of(case),
+        kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
@@ -154,13 +154,13 @@ class ServerHarness:
         unowned: float = math.nan,
         fill: int = 0xFF,
         *,
-        claims: Capabilities | None = None,
+        declared: Capabilities | None = None,
     ) -> None:
-        """Construct the backend. Errors of its constructor are passed on; ``DriveError`` if laying out its pool failed.
+        """Construct the backend. Errors of its constructor are passed on; ``RunError`` if laying out its pool failed.
 
         ``schedules``: they differ only in what belongs to their modes; the first one's case decides dtypes, page size
         and layers. ``unowned``: contents of unowned slots, NaN, or a number to find out where a NaN came from.
-        ``fill``: byte of outputs before they are written. ``claims``: the capabilities that the judge knows; None for
+        ``fill``: byte of outputs before they are written. ``declared``: the capabilities that the judge knows; None for
         those of the class.
         """
         self.device, self.unowned, self.fill = device, unowned, fill
@@ -180,7 +180,7 @@ class ServerHarness:
             replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
             for layer in self.family.layers(self.case)
         )
-        self.capabilities = backend_class.capabilities if claims is None else claims
+        self.capabilities = backend_class.capabilities if declared is None else declared
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
         """Function saved before the backend is constructed: one that replaces it could avoid replaying its graph."""
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
@@ -193,7 +193,7 @@ class ServerHarness:
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
-        self._is_spread = bool(way_of(self.case).pool_elements)
+        self._is_spread = bool(variant_of(self.case).pool_elements)
         self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
         """The memory that outlives a step, before a step and after it."""
         strided = self.capabilities.server.takes_strided_heads
@@ -244,10 +244,10 @@ class ServerHarness:
         """Slots outside page 0 that were written since ``prepare_capture``, ascending."""
         return tuple(self.pool.written_since_clear().tolist())
 
-    def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> LoadedStep:
+    def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> StagedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 
-        ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/places.py``).
+        ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/foreign_slots.py``).
         """
         with past_modes():
             data = self.family.data(schedule, step, pattern)
@@ -276,4 +276,4 @@ class ServerHarness:
         tables = self._tables_of(schedule, step)
         table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         slots = (schedule.num_pages + 1) * schedule.case.page_size
-        return LoadedStep(schedule, step, given, slots, due, due_on_device, table, rows)
+        return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)

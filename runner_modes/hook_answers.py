@@ -1,7 +1,7 @@
 """Hooks of a backend other than planning: each result is guarded, and compared with the contract.
 
 A property that raises, or that returns a value which the contract does not allow, is a mistake of the backend, and must
-be reported as one: all of these raise ``DriveError``, from the backend's error or from a ``ContractError``.
+be reported as one: all of these raise ``RunError``, from the backend's error or from a ``ContractError``.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from typing import TypeVar
 from attn_testkit.graphs.compilers import at_work_in, forget_compiled
 from attn_testkit.graphs.host_syncs import host_syncs_forbidden
 
-from .errors import DriveError, blame
+from .errors import RunError, blame
 from .harness import ServerHarness
 
 __all__ = ["looked_at"]
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def looked_at(harness: ServerHarness, phase: str, label: str, no_waits: bool, call: Callable[[], T]) -> T:
-    """Return the result of ``call``, which may not wait if ``no_waits``. Raises ``DriveError`` for whatever it raises.
+    """Return the result of ``call``, which may not wait if ``no_waits``. Raises ``RunError`` for whatever it raises.
 
     Compilations and tunings in it are noted in ``harness.compiled``.
 
@@ -28,7 +28,7 @@ def looked_at(harness: ServerHarness, phase: str, label: str, no_waits: bool, ca
     try:
         with blame(phase, label), host_syncs_forbidden(no_waits, worked):
             return call()
-    except DriveError as error:
+    except RunError as error:
         if not no_waits or error.__cause__ is None or not at_work_in(error.__cause__):
             raise
     forget_compiled()

@@ -9,21 +9,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from attn_testkit.cases.schedule import Schedule, Step
-from attn_testkit.checks.lossless import Spoken
-from attn_testkit.checks.observation import Among, Copies
+from attn_testkit.checks.lossless import GeneratedTokens
+from attn_testkit.checks.observation import Copies, RanBefore
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.results import Finding
 
-from .options import DriveOptions
+from .options import RunOptions
 
-__all__ = ["Described", "DriveCase", "Driven", "Rerun", "StepRecord"]
+__all__ = ["Described", "Rerun", "RunCase", "RunRecord", "StepRecord"]
 
 
 @dataclass(frozen=True)
 class Described:
     """Results of importing a backend in a worker."""
 
-    claims: Capabilities
+    declared: Capabilities
     changed: tuple[str, ...] = ()
     """Changes in the process that importing it caused."""
     broken_packages: tuple[tuple[str, str], ...] = ()
@@ -33,7 +33,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class DriveCase:
+class RunCase:
     """Request to run a case, as a server would."""
 
     case: str
@@ -48,7 +48,7 @@ class Rerun:
     schedule: Schedule
     step: Step | None = None
     """The step to run eagerly; None to capture and replay the whole schedule."""
-    options: DriveOptions = field(default_factory=DriveOptions)
+    options: RunOptions = field(default_factory=RunOptions)
     unowned: float | None = None
     """Contents of unowned slots of the KV pool; None means NaN."""
     fill: int = 0xFF
@@ -65,7 +65,7 @@ class StepRecord:
     """Name of the step in its schedule."""
     copies: Copies
     label: str
-    among: Among = ""
+    ran_before: RanBefore = ""
     damaged: tuple[str, ...] = ()
     replay: bool = False
     padded: int = 0
@@ -74,7 +74,7 @@ class StepRecord:
 
 
 @dataclass(frozen=True)
-class Driven:
+class RunRecord:
     """Results of a run. The judge compares them with the expected steps: a missing step is a failure."""
 
     records: tuple[StepRecord, ...] = ()
@@ -105,5 +105,5 @@ class Driven:
     """Changes in its process that the backend did not undo."""
     notes: tuple[str, ...] = ()
     """Changes in the process by importing a part of a server at its first use."""
-    spoken: Spoken | None = None
+    generated: GeneratedTokens | None = None
     """Tokens of a greedy-equivalence loop, if the case has one."""

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from attn_testkit.checks.observation import Among, Bytes, Group, Observation, Piece, copies_from
+from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, RanBefore, copies_from
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
 from attn_testkit.watches.packing import Sent
 from attn_testkit.watches.past_modes import past_modes
 
-from .harness import LoadedStep, ServerHarness
-from .mode_driver import ModeDriver, Rows
+from .harness import ServerHarness, StagedStep
+from .mode_runner import ModeRunner, Rows
 
 __all__ = ["Readable", "observe", "readable"]
 
@@ -34,7 +34,7 @@ class Readable:
     row: int
     """Number of bytes of one row."""
     sent: tuple[int | slice, slice] | None = None
-    """Layers and bytes of ``LoadedStep.rows`` that it still holds, if nobody modified it."""
+    """Layers and bytes of ``StagedStep.rows`` that it still holds, if nobody modified it."""
 
 
 _RETURNED = (
@@ -82,8 +82,8 @@ def _readable(group: Group, name: str, tensor: torch.Tensor, sent: tuple[int | s
 
 def observe(
     harness: ServerHarness,
-    driver: ModeDriver,
-    loaded: LoadedStep,
+    driver: ModeRunner,
+    staged: StagedStep,
     produced: Sequence[Readable],
     given: Sequence[Sent],
     *,
@@ -91,13 +91,13 @@ def observe(
     replay: bool = False,
     padded: int = 0,
     canaries: Canaries | None = None,
-    among: Among = "",
+    ran_before: RanBefore = "",
 ) -> Observation:
     """Copy the results of a step to the host, with slots of the KV pool and inputs that changed, and deliver them.
 
     ``given``: inputs that the step may not write.
     """
-    pool = harness.pool.look(loaded.slots, loaded.due_on_device, len(loaded.due)) if harness.copies_pool else ()
+    pool = harness.pool.look(staged.slots, staged.due_on_device, len(staged.due)) if harness.copies_pool else ()
     state = canaries.extremes() if canaries is not None else ()
     found = _copied(
         [
@@ -107,8 +107,8 @@ def observe(
             *state,
         ]
     )
-    bs = loaded.step.bs + padded
-    live, returned = driver.live_rows(loaded, bs), driver.returned_rows(loaded, bs)
+    bs = staged.step.bs + padded
+    live, returned = driver.live_rows(staged, bs), driver.returned_rows(staged, bs)
     pieces: list[Piece] = []
     for each in produced:
         if each.group == "beside":
@@ -116,14 +116,21 @@ def observe(
             continue
         piece = _rows(each, next(found), returned if each.group == "outputs" else live)
         # As with other inputs, only modified tensors are sent.
-        if each.sent is None or not np.array_equal(piece.raw, _sent(loaded, each.sent)):
+        if each.sent is None or not np.array_equal(piece.raw, _sent(staged, each.sent)):
             pieces.append(piece)
     pieces += [piece for each in given for piece in _changed(each, next(found))]
     if pool:
-        pieces += _pool_pieces(harness, loaded, [next(found) for _ in pool])
+        pieces += _pool_pieces(harness, staged, [next(found) for _ in pool])
     damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
     observed = Observation(
-        loaded.schedule, loaded.step, label, copies_from(pieces), among, damaged=damaged, replay=replay, padded=padded
+        staged.schedule,
+        staged.step,
+        label,
+        copies_from(pieces),
+        ran_before,
+        damaged=damaged,
+        replay=replay,
+        padded=padded,
     )
     return harness.deliver(observed)
 
@@ -154,9 +161,9 @@ def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:
     return Piece(produced.group, produced.name, produced.dtype, (len(mine), *produced.shape[1:]), mine.reshape(-1))
 
 
-def _sent(loaded: LoadedStep, part: tuple[int | slice, slice]) -> Bytes:
+def _sent(staged: StagedStep, part: tuple[int | slice, slice]) -> Bytes:
     """Bytes that were sent, [T * bytes]."""
-    rows: Bytes = loaded.rows[:, part[0], part[1]].reshape(-1)
+    rows: Bytes = staged.rows[:, part[0], part[1]].reshape(-1)
     return rows
 
 
@@ -167,8 +174,8 @@ def _changed(given: Sent, now: Bytes) -> Iterator[Piece]:
         yield Piece("now", place.name, place.dtype, place.shape, is_)
 
 
-def _pool_pieces(harness: ServerHarness, loaded: LoadedStep, found: Sequence[Bytes]) -> list[Piece]:
-    slots, held, shape = harness.pool.written(loaded.due, found)
+def _pool_pieces(harness: ServerHarness, staged: StagedStep, found: Sequence[Bytes]) -> list[Piece]:
+    slots, held, shape = harness.pool.written(staged.due, found)
     pieces = [
         Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
         Piece("pool", "rows", harness.pool.bits, shape, held),

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["DriveOptions"]
+__all__ = ["RunOptions"]
 
 
 @dataclass(frozen=True)
-class DriveOptions:
+class RunOptions:
     """The settings of one graph run. Diagnosis changes them on a fresh instance, one question per run."""
 
     pattern: str | None = None
-    """Numbers other than the case's (``cases/patterns.py``, ``cases/places.py``). Question: which KV tokens did a row
-    attend to, and whose result does it hold?"""
+    """Numbers other than the case's (``cases/patterns.py``, ``cases/foreign_slots.py``). Question: which KV tokens did
+    a row attend to, and whose result does it hold?"""
     poison_allocated: bool = True
     """Poison, before every replay, memory that the backend allocated while a graph was captured: a graph must write it
     before it reads it. Question if False: is the replay right if that memory keeps its numbers?"""

@@ -16,15 +16,15 @@ from attn_testkit.graphs.held_tensors import tensors_held_by
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.watches.past_modes import past_modes
 
-from .ahead import next_of, plans_ahead
 from .batches import query_starts_of, replay_view, seq_lens_of
 from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
 from .errors import blame
-from .harness import LoadedStep, ServerHarness
+from .harness import ServerHarness, StagedStep
 from .looked_at import looked_at
 from .observe import observe
-from .options import DriveOptions
+from .options import RunOptions
+from .overlap_scheduling import next_of, plans_ahead
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
 
@@ -45,22 +45,22 @@ def replay(
     step: Step,
     canaries: Canaries,
     clock: Clock,
-    options: DriveOptions,
+    options: RunOptions,
     between: Callable[[], None] | None = None,
 ) -> Replayed:
     """Run the graph of a step's bucket. ``between`` is called after planning, before the graph runs, and after it.
 
-    Raises ``DriveError`` for whatever the backend raises, a host sync in its plan included unless it declares
+    Raises ``RunError`` for whatever the backend raises, a host sync in its plan included unless it declares
     ``needs_cpu_seq_lens``.
     """
     harness, label, bucket = graphs.harness, label_of(graphs, step), graphs.buckets[step.bucket]
     with clock.phase("setup"):
-        loaded = harness.load(graphs.schedule, step, options.pattern)
-        fill_static(graphs, loaded)
-        view = view_of(graphs, loaded)
+        staged = harness.load(graphs.schedule, step, options.pattern)
+        fill_static(graphs, staged)
+        view = view_of(graphs, staged)
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
-        ahead = next_of(loaded, options.pattern) if plans_ahead(loaded) else None
+        ahead = next_of(staged, options.pattern) if plans_ahead(staged) else None
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
@@ -94,9 +94,9 @@ def replay(
         observed = observe(
             harness,
             graphs.driver,
-            loaded,
+            staged,
             bucket.produced,
-            (*bucket.given, loaded.table),
+            (*bucket.given, staged.table),
             label=label,
             replay=True,
             padded=step.bucket - step.bs,
@@ -108,7 +108,7 @@ def replay(
 class _Watched:
     """The backend's tensors as they were before a plan."""
 
-    def __init__(self, harness: ServerHarness, options: DriveOptions) -> None:
+    def __init__(self, harness: ServerHarness, options: RunOptions) -> None:
         self._harness = harness
         watch = options.watch_replaced or options.copy_into_replaced
         self._blocks = blocks_held(harness) if watch else {}
@@ -147,34 +147,34 @@ def label_of(graphs: ScheduleGraphs, step: Step) -> str:
     return f"replay {step.index + 1} of {len(graphs.schedule.steps)} ({step.label}), {bucket}, {step.bs} live"
 
 
-def view_of(graphs: ScheduleGraphs, loaded: LoadedStep) -> ForwardBatch:
-    """Make the batch that the backend gets to plan a replay. Raises ``DriveError``."""
-    harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, loaded.step.bucket
-    spec = graphs.driver.replay_spec(harness, static, loaded, bs, case.width)
-    extends = graphs.driver.replay_extends(harness, static, loaded, bs, graphs.fill)
+def view_of(graphs: ScheduleGraphs, staged: StagedStep) -> ForwardBatch:
+    """Make the batch that the backend gets to plan a replay. Raises ``RunError``."""
+    harness, static, case, bs = graphs.harness, graphs.static, graphs.schedule.case, staged.step.bucket
+    spec = graphs.driver.replay_spec(harness, static, staged, bs, case.width)
+    extends = graphs.driver.replay_extends(harness, static, staged, bs, graphs.fill)
     with past_modes():
-        return replay_view(harness, loaded, static, case.mode, bs, case.width, graphs.fill, spec, extends)
+        return replay_view(harness, staged, static, case.mode, bs, case.width, graphs.fill, spec, extends)
 
 
-def fill_static(graphs: ScheduleGraphs, loaded: LoadedStep) -> None:
+def fill_static(graphs: ScheduleGraphs, staged: StagedStep) -> None:
     """Fill the static inputs: the live heads, then padding."""
     harness, static, case = graphs.harness, graphs.static, graphs.schedule.case
-    step, data, live, tokens, host = loaded.step, loaded.data, loaded.step.bs, loaded.step.tokens, static.host
+    step, data, live, tokens, host = staged.step, staged.data, staged.step.bs, staged.step.tokens, static.host
     host["seq_lens"][:] = graphs.fill
     host["out_cache_loc"][:] = harness.padding_slot(step.index)
     with past_modes():
-        host["input_ids"][:tokens] = loaded.ids.numpy()
+        host["input_ids"][:tokens] = staged.ids.numpy()
         host["positions"][:tokens] = data.positions.numpy()
-        host["out_cache_loc"][:tokens] = harness.in_groups(loaded.schedule, data.out_cache_loc.numpy())[0]
+        host["out_cache_loc"][:tokens] = harness.in_groups(staged.schedule, data.out_cache_loc.numpy())[0]
     if harness.context.kv_groups:
         by_group = host["group_cache_locs"].reshape(-1, len(host["out_cache_loc"]))
         by_group[:] = harness.padding_slot(step.index)
-        by_group[:, :tokens] = harness.in_groups(loaded.schedule, data.out_cache_loc.numpy())
+        by_group[:, :tokens] = harness.in_groups(staged.schedule, data.out_cache_loc.numpy())
     host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
-    host["seq_lens"][:live] = seq_lens_of(harness, case.mode, loaded)
+    host["seq_lens"][:live] = seq_lens_of(harness, case.mode, staged)
     static.pad(step, tokens, harness.model.nan_row)
-    starts = query_starts_of(loaded)
+    starts = query_starts_of(staged)
     host["query_start_loc"][:] = starts[-1]
     host["query_start_loc"][: live + 1] = starts
-    graphs.driver.fill(harness, static, loaded, step.bucket)
+    graphs.driver.fill(harness, static, staged, step.bucket)
     static.send()

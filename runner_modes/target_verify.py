@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.server_variants import variant_of
 from attn_testkit.cases.trees import Tree, bit_packed, full_mask, qlen_only_mask
-from attn_testkit.cases.ways import way_of
 from attn_testkit.contract import ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 from attn_testkit.watches.uploads import upload_into
 
@@ -20,35 +20,35 @@ from .batches import seq_lens_of, spec_on_device
 from .decode import head_over_all_rows
 from .draft_extend import captured_width
 from .errors import blame
-from .harness import LoadedStep, ServerHarness
+from .harness import ServerHarness, StagedStep
 from .hook_answers import verify_mask_of
-from .mode_driver import ModeDriver, every_token
+from .mode_runner import ModeRunner, every_token
 from .static_inputs import StaticInputs
 
 __all__ = ["TARGET_VERIFY"]
 
 
-def _trees(loaded: LoadedStep) -> list[Tree]:
-    trees = [request.tree for request in loaded.step.requests]
+def _trees(staged: StagedStep) -> list[Tree]:
+    trees = [request.tree for request in staged.step.requests]
     assert all(trees)
     return [tree for tree in trees if tree is not None]
 
 
-def _verify_input(harness: ServerHarness, loaded: LoadedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
+def _verify_input(harness: ServerHarness, staged: StagedStep, mask: torch.Tensor, layout: TreeMaskMode) -> VerifyInput:
     """Make ``spec_info`` on the host, except for a mask that is on the device."""
-    step, n = loaded.step, loaded.schedule.case.width
-    links = np.array([tree.links for tree in _trees(loaded)], dtype=np.int64).reshape(step.bs, 2, n)
+    step, n = staged.step, staged.schedule.case.width
+    links = np.array([tree.links for tree in _trees(staged)], dtype=np.int64).reshape(step.bs, 2, n)
     mirrors = harness.capabilities.needs_cpu_seq_lens
-    lens = torch.tensor(seq_lens_of(harness, ForwardMode.TARGET_VERIFY, loaded), dtype=torch.int64)
+    lens = torch.tensor(seq_lens_of(harness, ForwardMode.TARGET_VERIFY, staged), dtype=torch.int64)
     return VerifyInput(
         draft_token=torch.arange(step.tokens),
         custom_mask=mask,
-        positions=loaded.data.positions,
+        positions=staged.data.positions,
         retrieve_index=torch.arange(step.bs * n).view(step.bs, n),
         retrieve_next_token=torch.from_numpy(links[:, 0].copy()),
         retrieve_next_sibling=torch.from_numpy(links[:, 1].copy()),
-        spec_steps=loaded.schedule.spec_steps,
-        topk=loaded.schedule.case.topk,
+        spec_steps=staged.schedule.spec_steps,
+        topk=staged.schedule.case.topk,
         draft_token_num=n,
         num_tokens_per_req=n,
         tree_mask_mode=layout,
@@ -63,22 +63,22 @@ def _without_tree(spec: VerifyInput) -> VerifyInput:
 
 
 def _is_bare(case: Case) -> bool:
-    return way_of(case).gives_none
+    return variant_of(case).gives_none
 
 
-def _fresh(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
+def _fresh(harness: ServerHarness, staged: StagedStep) -> VerifyInput:
     """Make ``spec_info`` with a mask for this step, as a server does for a backend without a buffer."""
-    mask = full_mask(_trees(loaded), [r.prefix for r in loaded.step.requests])
-    return _verify_input(harness, loaded, torch.from_numpy(mask), TreeMaskMode.FULL_MASK)
+    mask = full_mask(_trees(staged), [r.prefix for r in staged.step.requests])
+    return _verify_input(harness, staged, torch.from_numpy(mask), TreeMaskMode.FULL_MASK)
 
 
-def _eager_spec(harness: ServerHarness, loaded: LoadedStep) -> VerifyInput:
-    owned = verify_mask_of(harness, loaded.schedule.case.width)
-    if _is_bare(loaded.schedule.case):
-        return _without_tree(_fresh(harness, loaded))
-    if owned is None or not owned.fits(loaded.step.bs):
-        return _fresh(harness, loaded)
-    return _in_owned_buffer(harness, loaded, owned)
+def _eager_spec(harness: ServerHarness, staged: StagedStep) -> VerifyInput:
+    owned = verify_mask_of(harness, staged.schedule.case.width)
+    if _is_bare(staged.schedule.case):
+        return _without_tree(_fresh(harness, staged))
+    if owned is None or not owned.fits(staged.step.bs):
+        return _fresh(harness, staged)
+    return _in_owned_buffer(harness, staged, owned)
 
 
 _LAYOUTS: Mapping[TreeMaskMode, Callable[[list[Tree], list[int]], npt.NDArray[Any]]] = {
@@ -90,18 +90,18 @@ _ALL_VISIBLE = {TreeMaskMode.FULL_MASK: 1, TreeMaskMode.QLEN_ONLY: 1, TreeMaskMo
 """The byte of a stale tail: a mask that hides nothing."""
 
 
-def _in_owned_buffer(harness: ServerHarness, loaded: LoadedStep, owned: VerifyMask) -> VerifyInput:
+def _in_owned_buffer(harness: ServerHarness, staged: StagedStep, owned: VerifyMask) -> VerifyInput:
     """Fill the head of the backend's buffer in place; its tail keeps what an earlier step left."""
     with blame("verify mask"):
         room = owned.buffer.view(torch.uint8)
-        if loaded.step.padding == "stale":
+        if staged.step.padding == "stale":
             room.fill_(_ALL_VISIBLE[owned.mode])
-        if trees := _trees(loaded):
-            mask = _LAYOUTS[owned.mode](trees, [r.prefix for r in loaded.step.requests])
+        if trees := _trees(staged):
+            mask = _LAYOUTS[owned.mode](trees, [r.prefix for r in staged.step.requests])
             # Converted to bytes: few operations are implemented for uint16 and uint32.
             data = torch.from_numpy(mask.view(np.uint8))
             upload_into(room[: len(data)], data)
-    return _verify_input(harness, loaded, owned.buffer, owned.mode)
+    return _verify_input(harness, staged, owned.buffer, owned.mode)
 
 
 def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> VerifyInput:
@@ -124,27 +124,27 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
     return _without_tree(spec) if _is_bare(harness.case) else spec
 
 
-def _replay_spec(harness: ServerHarness, static: StaticInputs, loaded: LoadedStep, bs: int, width: int) -> VerifyInput:
+def _replay_spec(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, width: int) -> VerifyInput:
     owned = verify_mask_of(harness, width)
     fits = owned is not None and owned.fits(bs)
-    if _is_bare(loaded.schedule.case):
-        spec = _without_tree(_fresh(harness, loaded))
+    if _is_bare(staged.schedule.case):
+        spec = _without_tree(_fresh(harness, staged))
     elif owned is not None and fits:
-        spec = _in_owned_buffer(harness, loaded, owned)
-    elif loaded.step.requests:
-        spec = _fresh(harness, loaded)
+        spec = _in_owned_buffer(harness, staged, owned)
+    elif staged.step.requests:
+        spec = _fresh(harness, staged)
     else:
         # Without a live request no mask is made: the runner's own mask stays.
-        spec = _verify_input(harness, loaded, static.custom_mask, TreeMaskMode.FULL_MASK)
+        spec = _verify_input(harness, staged, static.custom_mask, TreeMaskMode.FULL_MASK)
     return spec_on_device(spec, harness.device)
 
 
-TARGET_VERIFY = ModeDriver(
+TARGET_VERIFY = ModeRunner(
     mode=ForwardMode.TARGET_VERIFY,
     eager_spec=_eager_spec,
-    eager_extends=lambda harness, loaded: {},
+    eager_extends=lambda harness, staged: {},
     captured_spec=_captured_spec,
-    fill=lambda harness, static, loaded, bs: None,
+    fill=lambda harness, static, staged, bs: None,
     replay_spec=_replay_spec,
     finish=head_over_all_rows,
     returned_rows=every_token,

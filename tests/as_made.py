@@ -11,26 +11,26 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import Capabilities, ForwardMode
 
 
-def _as_they_are(claims: Capabilities, cases: Sequence[Case], **_: bool) -> Sequence[Case]:
+def _as_they_are(declared: Capabilities, cases: Sequence[Case], **_: bool) -> Sequence[Case]:
     return cases
 
 
-def without_arrays(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
+def without_arrays(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
     """As ``as_made``, and none of the cases that ``cases/pair_array.py`` makes."""
     with (
-        mock.patch.object(catalogue, "enriched", return_value=()),
-        mock.patch.object(catalogue, "varied", _as_they_are),
+        mock.patch.object(catalogue, "randomly_combined", return_value=()),
+        mock.patch.object(catalogue, "randomly_varied", _as_they_are),
     ):
-        cases: tuple[Case, ...] = catalogue.generate.__wrapped__(claims, mode, tier, seed)
+        cases: tuple[Case, ...] = catalogue.generate.__wrapped__(declared, mode, tier, seed)
     return cases
 
 
 @lru_cache(maxsize=64)
-def as_made(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
-    """As ``catalogue.generate``, before ``cases/enriched.py`` gives cases more."""
+def as_made(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
+    """As ``catalogue.generate``, before ``cases/randomly_combined.py`` gives cases more."""
     with (
-        mock.patch.object(catalogue, "enriched", _as_they_are),
-        mock.patch.object(catalogue, "varied", _as_they_are),
+        mock.patch.object(catalogue, "randomly_combined", _as_they_are),
+        mock.patch.object(catalogue, "randomly_varied", _as_they_are),
     ):
-        cases: tuple[Case, ...] = catalogue.generate.__wrapped__(claims, mode, tier, seed)
+        cases: tuple[Case, ...] = catalogue.generate.__wrapped__(declared, mode, tier, seed)
     return cases

@@ -16,7 +16,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture
-def judged_here(monkeypatch: pytest.MonkeyPatch) -> None:
+def evaluated_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """``minimize`` and ``fuzz`` judge in the test's own process."""
     from judge_here import JudgeHere
 

@@ -33,7 +33,7 @@ class JudgeHere(Runner):
     def __init__(self, options: Options, device: str) -> None:
         super().__init__(replace(options, in_process=True))
 
-    capabilities = Runner.claims
+    capabilities = Runner.declared
 
     def run(self, plan: Plan, items: Sequence[Item], *, ahead: bool = True) -> Generator[CaseResult, None, None]:
         return Runner(self.options).run(plan, items, ahead=ahead)

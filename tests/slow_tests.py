@@ -14,8 +14,8 @@ SLOW: tuple[str, ...] = (
     "docs/test_readme_commands.py::test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands",
     "new/test_new.py::test_what_it_prints_can_be_typed_and_is_green",
     "faults/test_graph_fault_texts.py",
-    "front_ends/test_cli.py::test_an_author_in_an_empty_directory_sees_his_backend_judged",
-    "outside/test_bugs_from_outside.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes",
+    "front_ends/test_cli.py::test_an_author_in_an_empty_directory_sees_his_backend_evaluated",
+    "field_bugs/test_field_bugs.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes",
     "faults/test_eager_faults.py",
     "fuzz/test_fuzz.py",
     "minimize/test_minimize.py",
@@ -35,7 +35,7 @@ SLOW: tuple[str, ...] = (
     "emulation/test_emulated_programs.py",
     "doctor/test_doctor.py",
     "faults/test_query_scale_faults.py",
-    "outside/test_bugs_from_outside.py::test_a_run_tries_the_case_that_catches_a_bug",
+    "field_bugs/test_field_bugs.py::test_a_run_tries_the_case_that_catches_a_bug",
 )
 
 _SLOW = tuple(f"tests/{start}" for start in SLOW)

@@ -12,9 +12,9 @@ from ..running.case_runs.loop import Runner
 from ..running.planning.request import Options
 from ..running.processes.forking import begin_forking, preload
 from ..running.processes.merging import merged
-from .hostile import FrontEnd, run_hostile
+from .adversarial import FrontEnd, run_adversarial
 from .tasks import run_task, tasks_for
-from .verdicts import Audit, FaultVerdict, HostileVerdict, Settings, Task, Verdict
+from .verdicts import AdversarialVerdict, Audit, FaultVerdict, Settings, Task, Verdict
 
 __all__ = ["Audit", "Settings", "audit"]
 
@@ -35,15 +35,15 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
     for count, verdict in enumerate(_verdicts(tasks, settings), start=1):
         if isinstance(verdict, FaultVerdict):
             result.faults.append(verdict)
-        elif isinstance(verdict, HostileVerdict):
-            result.hostile.append(verdict)
+        elif isinstance(verdict, AdversarialVerdict):
+            result.adversarial.append(verdict)
         else:
             result.controls.append(verdict)
         if see:
             see(verdict, count, len(tasks))
     order = {fault.slug: index for index, fault in enumerate(all_faults())}
     result.faults.sort(key=lambda verdict: order[verdict.slug])
-    result.hostile.sort(key=lambda verdict: verdict.slug)
+    result.adversarial.sort(key=lambda verdict: verdict.slug)
     result.controls.sort(key=lambda verdict: (verdict.name, verdict.mode, verdict.execution))
     result.seconds = time.perf_counter() - started
     return result
@@ -64,8 +64,8 @@ def _verdicts(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:
                 task = waiting.popleft()
             except IndexError:
                 return
-            if task.kind == "hostile":
-                yield run_hostile(task, front_end)
+            if task.kind == "adversarial":
+                yield run_adversarial(task, front_end)
             else:
                 yield run_task(task, settings, runner)
 

@@ -24,7 +24,7 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
     for alarm in audit.alarms:
         lines.append(f"FALSE ALARM  {alarm.name} {alarm.mode} {alarm.execution}: {alarm.alarms} of {alarm.case_runs}")
         lines += [f"  {line}" for line in alarm.texts[0].splitlines()]
-    for found in audit.hostile:
+    for found in audit.adversarial:
         if found.green:
             lines.append(f"GREEN  {found.slug}: an adversarial backend that passes")
         elif not found.proves:
@@ -34,7 +34,7 @@ def audit_text(audit: Audit, *, verbose: bool = False) -> str:
         lines.append(
             f"OTHERWISE  {verdict.slug}: caught by {', '.join(verdict.caught_by)}, not by {', '.join(verdict.expected)}"
         )
-    lines += ["", *_matrix(audit), "", *_check_table(audit), "", *_hostile_table(audit), ""]
+    lines += ["", *_matrix(audit), "", *_check_table(audit), "", *_adversarial_table(audit), ""]
     if verbose:
         lines += [line for verdict in audit.faults if verdict.text for line in (verdict.text, "")]
     lines.append(verdict_line(audit))
@@ -46,12 +46,12 @@ def verdict_line(audit: Audit) -> str:
     caught = sum(verdict.caught for verdict in audit.faults)
     case_runs = sum(v.case_runs for v in audit.faults) + sum(v.case_runs for v in audit.controls)
     alarms = sum(verdict.alarms for verdict in audit.controls)
-    refused = sum(not verdict.green for verdict in audit.hostile)
+    refused = sum(not verdict.green for verdict in audit.adversarial)
     idle, controls = audit.idle_checks, {verdict.name for verdict in audit.controls}
     parts = [
         *([f"{caught} of {len(audit.faults)} faults caught"] if audit.faults else []),
         *([f"{alarms} false alarms in {len(controls)} healthy controls"] if controls else []),
-        *([f"adversarial backends: {refused} of {len(audit.hostile)} failed"] if audit.hostile else []),
+        *([f"adversarial backends: {refused} of {len(audit.adversarial)} failed"] if audit.adversarial else []),
         *([f"checks that catch nothing that others do not: {', '.join(idle)}"] if idle else []),
         f"{case_runs} case-runs in {audit.seconds:.0f} s",
         f"tier {audit.settings.tier}, seed {audit.settings.seed}",
@@ -97,15 +97,15 @@ def _check_table(audit: Audit) -> list[str]:
     return lines
 
 
-def _hostile_table(audit: Audit) -> list[str]:
-    if not audit.hostile:
+def _adversarial_table(audit: Audit) -> list[str]:
+    if not audit.adversarial:
         return []
-    wide = max(len(verdict.slug) for verdict in audit.hostile)
-    refused = sum(not verdict.green for verdict in audit.hostile)
-    honest = sum(verdict.honest_exit_code == 0 for verdict in audit.hostile)
-    many = len(audit.hostile)
+    wide = max(len(verdict.slug) for verdict in audit.adversarial)
+    refused = sum(not verdict.green for verdict in audit.adversarial)
+    honest = sum(verdict.honest_exit_code == 0 for verdict in audit.adversarial)
+    many = len(audit.adversarial)
     lines = [f"adversarial backends: {refused} of {many} failed; {honest} of {many} pass without the cheat"]
-    for verdict in audit.hostile:
+    for verdict in audit.adversarial:
         ending = textwrap.shorten(verdict.ending, _ENDING, placeholder=" ...")
         lines.append(f"  {verdict.slug:<{wide}}  exit code {verdict.exit_code}  {ending}")
     return lines

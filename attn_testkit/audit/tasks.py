@@ -13,7 +13,7 @@ from itertools import chain, zip_longest
 from ..cases.case import parse_case
 from ..contract import Capabilities
 from ..faults import all_controls, all_faults
-from ..faults.hostile import all_hostile
+from ..faults.adversarial import all_adversarial
 from ..registry import UsageError, did_you_mean
 from ..results import BAD, CaseResult, Status, format_failure
 from ..running.case_runs.loop import Runner
@@ -48,16 +48,16 @@ def tasks_for(settings: Settings) -> list[Task]:
         if chosen(fault.slug) and (not letters or fault.bug_class in letters)
     ]
     for control in () if letters else all_controls():
-        claims = control.backend.capabilities
-        for execution, modes in (("graph", claims.graph), ("eager", claims.eager)):
+        declared = control.backend.capabilities
+        for execution, modes in (("graph", declared.graph), ("eager", declared.eager)):
             tasks += [
                 Task("control", control.name, mode.value, execution) for mode in sorted(modes) if chosen(control.name)
             ]
     if not letters:
-        tasks += [Task("hostile", entry.slug) for entry in all_hostile() if chosen(entry.slug)]
+        tasks += [Task("adversarial", entry.slug) for entry in all_adversarial() if chosen(entry.slug)]
     if not tasks:
         names = [fault.slug for fault in all_faults()] + [control.name for control in all_controls()]
-        names += [entry.slug for entry in all_hostile()]
+        names += [entry.slug for entry in all_adversarial()]
         asked = settings.faults or (settings.classes,)
         raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
     # The longest first, so that none runs by itself at the end; tasks with the same cases follow each other, because
@@ -110,7 +110,9 @@ def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
     return _run_fault(task, settings, runner) if task.kind == "fault" else _run_control(task, settings, runner)
 
 
-def _plan(spec: str, claims: Capabilities, settings: Settings, modes: Sequence[str], executions: Sequence[str]) -> Plan:
+def _plan(
+    spec: str, declared: Capabilities, settings: Settings, modes: Sequence[str], executions: Sequence[str]
+) -> Plan:
     request = Request(
         backends=(Candidate(spec),),
         modes=tuple(modes),
@@ -121,15 +123,15 @@ def _plan(spec: str, claims: Capabilities, settings: Settings, modes: Sequence[s
         command="attn-testkit audit",
     )
     # The kit's own broken backends can be imported here: no worker has to report their capabilities.
-    return plan_run(request, lambda _: claims)
+    return plan_run(request, lambda _: declared)
 
 
 def _run_fault(task: Task, settings: Settings, runner: Runner) -> FaultVerdict:
     fault = next(fault for fault in all_faults() if fault.slug == task.name)
     verdict = FaultVerdict(fault.slug, fault.bug_class, fault.source, fault.checks)
     started = time.perf_counter()
-    claims = fault.backend.capabilities
-    plan = _plan(fault.spec, claims, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
+    declared = fault.backend.capabilities
+    plan = _plan(fault.spec, declared, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
     preset = (row for row in plan.preset if row.status in BAD)
     count = 0
     order = kill_order(plan.items, settings.caught_before.get(task.name))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..checks import CHECKS
 
-__all__ = ["Audit", "ControlVerdict", "FaultVerdict", "HostileVerdict", "Settings", "Task", "Verdict"]
+__all__ = ["AdversarialVerdict", "Audit", "ControlVerdict", "FaultVerdict", "Settings", "Task", "Verdict"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Task:
     """A fault, one mode and execution of a control, or an adversarial backend."""
 
     kind: str
-    """``fault``, ``control`` or ``hostile``."""
+    """``fault``, ``control`` or ``adversarial``."""
     name: str
     mode: str = ""
     execution: str = ""
@@ -105,7 +105,7 @@ class ControlVerdict:
 
 
 @dataclass(frozen=True)
-class HostileVerdict:
+class AdversarialVerdict:
     """Result of one adversarial backend, and of the same code without the cheat."""
 
     slug: str
@@ -129,7 +129,7 @@ class HostileVerdict:
         return not self.green and self.honest_exit_code == 0
 
 
-Verdict = FaultVerdict | ControlVerdict | HostileVerdict
+Verdict = FaultVerdict | ControlVerdict | AdversarialVerdict
 
 
 @dataclass
@@ -139,7 +139,7 @@ class Audit:
     settings: Settings
     faults: list[FaultVerdict] = field(default_factory=list)
     controls: list[ControlVerdict] = field(default_factory=list)
-    hostile: list[HostileVerdict] = field(default_factory=list)
+    adversarial: list[AdversarialVerdict] = field(default_factory=list)
     seconds: float = 0.0
     device: str = ""
 
@@ -176,9 +176,9 @@ class Audit:
     @property
     def exit_code(self) -> int:
         """1 on any survivor, false alarm, idle check or adversarial backend that passed; 5 when nothing was tried."""
-        if not self.faults and not self.controls and not self.hostile:
+        if not self.faults and not self.controls and not self.adversarial:
             return 5
-        unproved = [verdict for verdict in self.hostile if not verdict.proves]
+        unproved = [verdict for verdict in self.adversarial if not verdict.proves]
         return 1 if self.survivors or self.alarms or self.idle_checks or unproved else 0
 
     def as_plain(self) -> dict[str, Any]:
@@ -195,5 +195,5 @@ class Audit:
             "false_alarms": sum(verdict.alarms for verdict in self.controls),
             "faults": [asdict(verdict) for verdict in self.faults],
             "controls": [asdict(verdict) for verdict in self.controls],
-            "hostile": [asdict(verdict) for verdict in self.hostile],
+            "adversarial": [asdict(verdict) for verdict in self.adversarial],
         }

@@ -20,7 +20,7 @@ from attn_testkit.contract import (
     ForwardBatch,
     ForwardMode,
     HeadShape,
-    KVPart,
+    KVSplit,
     LogSumExp,
     Requires,
     ServerConventions,
@@ -30,7 +30,7 @@ from attn_testkit.contract import (
 from .branches import forward_number, kernel_requests
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_parts import MERGE_STATE, by_slots, masked_plan, merged, part_plan
+from .flashinfer_kv_splits import MERGE_STATE, by_slots, masked_plan, merged, part_plan
 from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from .vendor import provide
 from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
@@ -39,7 +39,7 @@ __all__ = ["FlashInferBackend", "LayerKind"]
 
 
 _MODES = frozenset(ForwardMode)
-_IN_PARTS = _MODES - {ForwardMode.DRAFT_DECODE}
+_IN_SPLITS = _MODES - {ForwardMode.DRAFT_DECODE}
 
 
 class LayerKind(NamedTuple):
@@ -84,7 +84,7 @@ class FlashInferBackend(AttentionBackend):
             takes_none_kv=True, takes_bare_chains=True, takes_strided_heads=True, takes_unset_width=True
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
-        lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True),
+        lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_SPLITS, pages=_IN_SPLITS, tokens=_IN_SPLITS, merges=True),
         kv_groups=True,
         heads_by_layer=True,
         requires=Requires(sm=(80, 129), packages=("flashinfer-python>=0.7.2,<0.8",)),
@@ -103,10 +103,10 @@ class FlashInferBackend(AttentionBackend):
         self._graphs: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, int], Any]] = {}
         self._current: dict[tuple[LayerKind, int], Any] = {}
         self._parts_in_pages = not by_slots(context)
-        self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
-        self._eager_parts: dict[tuple[bool, LayerKind, KVPart], Any] = {}
-        self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, KVPart], Any]] = {}
-        self._current_parts: dict[tuple[LayerKind, KVPart], Any] = {}
+        self._parts = tuple(part for part in context.kv_splits if part.kind != "whole")
+        self._eager_parts: dict[tuple[bool, LayerKind, KVSplit], Any] = {}
+        self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[LayerKind, KVSplit], Any]] = {}
+        self._current_parts: dict[tuple[LayerKind, KVSplit], Any] = {}
 
     def _kind_of(self, layer: AttentionLayer) -> LayerKind:
         return LayerKind.of(layer, self.context.group_of(layer).index)
@@ -121,10 +121,10 @@ class FlashInferBackend(AttentionBackend):
             if (decode, kind, forward) not in self._eager:
                 self._eager[decode, kind, forward] = self._eager_wrapper(decode, kind)
         self._current = {pair: self._eager[decode, *pair] for pair in current}
-        for kind, part in self._kinds_and_parts:
+        for kind, part in self._kinds_and_splits:
             if (decode, kind, part) not in self._eager_parts:
-                self._eager_parts[decode, kind, part] = self._wrapper(kind, *self._form_of_parts(decode))
-        self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_parts}
+                self._eager_parts[decode, kind, part] = self._wrapper(kind, *self._form_of_splits(decode))
+        self._current_parts = {pair: self._eager_parts[decode, *pair] for pair in self._kinds_and_splits}
         self._plan_all(plans, decode)
         self._plan_parts(batch, plans[0], decode)
 
@@ -134,7 +134,7 @@ class FlashInferBackend(AttentionBackend):
         return plans_of_forwards(self.context, batch), mode.is_decode() or mode.is_draft_decode()
 
     @property
-    def _kinds_and_parts(self) -> list[tuple[LayerKind, KVPart]]:
+    def _kinds_and_splits(self) -> list[tuple[LayerKind, KVSplit]]:
         return [(kind, part) for kind in self._kinds for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -144,7 +144,9 @@ class FlashInferBackend(AttentionBackend):
         others = [replace(batch, kv_indices=torch.zeros_like(batch.kv_indices)) for _ in context.groups[1:]]
         self._of_groups = (batch, *others)
         self._of_forwards = GraphBuffers.of_forwards(context, max_bs)
-        self._of_parts = {pair: GraphBuffers.of_part(context, max_bs, max_num_tokens) for pair in self._kinds_and_parts}
+        self._of_parts = {
+            pair: GraphBuffers.of_part(context, max_bs, max_num_tokens) for pair in self._kinds_and_splits
+        }
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         """Build the bucket's wrappers at its capture; plan them at the capture and before every replay."""
@@ -166,7 +168,7 @@ class FlashInferBackend(AttentionBackend):
                 for forward in range(len(plans))
             }
             self._graph_parts[bucket] = {
-                (kind, part): self._graph_wrapper(kind, buffers, *self._form_of_parts(decode), requests, masked=True)
+                (kind, part): self._graph_wrapper(kind, buffers, *self._form_of_splits(decode), requests, masked=True)
                 for (kind, part), buffers in self._of_parts.items()
             }
         self._current, self._current_parts = self._graphs[bucket], self._graph_parts[bucket]
@@ -192,7 +194,7 @@ class FlashInferBackend(AttentionBackend):
         given = buffers.for_decode(requests) if decode else buffers.for_prefill(requests, masked)
         return self._wrapper(kind, decode, kv_layout, use_cuda_graph=True, **given)
 
-    def _form_of_parts(self, decode: bool) -> tuple[bool, str]:
+    def _form_of_splits(self, decode: bool) -> tuple[bool, str]:
         """Form of the wrapper of a KV split: True for decode's, and the layout of its pages."""
         own = self._parts_in_pages or self.context.page_size == 1
         return decode and not self._parts_in_pages, self._kv_layout if own else "NHD"
@@ -212,7 +214,7 @@ class FlashInferBackend(AttentionBackend):
                 self._plan_prefill(wrapper, kind, plan)
 
     def _plan_parts(self, batch: ForwardBatch, plan: PagePlan, decode: bool) -> None:
-        decode, _ = self._form_of_parts(decode)
+        decode, _ = self._form_of_splits(decode)
         plan_wrapper = self._plan_decode if decode else self._plan_prefill
         for (kind, part), wrapper in self._current_parts.items():
             if self._parts_in_pages:
@@ -280,7 +282,7 @@ class FlashInferBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with the wrapper that was planned for the split's keys, in pages of one slot if the pool has them."""
         whole = part.kind == "whole"

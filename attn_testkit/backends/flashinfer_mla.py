@@ -16,7 +16,7 @@ from attn_testkit.contract import (
     Capabilities,
     ForwardBatch,
     ForwardMode,
-    KVPart,
+    KVSplit,
     LogSumExp,
     Requires,
     ServerConventions,
@@ -25,7 +25,7 @@ from attn_testkit.contract import (
 from .branches import forward_number
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_parts import MERGE_STATE, merged, part_plan
+from .flashinfer_kv_splits import MERGE_STATE, merged, part_plan
 from .flashinfer_plan import PagePlan, filled_up, workspace
 from .vendor import EntryPoint, provide
 from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
@@ -34,7 +34,7 @@ __all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8B
 
 _PACKAGES = ("flashinfer-python>=0.7.2,<0.8",)
 _MODES = frozenset(ForwardMode)
-_IN_PARTS = _MODES - {ForwardMode.DRAFT_DECODE}
+_IN_SPLITS = _MODES - {ForwardMode.DRAFT_DECODE}
 _DECODE = frozenset({ForwardMode.DECODE})
 
 
@@ -58,7 +58,7 @@ class FlashInferMLABackend(AttentionBackend):
         needs_cpu_seq_lens=True,
         server=ServerConventions(takes_none_kv=True, takes_bare_chains=True, takes_unset_width=True),
         # Several rows are causal over the last keys, which those of a rank are not.
-        lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_PARTS, pages=_DECODE, tokens=_DECODE, merges=True),
+        lse=LogSumExp(base="2", whole=_MODES, prefix=_IN_SPLITS, pages=_DECODE, tokens=_DECODE, merges=True),
         requires=Requires(sm=(80, 129), packages=_PACKAGES),
     )
     entry_point: ClassVar[EntryPoint] = BATCH_MLA_FA2
@@ -78,10 +78,10 @@ class FlashInferMLABackend(AttentionBackend):
         self._rows: dict[tuple[ForwardMode, int], int] = {}
         """Query rows of each captured graph."""
         self._current: dict[tuple[float, int], Any] = {}
-        self._parts = tuple(part for part in context.kv_parts if part.kind != "whole")
-        self._eager_parts: dict[tuple[float, KVPart], Any] = {}
-        self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[float, KVPart], Any]] = {}
-        self._current_parts: dict[tuple[float, KVPart], Any] = {}
+        self._parts = tuple(part for part in context.kv_splits if part.kind != "whole")
+        self._eager_parts: dict[tuple[float, KVSplit], Any] = {}
+        self._graph_parts: dict[tuple[ForwardMode, int], dict[tuple[float, KVSplit], Any]] = {}
+        self._current_parts: dict[tuple[float, KVSplit], Any] = {}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         """Plan the instance's eager wrappers."""
@@ -97,7 +97,7 @@ class FlashInferMLABackend(AttentionBackend):
         self._plan_parts(batch, plans[0])
 
     @property
-    def _scales_and_parts(self) -> list[tuple[float, KVPart]]:
+    def _scales_and_parts(self) -> list[tuple[float, KVSplit]]:
         return [(scale, part) for scale in self._scales for part in self._parts]
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -175,7 +175,7 @@ class FlashInferMLABackend(AttentionBackend):
             head_dim_kpe=layer.head_dim - layer.kv_lora_rank,
             page_size=plan.page_size,
             causal=causal,
-            lse_mode="base2" if context.kv_parts else "none",
+            lse_mode="base2" if context.kv_splits else "none",
             sm_scale=scale,
             q_data_type=context.dtype,
             kv_data_type=context.kv_pool.dtype,
@@ -204,7 +204,7 @@ class FlashInferMLABackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend with the wrapper that was planned for the split's keys, in pages of one slot."""
         whole = part.kind == "whole"

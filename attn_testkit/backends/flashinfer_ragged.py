@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPart, LogSumExp
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVSplit, LogSumExp
 
 from .flashinfer import FlashInferBackend, LayerKind
 from .flashinfer_plan import PagePlan, prefix_plan
@@ -99,7 +99,7 @@ class FlashInferRaggedBackend(FlashInferBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend and return the merged log-sum-exp. ``part`` is the whole: no other KV split is declared."""
         if not save_kv_cache:

@@ -22,7 +22,7 @@ from ..contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
-    KVPart,
+    KVSplit,
     LogSumExp,
     ServerConventions,
     TreeMaskMode,
@@ -33,7 +33,7 @@ from ..contract import (
 
 __all__ = ["TorchNativeBackend"]
 
-_IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_IN_SPLITS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class TorchNativeBackend(AttentionBackend):
         heads_by_layer=True,
         deterministic=True,
         lse=LogSumExp(
-            base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS, merges=True
+            base="e", whole=frozenset(ForwardMode), prefix=_IN_SPLITS, pages=_IN_SPLITS, tokens=_IN_SPLITS, merges=True
         ),
     )
 
@@ -223,7 +223,7 @@ class TorchNativeBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend the keys of a KV split. Shapes as in ``AttentionBackend.forward_return_lse``."""
         self._store(k, v, layer, batch, save_kv_cache)

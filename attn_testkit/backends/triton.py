@@ -29,7 +29,7 @@ from attn_testkit.contract import (
     DraftExtendInput,
     ForwardBatch,
     ForwardMode,
-    KVPart,
+    KVSplit,
     LogSumExp,
     Requires,
     ServerConventions,
@@ -44,7 +44,7 @@ from .triton_kernels import INTERPRETED, attend_kernel, choose_tiles, merge_kern
 __all__ = ["TritonBackend"]
 
 _NO_WINDOW = 1 << 30
-_IN_PARTS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
+_IN_SPLITS = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 _KEYS_PER_SPLIT = 256
 _MAX_SPLITS = 4 if INTERPRETED else 16  # under the interpreter programs run one after another
 
@@ -107,7 +107,7 @@ class TritonBackend(AttentionBackend):
         heads_by_layer=True,
         deterministic=True,
         batch_invariant=True,
-        lse=LogSumExp(base="e", whole=frozenset(ForwardMode), prefix=_IN_PARTS, pages=_IN_PARTS, tokens=_IN_PARTS),
+        lse=LogSumExp(base="e", whole=frozenset(ForwardMode), prefix=_IN_SPLITS, pages=_IN_SPLITS, tokens=_IN_SPLITS),
         requires=Requires(packages=("triton>=3.6",)),
     )
 
@@ -228,7 +228,7 @@ class TritonBackend(AttentionBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        return self._attend(q, layer, batch, KVPart(), None, out)
+        return self._attend(q, layer, batch, KVSplit(), None, out)
 
     def forward_return_lse(
         self,
@@ -239,7 +239,7 @@ class TritonBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend a KV split: another range of keys, or the keys of one rank."""
         self._store(k, v, layer, batch, save_kv_cache)
@@ -259,7 +259,7 @@ class TritonBackend(AttentionBackend):
         q: torch.Tensor,
         layer: AttentionLayer,
         batch: ForwardBatch,
-        part: KVPart,
+        part: KVSplit,
         lse: torch.Tensor | None,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:

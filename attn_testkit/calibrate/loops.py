@@ -340,10 +340,10 @@ def drive(planner: type[Correct]) -> str:
             return f"capture error: {type(error).__name__}"
         runner.k_cache.zero_()
         runner.v_cache.zero_()
-        return _drive_steps(runner, reference)
+        return _run_steps(runner, reference)
 
 
-def _drive_steps(runner: Runner, reference: Runner) -> str:
+def _run_steps(runner: Runner, reference: Runner) -> str:
     wrong: list[str] = []
     bystanders: list[Tensor] = []
     for number, (kind, batch) in enumerate(STEPS):

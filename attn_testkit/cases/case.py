@@ -10,7 +10,7 @@ from typing import Any
 
 from ..contract import ForwardMode
 from ..contract.head_layout import HEAD_LAYOUTS
-from . import choices
+from . import derived_parameters
 from .dimensions.data_pattern import CODES, DATA, EXTREME_DATA
 from .dimensions.dimension import Word
 from .dimensions.padding import PADDINGS
@@ -19,7 +19,7 @@ from .dimensions.table import DIMENSIONS
 from .fields import Fields, Heads
 from .plans import context_len
 from .rows import Decode, minimal_rows
-from .ways import excluded
+from .server_variants import excluded
 
 __all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Case", "Heads", "parse_case"]
 
@@ -56,21 +56,24 @@ class Case(Fields):
     @property
     def inference_mode(self) -> bool:
         """Whether it runs under ``torch.inference_mode`` or, as the other half does, under ``torch.no_grad``."""
-        return self.pick("grad-mode") == 1
+        return self.derived("grad-mode") == 1
 
     @property
     def strided_heads(self) -> bool:
-        """Whether the heads of new k and v are strided, for a backend that claims ``takes_strided_heads``."""
-        return self.mode is ForwardMode.EXTEND and not self.heads.layout.values_in_keys and self.pick("kv-memory") == 1
+        """Whether the heads of new k and v are strided, for a backend that declares ``takes_strided_heads``."""
+        return (
+            self.mode is ForwardMode.EXTEND and not self.heads.layout.values_in_keys and self.derived("kv-memory") == 1
+        )
 
-    def pick(self, name: str, n: int | None = None) -> int:
-        """The value 0 .. n - 1 of a choice of ``cases/choices.py``: a hash of the case's id and the choice's name.
+    def derived(self, name: str, n: int | None = None) -> int:
+        """The value 0 .. n - 1 of a choice of ``cases/derived_parameters.py``: a hash of the case's id and the choice's
+        name.
 
         ``n`` comes from the table, and is passed for choices alone whose values the asker counts. Raises ``ValueError``
         for a name that the table lacks, a choice that does not apply to this case, and an ``n`` that is not the
         table's.
         """
-        return choices.pick(self, name, n)
+        return derived_parameters.derived(self, name, n)
 
     def with_seed(self, seed: int) -> Case:
         """The same case with other random data, slots and schedule."""

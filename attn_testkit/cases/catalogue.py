@@ -1,8 +1,9 @@
-"""Which cases a tier tries: a covering array over what a backend claims, and a few named cases beside it.
+"""Which cases a tier tries: a covering array over what a backend declares, and a few named cases beside it.
 
 ``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
-hold only what is claimed, so that a claim is tried and nothing else is; and of long claims some values alone. From core
-on the other values get a small case each (``small_cases.py``); what is left even so is named (``untried.py``).
+hold only what is declared, so that a capability is tried and nothing else is; and of long capabilities some values
+alone. From core on the other values get a small case each (``cases_for_uncovered.py``); what is left even so is named
+(``not_covered.py``).
 """
 
 from __future__ import annotations
@@ -14,33 +15,33 @@ from typing import Any
 from cachetools import LRUCache, cached
 
 from ..contract import Capabilities, ForwardMode
-from .as_claimed import as_claimed
 from .case import Case
-from .claimed import within_claims
-from .claimed_pairs import claimed_pair_cases
+from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
+from .declared import within_declared
+from .declared_pairs import declared_pair_cases
 from .dimensions.dimension import Without
 from .dimensions.table import DIMENSIONS
-from .enriched import enriched, varied
 from .extremes import extreme_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
-from .large_cases import company_cases, large_cases, switch_cases
+from .kv_splits import split_cases
+from .large_cases import batch_mates_cases, large_cases, switch_cases
 from .layer_cases import layer_cases
 from .named import named_cases, named_from, smallest_of, without_options_of
+from .nearest_declared import nearest_declared
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
-from .parts import part_cases
 from .pool_layouts import pool_layout_cases
+from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .rows import minimal_rows
+from .server_variants import big_pool_cases, variant_cases
 from .shared_prefixes import shared_prefix_cases
-from .small_cases import plain_case, small_cases
 from .uniform_batches import uniform_batch_cases
-from .ways import big_pool_cases, way_cases
 
-__all__ = ["TIERS", "generate", "within_claims"]
+__all__ = ["TIERS", "generate", "within_declared"]
 
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
@@ -53,86 +54,90 @@ _COLUMNS = (
 come behind them, and need not stand here."""
 
 
-def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
     found: dict[str, Sequence[Any]] = {}
     for dimension in DIMENSIONS:
         if not isinstance(dimension.values, Without):
-            found.update(dimension.values.values(claims, mode, tier))
+            found.update(dimension.values.values(declared, mode, tier))
     known = [name for name in _COLUMNS if name in found]
     return {name: found[name] for name in (*known, *(name for name in found if name not in known))}
 
 
-def _build(claims: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
+def _build(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
     values: dict[str, Any] = {"rows": minimal_rows(mode)}
     for dimension in DIMENSIONS:
         if not isinstance(dimension.values, Without):
             values |= {name: row[name] for name in dimension.fields if name in row}
-            values |= dimension.values.fields(claims, row, values)
+            values |= dimension.values.fields(declared, row, values)
     return Case(**values)
 
 
 @cached(LRUCache(64), condition=threading.Condition())
-def generate(claims: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
-    """The cases of a tier for one mode of a backend with these claims, always in the same order.
+def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0) -> tuple[Case, ...]:
+    """The cases of a tier for one mode of a backend with these capabilities, always in the same order.
 
-    ``tier``: a name of ``TIERS``, else ``KeyError``. Empty where nothing that is claimed can be tried. ``seed``: other
+    ``tier``: a name of ``TIERS``, else ``KeyError``. Empty where nothing that is declared can be tried. ``seed``: other
     data, slots and choices for the same cases.
     """
-    dimensions = _columns(claims, mode, tier)
+    dimensions = _columns(declared, mode, tier)
     names = list(dimensions)
-    if any(not values for values in (*dimensions.values(), claims.kv_layouts)):
+    if any(not values for values in (*dimensions.values(), declared.kv_layouts)):
         return ()
     strength = min(TIERS[tier], len(names))
     rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value)
     cases: dict[str, Case] = {}
     for row in rows:
-        built = _build(claims, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
+        built = _build(declared, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
         # The seed decides lengths, too: seeded before it is asked whether it fits.
-        case = as_claimed(claims, built.with_seed(seed))
-        if within_claims(claims, case):
+        case = nearest_declared(declared, built.with_seed(seed))
+        if within_declared(declared, case):
             cases.setdefault(case.id, case)
     if cases:
-        for named in named_cases(claims, mode, tier, named_from(mode, list(cases.values()))):
-            case = as_claimed(claims, named.with_seed(seed))
-            if within_claims(claims, case):
+        for named in named_cases(declared, mode, tier, named_from(mode, list(cases.values()))):
+            case = nearest_declared(declared, named.with_seed(seed))
+            if within_declared(declared, case):
                 cases.setdefault(case.id, case)
-    base = smallest_of(claims, without_options_of(claims, named_from(mode, list(cases.values())))) if cases else None
+    base = (
+        smallest_of(declared, without_options_of(declared, named_from(mode, list(cases.values())))) if cases else None
+    )
     if cases and tier != "smoke":
         found = list(cases.values())
-        small = small_cases(claims, mode, tier, found, lambda case: within_claims(claims, as_claimed(claims, case)))
-        cases.update((case.id, case) for case in (as_claimed(claims, each) for each in small))
-    for each in _later(claims, mode, base, tier) if base else ():
-        case = as_claimed(claims, each.with_seed(seed))
-        if within_claims(claims, case):
+        small = cases_for_uncovered(
+            declared, mode, tier, found, lambda case: within_declared(declared, nearest_declared(declared, case))
+        )
+        cases.update((case.id, case) for case in (nearest_declared(declared, each) for each in small))
+    for each in _later(declared, mode, base, tier) if base else ():
+        case = nearest_declared(declared, each.with_seed(seed))
+        if within_declared(declared, case):
             cases.setdefault(case.id, case)
     return tuple(cases.values())
 
 
-def _later(claims: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
+def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
     """What stands behind all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
-        yield from way_cases(claims, base)
-        yield from varied(claims, list(part_cases(claims, base)))
-        yield from extreme_cases(claims, base)
-        yield from varied(claims, list(layer_cases(claims, base)))
-        yield from one_head_cases(claims, base)
-        yield from row_edge_cases(claims, tier, base)
-        yield from three_kv_heads_cases(claims, base)
-        yield from large_cases(claims, tier, base)
-        yield from page_count_cases(claims, base)
-        yield from company_cases(claims, base)
-        yield from claimed_pair_cases(claims, base)
-        yield from shared_prefix_cases(claims, base)
-        arrays = list(enriched(claims, list(pair_array_cases(claims, base))))
-        arrays += enriched(claims, list(layout_array_cases(claims, plain_case(claims, mode))))
+        yield from variant_cases(declared, base)
+        yield from randomly_varied(declared, list(split_cases(declared, base)))
+        yield from extreme_cases(declared, base)
+        yield from randomly_varied(declared, list(layer_cases(declared, base)))
+        yield from one_head_cases(declared, base)
+        yield from row_edge_cases(declared, tier, base)
+        yield from three_kv_heads_cases(declared, base)
+        yield from large_cases(declared, tier, base)
+        yield from page_count_cases(declared, base)
+        yield from batch_mates_cases(declared, base)
+        yield from declared_pair_cases(declared, base)
+        yield from shared_prefix_cases(declared, base)
+        arrays = list(randomly_combined(declared, list(pair_array_cases(declared, base))))
+        arrays += randomly_combined(declared, list(layout_array_cases(declared, two_request_case(declared, mode))))
         yield from arrays
-        yield from varied(claims, list(options_together_cases(claims, base, arrays)), batches=True)
-        yield from uniform_batch_cases(claims, base)
-    yield from code_cases(claims, tier, base)
-    yield from switch_cases(claims, base)
-    yield from pool_layout_cases(claims, mode, tier, plain_case(claims, mode))
+        yield from randomly_varied(declared, list(options_together_cases(declared, base, arrays)), batches=True)
+        yield from uniform_batch_cases(declared, base)
+    yield from code_cases(declared, tier, base)
+    yield from switch_cases(declared, base)
+    yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier == "full":
-        yield from big_pool_cases(claims, base)
+        yield from big_pool_cases(declared, base)
 
 
 @cached(LRUCache(256), condition=threading.Condition())

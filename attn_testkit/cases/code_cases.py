@@ -22,42 +22,42 @@ _MANY_LENS = (66_001, 1500, 33)
 _OPTIONS_LENS = (1500, 70, 9)
 _WINDOW, _MOST_PAGES = 700, 5
 _PAGE, _DIM = 16, 128
-"""As servers have them, where they are claimed: splits begin at pages, and a code has as many channels as a value."""
+"""As servers have them, where they are declared: splits begin at pages, and a code has as many channels as a value."""
 
 
-def code_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with few heads and rows."""
-    dtype = min(claims.dtypes)  # bf16 first, whose rounding is coarsest
-    page = nearest(claims.page_sizes, _PAGE)
-    dim = max((dim for dim in claims.head_dims if dim <= _DIM), default=small.head_dim)
-    plain = replace(small, data=CODES, dtype=dtype, page_size=page)
+    dtype = min(declared.dtypes)  # bf16 first, whose rounding is coarsest
+    page = nearest(declared.page_sizes, _PAGE)
+    dim = max((dim for dim in declared.head_dims if dim <= _DIM), default=small.head_dim)
+    minimal = replace(small, data=CODES, dtype=dtype, page_size=page)
     if not small.heads.layout.values_in_keys:
-        plain = replace(plain, head_dim=dim)
+        minimal = replace(minimal, head_dim=dim)
     if tier == "smoke":
         if small.mode is ForwardMode.DECODE:
-            yield _of(plain, _FEW_LENS)
+            yield _of(minimal, _FEW_LENS)
         return
     wide = small.heads.layout.wide_rows
-    yield _of(plain, _MLA_LENS if wide else _LENS)
+    yield _of(minimal, _MLA_LENS if wide else _LENS)
     if small.mode is ForwardMode.DECODE:
-        yield from _of_other_pages(claims, plain)
+        yield from _of_other_pages(declared, minimal)
     yield replace(
-        with_options(claims, _of(plain, _OPTIONS_LENS), _WINDOW),
-        dtype=max(claims.dtypes - {"fp32"}, default=dtype),
-        kv_dtype=min(claims.kv_dtypes),
+        with_options(declared, _of(minimal, _OPTIONS_LENS), _WINDOW),
+        dtype=max(declared.dtypes - {"fp32"}, default=dtype),
+        kv_dtype=min(declared.kv_dtypes),
     )
     if tier == "full":
-        yield from [_of(plain, _LENS)] * wide
-        yield _of(plain, _MANY_LENS)
+        yield from [_of(minimal, _LENS)] * wide
+        yield _of(minimal, _MANY_LENS)
 
 
-def _of_other_pages(claims: Capabilities, plain: Case) -> Iterator[Case]:
-    """Each claimed page size with more pages than a tile or a table of them has: of pages of 256 the keys from 4,096 on
-    were lost but for those of the last page (flashinfer #4347).
+def _of_other_pages(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """Each declared page size with more pages than a tile or a table of them has: of pages of 256 the keys from 4,096
+    on were lost but for those of the last page (flashinfer #4347).
     """
-    far = _MLA_LENS[0] if plain.heads.layout.wide_rows else _LENS[0]
-    for page in some_of(claims.page_sizes - {plain.page_size}, _MOST_PAGES):
-        yield _of(replace(plain, page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
+    far = _MLA_LENS[0] if minimal.heads.layout.wide_rows else _LENS[0]
+    for page in some_of(declared.page_sizes - {minimal.page_size}, _MOST_PAGES):
+        yield _of(replace(minimal, page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
 
 
 def _of(case: Case, lens: tuple[int, ...]) -> Case:

@@ -23,12 +23,12 @@ from .case import Case
 from .dimensions.dimension import OnLayers
 from .dimensions.table import DIMENSIONS
 from .fields import Fields
+from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, normals, probe_values
-from .places import marked_slots, tail_slots, values_of_place
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
-from .ways import way_of
+from .server_variants import variant_of
 
 __all__ = [
     "DTYPES",
@@ -169,9 +169,9 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     for b, request in enumerate(step.requests):
         prefix, new = request.prefix, request.new
         visible[b, :new, :prefix] = True
-        rows = request.draft or (request.tree if way_of(case).causal else None)
+        rows = request.draft or (request.tree if variant_of(case).causal else None)
         if rows is None:
-            visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_) if way_of(case).causal else True
+            visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_) if variant_of(case).causal else True
             query_positions[b, :new] = np.arange(prefix, prefix + new)
         else:
             visible[b, :new, prefix : prefix + new] = rows.visible
@@ -406,7 +406,8 @@ def pool_image(
 
     Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
     request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
-    NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of ``cases/places.py``.
+    NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of
+    ``cases/foreign_slots.py``.
     """
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
@@ -494,4 +495,4 @@ def draft_topk(case: Case) -> int:
     """Top-k of the draft-extend's output: 1 (argmax) in half the cases, 3 in the others; 0 in other modes."""
     if case.mode is not ForwardMode.DRAFT_EXTEND:
         return 0
-    return (1, 3)[case.pick("draft-topk")]
+    return (1, 3)[case.derived("draft-topk")]

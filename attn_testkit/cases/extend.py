@@ -57,10 +57,10 @@ def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:
     first = (*case.new, *(1 for _ in range(count - case.bs)))
     if case.chunks == 1:
         return [first]
-    everyone = case.pick("chunked-requests") == 1
+    everyone = case.derived("chunked-requests") == 1
     going_on = [everyone or i == first.index(max(first)) for i in range(count)]
     middle = tuple(n if goes_on else 1 for n, goes_on in zip(first, going_on, strict=True))
-    last = tuple((1, (n + 1) // 2, n)[case.pick("last-chunk")] for n in middle)
+    last = tuple((1, (n + 1) // 2, n)[case.derived("last-chunk")] for n in middle)
     return [first, *[middle] * (case.chunks - 2), last]
 
 

@@ -23,26 +23,26 @@ _FEW_KEYS = (70, 20)
 """More than the smallest tiles, beside a request of little more than one."""
 
 
-def extreme_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """What is claimed of them, made of ``small``, a case with as little work for each key as is claimed."""
+def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """What is declared of them, made of ``small``, a case with as little work for each key as is declared."""
     one = small.of_requests((_MANY_KEYS,))
     two = (small.page_size + 1, 2 * small.page_size)
     fp8 = small.of_requests(two, kv_dtype="fp8_e4m3")
-    if "fp8_e4m3" in claims.kv_dtypes:
+    if "fp8_e4m3" in declared.kv_dtypes:
         yield replace(fp8, data="saturated")
-    if "fp16" in claims.dtypes and "same" in claims.kv_dtypes:
+    if "fp16" in declared.dtypes and "same" in declared.kv_dtypes:
         yield replace(one, dtype="fp16", kv_dtype="same", data="swamped")
-    if "bf16" in claims.dtypes and "same" in claims.kv_dtypes and small.mode is ForwardMode.DECODE:
+    if "bf16" in declared.dtypes and "same" in declared.kv_dtypes and small.mode is ForwardMode.DECODE:
         yield replace(one, dtype="bf16", kv_dtype="same", prefixes=(_MANY_PARTS,), data="swamped")
-    if "fp8_e4m3" in claims.kv_dtypes:
+    if "fp8_e4m3" in declared.kv_dtypes:
         yield replace(fp8, data="loud")
-        if claims.q_scale != "none":
+        if declared.q_scale != "none":
             # Each step draws which rows are large: of three requests two are alike, where each has a scale of its own.
             lengths = (small.page_size + 16, 2 * small.page_size + 2, 5)
             three = fp8.of_requests(lengths, padded=1)
             yield replace(three, data="large_and_small_queries")
     for dtype, data in (("fp16", "towering"), ("bf16", "colossal")):
-        if dtype in claims.dtypes and "same" in claims.kv_dtypes:
+        if dtype in declared.dtypes and "same" in declared.kv_dtypes:
             yield replace(fp8, dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)
-    if "fp8_e4m3" in claims.kv_dtypes and claims.matmul_dtype in FP8_PRODUCTS:
+    if "fp8_e4m3" in declared.kv_dtypes and declared.matmul_dtype in FP8_PRODUCTS:
         yield replace(one, kv_dtype="fp8_e4m3", prefixes=(_FAINT_KEYS,), data="faint")

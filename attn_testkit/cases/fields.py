@@ -96,7 +96,7 @@ class Fields:
     """How many there are, under which ids, and whether they share a KV group."""
     parts: str = ""
     """Keys are attended in parts, each with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
-    ``pagesR`` or ``tokensR`` for R ranks (``cases/parts.py``). Empty: they are not."""
+    ``pagesR`` or ``tokensR`` for R ranks (``cases/kv_splits.py``). Empty: they are not."""
     own_merge: bool = False
     """The backend merges the parts; otherwise the kit does."""
     bucket: int = 1
@@ -104,14 +104,14 @@ class Fields:
     padding: str = "prod"
     """One of ``PADDINGS`` (``dimensions/padding.py``)."""
     mixed: bool = False
-    """Graph drives of all claimed modes share one backend instance and run interleaved."""
+    """Graph drives of all declared modes share one backend instance and run interleaved."""
     variants: frozenset[str] = frozenset()
     """Words of server variants (``ways/``); none: as all servers do it."""
     seed: int = 0
     """Other data, slots, schedule and choices for the same shapes."""
     host: Fields | None = field(default=None, repr=False)
     """The mixed case whose backend instance, and so whose layers, this one shares. No word of the id, because only
-    ``companions`` makes such a case, and the id of the host rebuilds it."""
+    ``co_residents`` makes such a case, and the id of the host rebuilds it."""
 
     def __post_init__(self) -> None:
         if not self.prefixes:
@@ -235,7 +235,7 @@ class Fields:
         """The name of the case. ``Case`` has it."""
         raise NotImplementedError("Fields have no name; make a Case")
 
-    def pick(self, name: str, n: int | None = None) -> int:
+    def derived(self, name: str, n: int | None = None) -> int:
         """The value of a derived parameter. ``Case`` has it."""
         raise NotImplementedError("Fields have no name, which derived parameters follow from; make a Case")
 
@@ -248,7 +248,7 @@ class Fields:
     def digest(self) -> int:
         """Seed of everything random in the case: 64 bits from its id, the same on every machine.
 
-        For data and slots alone; what a case decides comes from ``pick``.
+        For data and slots alone; what a case decides comes from ``derived``.
         """
         return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 

@@ -9,39 +9,39 @@ from .fields import Heads
 __all__ = ["alike", "as_many", "by_layer", "declared_layouts", "latent", "latent_heads", "per_head", "plain_layout"]
 
 
-def declared_layouts(claims: Capabilities) -> list[HeadLayout]:
+def declared_layouts(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts, the simplest first."""
-    return [layout for name, layout in HEAD_LAYOUTS.items() if name in claims.families]
+    return [layout for name, layout in HEAD_LAYOUTS.items() if name in declared.families]
 
 
-def per_head(claims: Capabilities) -> list[HeadLayout]:
+def per_head(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts in which each KV head has keys and values of its own."""
-    return [layout for layout in declared_layouts(claims) if not layout.values_in_keys]
+    return [layout for layout in declared_layouts(declared) if not layout.values_in_keys]
 
 
-def as_many(claims: Capabilities) -> list[HeadLayout]:
+def as_many(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts with as many KV heads as query heads."""
-    return [layout for layout in declared_layouts(claims) if layout.kv_heads == "as many"]
+    return [layout for layout in declared_layouts(declared) if layout.kv_heads == "as many"]
 
 
-def by_layer(claims: Capabilities) -> list[HeadLayout]:
+def by_layer(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts whose layers may differ in their heads."""
-    return [layout for layout in declared_layouts(claims) if layout.by_layer]
+    return [layout for layout in declared_layouts(declared) if layout.by_layer]
 
 
-def latent(claims: Capabilities) -> list[HeadLayout]:
+def latent(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts with one latent row per token, whose keys hold the values."""
-    return [layout for layout in declared_layouts(claims) if layout.values_in_keys]
+    return [layout for layout in declared_layouts(declared) if layout.values_in_keys]
 
 
-def latent_heads(claims: Capabilities, q_heads: int) -> Heads:
+def latent_heads(declared: Capabilities, q_heads: int) -> Heads:
     """Heads of the first latent layout. Raises ``IndexError`` where none is declared."""
-    return Heads(latent(claims)[0].name, q_heads, 1)
+    return Heads(latent(declared)[0].name, q_heads, 1)
 
 
-def plain_layout(claims: Capabilities) -> str:
+def plain_layout(declared: Capabilities) -> str:
     """The first declared layout with as many KV heads as query heads; ``mha`` if there is none."""
-    return next((layout.name for layout in as_many(claims)), next(iter(HEAD_LAYOUTS)))
+    return next((layout.name for layout in as_many(declared)), next(iter(HEAD_LAYOUTS)))
 
 
 def alike(one: Heads, other: Heads) -> bool:

@@ -18,7 +18,7 @@ import torch
 
 from ..contract import Capabilities, HeadShape
 
-__all__ = ["SHAPES_WORD", "HeadMap", "claimed_shapes", "read_shapes", "shapes_word", "wrong_with_shapes"]
+__all__ = ["SHAPES_WORD", "HeadMap", "declared_shapes", "read_shapes", "shapes_word", "wrong_with_shapes"]
 
 
 @dataclass(frozen=True)
@@ -93,18 +93,18 @@ def shapes_word(shapes: Sequence[HeadShape]) -> str:
 _KV_HEADS = (4, 2, 1)
 
 
-def claimed_shapes(claims: Capabilities) -> list[tuple[HeadShape, HeadShape]]:
-    """Pairs that layers may have by turns, none where all that is claimed is one shape.
+def declared_shapes(declared: Capabilities) -> list[tuple[HeadShape, HeadShape]]:
+    """Pairs that layers may have by turns, none where all that is declared is one shape.
 
     The first layer has many KV heads and a narrow head dim, the other fewer and a wide one, as windowed and full layers
     have; then the first has less of everything, as a draft's layers have.
     """
-    dims = sorted(claims.head_dims)
+    dims = sorted(declared.head_dims)
     narrow, wide = dims[0], dims[min(1, len(dims) - 1)]
     # Where one has the fewest query heads for a KV head, and most of both, the case has its heads.
     pairs = [
         (a, b)
-        for a, b in product(_heads(claims), repeat=2)
+        for a, b in product(_heads(declared), repeat=2)
         if _ratio(b) % _ratio(a) == 0 and a[0] >= b[0] and a[1] >= b[1]
     ]
     found = [(HeadShape(*a, narrow), HeadShape(*b, wide)) for a, b in _cheapest(p for p in pairs if p[0][0] == p[1][0])]
@@ -122,19 +122,19 @@ def _ratio(heads: _Heads) -> int:
     return heads[0] // heads[1]
 
 
-def _heads(claims: Capabilities) -> list[_Heads]:
-    """What is claimed, of few KV heads."""
-    found = [(kv, kv) for kv in _KV_HEADS if "mha" in claims.families]
-    groups = sorted(claims.gqa_ratios - {1})[:3]
+def _heads(declared: Capabilities) -> list[_Heads]:
+    """What is declared, of few KV heads."""
+    found = [(kv, kv) for kv in _KV_HEADS if "mha" in declared.families]
+    groups = sorted(declared.gqa_ratios - {1})[:3]
     family = {1: "mqa"}
-    return found + [(g * kv, kv) for g in groups for kv in _KV_HEADS if family.get(kv, "gqa") in claims.families]
+    return found + [(g * kv, kv) for g in groups for kv in _KV_HEADS if family.get(kv, "gqa") in declared.families]
 
 
 def _cheapest(pairs: Iterable[tuple[_Heads, _Heads]]) -> list[tuple[_Heads, _Heads]]:
     """At most one: both with several query heads for each of several KV heads, KV heads that differ, few heads."""
 
     def cost(pair: tuple[_Heads, _Heads]) -> tuple[int, int, int]:
-        plain = sum((_ratio(heads) == 1) + (heads[1] == 1) for heads in pair)
-        return plain, pair[0][1] == pair[1][1], pair[0][0] + pair[1][0]
+        minimal = sum((_ratio(heads) == 1) + (heads[1] == 1) for heads in pair)
+        return minimal, pair[0][1] == pair[1][1], pair[0][0] + pair[1][0]
 
     return sorted(pairs, key=cost)[:1]

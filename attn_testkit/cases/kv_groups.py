@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from .layers import PERIOD
 from .schedule import Ints, Schedule, Step
-from .ways import way_of
+from .server_variants import variant_of
 
 __all__ = ["group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map", "table_of_group"]
 
@@ -38,7 +38,7 @@ def pages_in_pool(schedule: Schedule) -> int:
     """Pages behind page 0 that the pool has: those of the schedule, or as many as its way asks for."""
     case, pages = schedule.case, schedule.num_pages
     _, heads, width = case.head_shape
-    return pages + -(-way_of(case).pool_elements // (case.page_size * heads * width))
+    return pages + -(-variant_of(case).pool_elements // (case.page_size * heads * width))
 
 
 def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:

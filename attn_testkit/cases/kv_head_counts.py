@@ -16,22 +16,22 @@ _KV_HEADS = 3
 _LENS = (9, 70)
 
 
-def one_head_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """Where ``mha`` is claimed; made of ``small``, a case with little work for each row."""
-    if "mha" in claims.families:
-        head_dim = min(claims.head_dims) if small.heads.layout.values_in_keys else small.head_dim
+def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Where ``mha`` is declared; made of ``small``, a case with little work for each row."""
+    if "mha" in declared.families:
+        head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
         yield replace(
             small.of_requests(_LENS, padded=1), heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, data="gauss",
         )  # fmt: skip
 
 
-def three_kv_heads_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """With the smallest group that is claimed; made of ``small``, a case with little work for each row."""
-    groups = sorted(claims.gqa_ratios - {1}) if "gqa" in claims.families else []
-    if not groups and "mha" not in claims.families:
+def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """With the smallest group that is declared; made of ``small``, a case with little work for each row."""
+    groups = sorted(declared.gqa_ratios - {1}) if "gqa" in declared.families else []
+    if not groups and "mha" not in declared.families:
         return
     family, group = ("gqa", groups[0]) if groups else ("mha", 1)
-    head_dim = min(claims.head_dims) if small.heads.layout.values_in_keys else small.head_dim
+    head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
     yield replace(
         small.of_requests(_LENS, padded=1), heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim,
         rope_dim=0, data="gauss",

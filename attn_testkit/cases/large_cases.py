@@ -1,5 +1,5 @@
 """Sizes of batches: more requests times heads, and more rows, than one side of a CUDA grid holds; as many keys as long
-contexts have; a large batch of long requests for whoever claims batch invariance; both sides of the sizes at which a
+contexts have; a large batch of long requests for whoever declares batch invariance; both sides of the sizes at which a
 backend says that its kernel changes.
 """
 
@@ -10,12 +10,12 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import many_heads
+from .co_residents import many_heads
 from .dimensions.rows import most_rows
 from .layers import Layers
 from .rows import Extend, room_for
 
-__all__ = ["company_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
+__all__ = ["batch_mates_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
 
 _GRID = 65_535
 """The largest y and z of a grid: a launch with more fails, and what it was to write stays as it was (sglang #34941)."""
@@ -32,20 +32,20 @@ _SPLIT_OR_NOT = (9, 70, 1, 33)
 """Keys of the requests, in turn: several splits, and none."""
 
 
-def large_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key. From core on one of decode, all else in full."""
     one = replace(small, layers=Layers(1), layout="shuffled", data="gauss")
     wide = small.heads.layout.wide_rows
     if tier == "full":
-        long = replace(one, heads=many_heads(claims, small.heads, _MANY_HEADS), data="footprint")
+        long = replace(one, heads=many_heads(declared, small.heads, _MANY_HEADS), data="footprint")
         yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers a head: minutes of comparing.
     if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
-        yield _beyond_a_grid(replace(one, heads=many_heads(claims, small.heads, _MOST_HEADS)))
+        yield _beyond_a_grid(replace(one, heads=many_heads(declared, small.heads, _MOST_HEADS)))
     if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
-        rows = min(_ROWS, most_rows(claims, small.mode))
+        rows = min(_ROWS, most_rows(declared, small.mode))
         new = (rows,) * (_GRID // rows + 1)
-        heads = Heads("mha", 1, 1) if "mha" in claims.families else small.heads
+        heads = Heads("mha", 1, 1) if "mha" in declared.families else small.heads
         yield one.of_requests((1,) * len(new), rows=Extend(new, room_for(new)), heads=heads)
 
 
@@ -61,17 +61,17 @@ def _beyond_a_grid(wide: Case) -> Case:
     return wide.of_requests(lens)
 
 
-def company_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def batch_mates_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """More requests than kernels for few take, with keys of several tiles each (pegainfer #623). Made of ``small``."""
-    if not claims.batch_invariant:
+    if not declared.batch_invariant:
         return
     prefixes = tuple(prefix for prefix in _COMPANY for _ in range(_OF_EACH))
-    dtype = next(dtype for dtype in _BY_BITS if dtype in claims.dtypes)
+    dtype = next(dtype for dtype in _BY_BITS if dtype in declared.dtypes)
     yield small.of_requests(prefixes, dtype=dtype, layers=Layers(1), data="gauss", layout="shuffled")
 
 
-def switch_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with as little work for each row as is claimed. The graph is as large as the batch."""
-    for bs in sorted({size for at in claims.kernel_changes_at for size in (at - 1, at)}):
+def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row as is declared. The graph is as large as the batch."""
+    for bs in sorted({size for at in declared.kernel_changes_at for size in (at - 1, at)}):
         lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
         yield small.of_requests(lens, data="gauss")

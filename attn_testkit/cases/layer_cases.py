@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from ..contract import Capabilities, HeadShape
-from .as_claimed import as_claimed
 from .case import Case
-from .companions import unlike
+from .co_residents import with_other_heads
 from .dimensions.layers import fields_with_shapes
 from .dimensions.rows import most_rows
 from .head_layouts import by_layer
-from .head_shapes import claimed_shapes
+from .head_shapes import declared_shapes
 from .layer_options import with_options, without_options
 from .layers import Layers
+from .nearest_declared import nearest_declared
 from .rows import Accepted, Extend, room_for
 
 __all__ = ["layer_cases", "with_shapes"]
@@ -30,26 +30,28 @@ _WINDOW = 7
 """Shorter than two of the requests."""
 
 
-def layer_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """Without options, and with all that are claimed; made of ``small``, which has little work for each row."""
-    plain = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
-    window = as_claimed(claims, replace(small, window=_WINDOW)).window
-    options = replace(with_options(claims, unlike(claims, plain), window), kv_dtype=min(claims.kv_dtypes))
-    options = _behind_rows_that_decode(claims, options)
-    plain = without_options(claims, plain)
-    yield from dict.fromkeys((plain, options))
-    page = min((page for page in claims.page_sizes if page > 1), default=1)
+def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Without options, and with all that are declared; made of ``small``, which has little work for each row."""
+    minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
+    window = nearest_declared(declared, replace(small, window=_WINDOW)).window
+    options = replace(
+        with_options(declared, with_other_heads(declared, minimal), window), kv_dtype=min(declared.kv_dtypes)
+    )
+    options = _behind_rows_that_decode(declared, options)
+    minimal = without_options(declared, minimal)
+    yield from dict.fromkeys((minimal, options))
+    page = min((page for page in declared.page_sizes if page > 1), default=1)
     # A windowed group has let go of whole pages of the first two requests.
     lens = (2 * page + window, 4 * page + window - 1, 6)
-    pages = dict.fromkeys(replace(each, page_size=page, prefixes=lens) for each in (plain, options))
-    if claims.kv_groups and not small.draft:
+    pages = dict.fromkeys(replace(each, page_size=page, prefixes=lens) for each in (minimal, options))
+    if declared.kv_groups and not small.draft:
         for each in pages:
             yield replace(each, layers=replace(_RANK, groups=True))
-    if claims.heads_by_layer and by_layer(claims):
-        yield from _head_cases(claims, *pages)
+    if declared.heads_by_layer and by_layer(declared):
+        yield from _head_cases(declared, *pages)
 
 
-def _behind_rows_that_decode(claims: Capabilities, case: Case) -> Case:
+def _behind_rows_that_decode(declared: Capabilities, case: Case) -> Case:
     """Requests of one row in front, as servers sort them: what is planned for the others counts from behind them, and
     once for each KV group (vLLM #27650).
     """
@@ -57,22 +59,22 @@ def _behind_rows_that_decode(claims: Capabilities, case: Case) -> Case:
     if isinstance(rows, Accepted):
         return replace(case, rows=replace(rows, new=(*decoding, rows.width)))
     if isinstance(rows, Extend):
-        new = (*decoding, min(_ROWS, most_rows(claims, case.mode)))
+        new = (*decoding, min(_ROWS, most_rows(declared, case.mode)))
         return replace(case, rows=replace(rows, new=new, room=max(rows.room, room_for(new))))
     return case
 
 
-def _head_cases(claims: Capabilities, plain: Case, *options: Case) -> Iterator[Case]:
-    """Each pair of shapes once, where KV groups are claimed the first one in two groups, and a pair at lengths that are
-    split: of layers that differ in their query heads, because room for partial results is made for so many.
+def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterator[Case]:
+    """Each pair of shapes once, where KV groups are declared the first one in two groups, and a pair at lengths that
+    are split: of layers that differ in their query heads, because room for partial results is made for so many.
     """
-    pairs, most = claimed_shapes(claims), options[0] if options else plain
-    for shapes, each in zip(pairs, (most, plain), strict=False):
+    pairs, most = declared_shapes(declared), options[0] if options else minimal
+    for shapes, each in zip(pairs, (most, minimal), strict=False):
         yield with_shapes(each, shapes)
-    if claims.kv_groups and pairs and not plain.draft:
+    if declared.kv_groups and pairs and not minimal.draft:
         yield with_shapes(replace(most, layers=replace(_RANK, groups=True)), pairs[0])
     for shapes in pairs[-1:]:
-        yield with_shapes(replace(plain, prefixes=_SPLIT_LENS), shapes)
+        yield with_shapes(replace(minimal, prefixes=_SPLIT_LENS), shapes)
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:

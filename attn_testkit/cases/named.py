@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
-from .companions import branching
+from .co_residents import branching
 from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from .dimensions.rows import MOST_NEW_TOKENS, most_rows
 from .draft import Draft
@@ -31,95 +31,95 @@ def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
     return (*cheap, *cases)[0]
 
 
-def without_options_of(claims: Capabilities, base: Case) -> Case:
+def without_options_of(declared: Capabilities, base: Case) -> Case:
     """``base`` without options."""
-    kv_dtype = sorted(claims.kv_dtypes, reverse=True)[0]
-    # Whether the usual scaling is meant says ``as_claimed``, case by case: MLA has none.
+    kv_dtype = sorted(declared.kv_dtypes, reverse=True)[0]
+    # Whether the usual scaling is meant says ``nearest_declared``, case by case: MLA has none.
     rows = base.rows
     if isinstance(rows, Extend):
         rows = replace(rows, chunks=1)
     elif isinstance(rows, Drafted):
-        rows = replace(rows, draft=Draft(min(2, claims.max_draft_branches), 3))
+        rows = replace(rows, draft=Draft(min(2, declared.max_draft_branches), 3))
     return replace(base, rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
                    kv_dtype=kv_dtype)  # fmt: skip
 
 
-def named_cases(claims: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
+def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
     """Cases that no covering array is sure to meet."""
-    plain = without_options_of(claims, base)
+    minimal = without_options_of(declared, base)
     # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
-    claimed = claims.graph if len(claims.graph) > 1 else claims.graph | claims.eager
-    hosts = claimed - {ForwardMode.DRAFT_DECODE}
+    supported = declared.graph if len(declared.graph) > 1 else declared.graph | declared.eager
+    hosts = supported - {ForwardMode.DRAFT_DECODE}
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
-    if mode in hosts and len(claimed) > 1 and not alone:
+    if mode in hosts and len(supported) > 1 and not alone:
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
-        branches = plain.tree and claims.max_topk > 1 and claims.max_q_rows >= 4
-        rows = Verify(branching(4)) if branches else plain.rows
-        yield replace(plain, mixed=True, rows=rows, bucket=plain.bs + 1, padding="prod")
-    if plain.draft:
-        yield from _loops(claims, plain, tier)
+        branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
+        rows = Verify(branching(4)) if branches else minimal.rows
+        yield replace(minimal, mixed=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+    if minimal.draft:
+        yield from _loops(declared, minimal, tier)
     if tier == "smoke":
         return
-    if plain.heads.layout.values_in_keys and max(claims.gqa_ratios) > 16:
+    if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
-        yield replace(plain, heads=replace(plain.heads, q_heads=max(claims.gqa_ratios)), data="gauss")
+        yield replace(minimal, heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
     # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
-    for dtype in sorted(claims.dtypes):
-        rows = plain.rows.counted((plain.width,))
-        yield plain.of_requests((4096,), rows=rows, dtype=dtype, data="footprint", padding="prod")
-    yield _long_with_options(claims, plain)
+    for dtype in sorted(declared.dtypes):
+        rows = minimal.rows.counted((minimal.width,))
+        yield minimal.of_requests((4096,), rows=rows, dtype=dtype, data="footprint", padding="prod")
+    yield _long_with_options(declared, minimal)
     # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
-    yield plain.of_requests((300, 70), rows=plain.rows.counted((plain.width, 1)), data="cliff")
-    yield _many_requests(claims, plain)
-    if not plain.heads.layout.wide_rows or tier == "full":
+    yield minimal.of_requests((300, 70), rows=minimal.rows.counted((minimal.width, 1)), data="cliff")
+    yield _many_requests(declared, minimal)
+    if not minimal.heads.layout.wide_rows or tier == "full":
         # 576 numbers a key: minutes without a device.
-        yield _beyond_16_bits(claims, plain)
-    yield from _wide_heads(claims, plain)
+        yield _beyond_16_bits(declared, minimal)
+    yield from _wide_heads(declared, minimal)
     if mode is ForwardMode.TARGET_VERIFY:
         two = (9, 40)
         for tree in (_BIG_TREE, chain(17)):
-            if len(tree) <= claims.max_q_rows and tree.topk <= claims.max_topk:
-                yield plain.of_requests(two, padded=1, rows=Verify(tree))
-    if mode is ForwardMode.DRAFT_EXTEND and claims.max_q_rows >= 4:
+            if len(tree) <= declared.max_q_rows and tree.topk <= declared.max_topk:
+                yield minimal.of_requests(two, padded=1, rows=Verify(tree))
+    if mode is ForwardMode.DRAFT_EXTEND and declared.max_q_rows >= 4:
         # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
-        yield plain.of_requests((5, 9), rows=Accepted((1, 3), 4))
+        yield minimal.of_requests((5, 9), rows=Accepted((1, 3), 4))
     if mode is ForwardMode.EXTEND:
-        yield from _prompts(claims, plain)
-    if plain.new and most_rows(claims, mode) > MOST_USUAL_ROWS:
+        yield from _prompts(declared, minimal)
+    if minimal.new and most_rows(declared, mode) > MOST_USUAL_ROWS:
         # Rows times heads of a KV head are more than one tile of rows.
-        many = min(most_rows(claims, mode), 33)
-        heads = _heads_like(claims, plain)[-1]
+        many = min(most_rows(declared, mode), 33)
+        heads = _heads_like(declared, minimal)[-1]
         extends, v2 = mode is ForwardMode.EXTEND, mode is ForwardMode.DRAFT_EXTEND_V2
         few = Extend((many, 3), many) if extends else Accepted((many, 3), many, v2)
-        yield plain.of_requests((9, 40), rows=few, heads=heads)
+        yield minimal.of_requests((9, 40), rows=few, heads=heads)
 
 
-def _long_with_options(claims: Capabilities, plain: Case) -> Case:
-    """Everything that is claimed, at a length where kernels take another path (split keys), beside a short request."""
-    optional = with_options(claims, plain, 700)
+def _long_with_options(declared: Capabilities, minimal: Case) -> Case:
+    """Everything that is declared, at a length where kernels take another path (split keys), beside a short request."""
+    optional = with_options(declared, minimal, 700)
     return optional.of_requests(
         (1500, 70),
         padded=1,
-        rows=optional.rows.counted((plain.width, 1)),
-        kv_dtype=sorted(claims.kv_dtypes)[0],
+        rows=optional.rows.counted((minimal.width, 1)),
+        kv_dtype=sorted(declared.kv_dtypes)[0],
         data="gauss",
         padding="prod",
     )
 
 
-def _heads_like(claims: Capabilities, plain: Case) -> list[Heads]:
-    """The claimed layouts that can take the place of ``plain``'s: MLA for MLA, any other for any other."""
-    return [heads for heads in typical_heads(claims) if alike(heads, plain.heads)]
+def _heads_like(declared: Capabilities, minimal: Case) -> list[Heads]:
+    """The declared layouts that can take the place of ``minimal``'s: MLA for MLA, any other for any other."""
+    return [heads for heads in typical_heads(declared) if alike(heads, minimal.heads)]
 
 
-def smallest_of(claims: Capabilities, plain: Case) -> Case:
-    """As little work for each row and key as is claimed, for cases with very many of them."""
+def smallest_of(declared: Capabilities, minimal: Case) -> Case:
+    """As little work for each row and key as is declared, for cases with very many of them."""
     return replace(
-        plain,
-        heads=min(_heads_like(claims, plain), key=lambda heads: (heads.kv_heads, heads.q_heads)),
-        head_dim=plain.head_dim if plain.heads.layout.values_in_keys else min(claims.head_dims),
-        page_size=min(claims.page_sizes),
-        rows=_fewest(plain.rows),
+        minimal,
+        heads=min(_heads_like(declared, minimal), key=lambda heads: (heads.kv_heads, heads.q_heads)),
+        head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.head_dims),
+        page_size=min(declared.page_sizes),
+        rows=_fewest(minimal.rows),
         padding="prod",
     )
 
@@ -138,47 +138,47 @@ def _fewest(rows: Rows) -> Rows:
     return rows
 
 
-def _many_requests(claims: Capabilities, plain: Case) -> Case:
+def _many_requests(declared: Capabilities, minimal: Case) -> Case:
     """More requests than a warp has lanes, and than a block of 128 threads: those sum offsets and make schedules."""
-    small = smallest_of(claims, plain)
+    small = smallest_of(declared, minimal)
     rows = small.rows.counted((1,) * 66 + (small.width,) * 66)
     return small.of_requests((3,) * 45 + (1,) * 43 + (9,) * 44, rows=rows, data="gauss")
 
 
-def _beyond_16_bits(claims: Capabilities, plain: Case) -> Case:
+def _beyond_16_bits(declared: Capabilities, minimal: Case) -> Case:
     """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
-    small = smallest_of(claims, plain)
+    small = smallest_of(declared, minimal)
     return small.of_requests((66_000,), data="footprint")
 
 
-def _prompts(claims: Capabilities, plain: Case) -> Iterator[Case]:
+def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
-    rows, page = min(MOST_NEW_TOKENS, claims.max_extend_tokens), plain.page_size
-    small = replace(smallest_of(claims, plain), page_size=page, data="gauss")
+    rows, page = min(MOST_NEW_TOKENS, declared.max_extend_tokens), minimal.page_size
+    small = replace(smallest_of(declared, minimal), page_size=page, data="gauss")
     among_decodes = (1, rows, 1)
     yield small.of_requests((70, 300, 5), rows=Extend(among_decodes, room_for(among_decodes)))
-    new = tuple(min(n, claims.max_extend_tokens) for n in (page + 1, 2, 1))
+    new = tuple(min(n, declared.max_extend_tokens) for n in (page + 1, 2, 1))
     prefixes = (2 * page, 2 * page + 1, page)
     yield small.of_requests(prefixes, padded=1, rows=Extend(new, room_for(new), chunks=3), layout="shared")
 
 
-def _loops(claims: Capabilities, plain: Case, tier: str) -> Iterator[Case]:
-    """The lossless loop of a chain and, from core on and where trees are claimed as well, of two branches."""
+def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
+    """The lossless loop of a chain and, from core on and where trees are declared as well, of two branches."""
     # What is stored in FP8 is not what greedy decode would have attended.
-    if "same" not in claims.kv_dtypes:
+    if "same" not in declared.kv_dtypes:
         return
-    small = replace(smallest_of(claims, plain), page_size=plain.page_size, kv_dtype="same", data="gauss")
-    page = plain.page_size
+    small = replace(smallest_of(declared, minimal), page_size=minimal.page_size, kv_dtype="same", data="gauss")
+    page = minimal.page_size
     prefixes = (page + 1, 2 * page, 1)
     for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
-        most = min(claims.max_topk, claims.max_draft_branches)
-        if draft.branches <= most and 1 + draft.branches * draft.steps <= claims.max_q_rows:
+        most = min(declared.max_topk, declared.max_draft_branches)
+        if draft.branches <= most and 1 + draft.branches * draft.steps <= declared.max_q_rows:
             yield small.of_requests(prefixes, padded=1, rows=Drafted(draft, rounds=6))
 
 
-def _wide_heads(claims: Capabilities, plain: Case) -> Iterator[Case]:
-    """Groups of more query heads than the array tries: the largest claimed, and one that is no power of two."""
-    wide = sorted(r for r in claims.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in claims.families else []
+def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """Groups of more query heads than the array tries: the largest declared, and one that is no power of two."""
+    wide = sorted(r for r in declared.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in declared.families else []
     odd = [r for r in wide if r & (r - 1)]
     for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
-        yield replace(plain, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")
+        yield replace(minimal, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")

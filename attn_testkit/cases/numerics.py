@@ -31,16 +31,16 @@ MODEL = Numerics()
 """Everything in the dtype of the model."""
 
 
-def numerics_of(case: Case, claims: Capabilities) -> Numerics:
+def numerics_of(case: Case, declared: Capabilities) -> Numerics:
     """Return the numerics of a case: what is declared for FP8 pools holds for cases that have one."""
     in_fp8 = case.kv_dtype != "same"
-    products = claims.matmul_dtype if in_fp8 else "model"
-    if products == "model" and case.dtype == "fp32" and claims.fp32_products == "tf32":
+    products = declared.matmul_dtype if in_fp8 else "model"
+    if products == "model" and case.dtype == "fp32" and declared.fp32_products == "tf32":
         products = "tf32"
-    lse_in_model = bool(case.parts) and claims.lse is not None and claims.lse.dtype == "model"
+    lse_in_model = bool(case.parts) and declared.lse is not None and declared.lse.dtype == "model"
     return Numerics(
         matmul_dtype=products,
-        new_rows_as_given=in_fp8 and case.mode in claims.new_rows_as_given,
+        new_rows_as_given=in_fp8 and case.mode in declared.new_rows_as_given,
         lse_dtype="model" if lse_in_model else "fp32",
-        q_scale=claims.q_scale if in_fp8 else "none",
+        q_scale=declared.q_scale if in_fp8 else "none",
     )

@@ -12,18 +12,18 @@ from itertools import product
 
 from ..contract import Capabilities
 from .case import CODES, Case
-from .companions import unlike
+from .co_residents import with_other_heads
 from .layer_options import with_options, without_options
 from .layers import Layers
 from .plans import context_len
-from .ways import WAYS, usual_page, way_of
+from .server_variants import SERVER_VARIANTS, usual_page, variant_of
 
 __all__ = ["options_together_cases"]
 
 _WINDOW = 7
 """Shorter than most of the requests."""
 _LONG, _LONG_OF_MLA = 66_000, 8_192
-"""Keys that a case of each mode has where as many are claimed; those of MLA have 576 numbers."""
+"""Keys that a case of each mode has where as many are declared; those of MLA have 576 numbers."""
 _SHORT = 300
 """Tokens of context that all cases have anyway."""
 _DRAWS = 40
@@ -31,43 +31,47 @@ _PAGES_BELOW = 6
 """A draft has a region of pages for each branch beside its prefix."""
 
 
-def options_together_cases(claims: Capabilities, small: Case, arrays: Sequence[Case]) -> Iterator[Case]:
-    """Made of ``small``, a case with little work for each row and key, which has one KV head where that is claimed.
+def options_together_cases(declared: Capabilities, small: Case, arrays: Sequence[Case]) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key, which has one KV head where that is declared.
 
     What one of ``arrays`` has together, with several KV heads, has no case of its own.
     """
     there = {_together(case) for case in arrays if case.heads.kv_heads > 1}
-    small = replace(small, page_size=usual_page(claims), data="gauss")
-    for way in (way for way in WAYS.values() if way.combines and way.reaches_kernels):
-        for alone in way.cases(claims, small):
-            twin = unlike(claims, alone)
-            optional = _with_options(claims, twin)
+    small = replace(small, page_size=usual_page(declared), data="gauss")
+    for variant in (variant for variant in SERVER_VARIANTS.values() if variant.combines and variant.reaches_kernels):
+        for alone in variant.cases(declared, small):
+            twin = with_other_heads(declared, alone)
+            optional = _with_options(declared, twin)
             if _together(optional) not in there:
                 yield optional
-            branching = without_options(claims, twin)
+            branching = without_options(declared, twin)
             if branching != twin:
                 yield branching
-    narrow = sorted(claims.kv_dtypes - {small.kv_dtype})
+    narrow = sorted(declared.kv_dtypes - {small.kv_dtype})
     for word in ("lent", "bigpool") if narrow else ():
-        yield from (replace(unlike(claims, alone), kv_dtype=narrow[0]) for alone in WAYS[word].cases(claims, small))
-    yield from _full_context(claims, small)
+        yield from (
+            replace(with_other_heads(declared, alone), kv_dtype=narrow[0])
+            for alone in SERVER_VARIANTS[word].cases(declared, small)
+        )
+    yield from _full_context(declared, small)
 
 
 def _together(case: Case) -> tuple[frozenset[str], bool, bool, bool, bool]:
     return case.variants, case.window >= 0, case.logit_cap > 0, case.sinks, case.topk > 1
 
 
-def _with_options(claims: Capabilities, plain: Case) -> Case:
-    """With all options of a layer that are claimed, in some of two layers; without a window where nothing is causal."""
-    optional = with_options(claims, replace(plain, layers=Layers()), _WINDOW)
-    return replace(optional, window=-1) if not way_of(plain).causal else optional
+def _with_options(declared: Capabilities, minimal: Case) -> Case:
+    """With all options of a layer that are declared, in some of two layers; without a window where nothing is
+    causal."""
+    optional = with_options(declared, replace(minimal, layers=Layers()), _WINDOW)
+    return replace(optional, window=-1) if not variant_of(minimal).causal else optional
 
 
-def _full_context(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """A request of as many tokens as is claimed, where no other case comes near, and one of five eighths, whose keys
+def _full_context(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """A request of as many tokens as is declared, where no other case comes near, and one of five eighths, whose keys
     are no multiple of a power of two: masks and tables of a fixed size end or come round there (vllm-ascend #6803).
     """
-    most = claims.max_context_len
+    most = declared.max_context_len
     if most <= _SHORT or (most > _LONG_OF_MLA if small.heads.layout.wide_rows else most > _LONG):
         return
     two = small.of_requests((1, 1), layers=Layers(1))

@@ -1,4 +1,4 @@
-"""Every pair of what is claimed: kernels are compiled by heads, head dim, dtypes, pages and layout at once. In decode
+"""Every pair of what is declared: kernels are compiled by heads, head dim, dtypes, pages and layout at once. In decode
 with all layouts of the KV pool, in the other modes with those that the main array has not.
 """
 
@@ -29,27 +29,27 @@ _T = TypeVar("_T")
 _LENS = (530, 33, 1)
 """More than two pages of 256, and of one."""
 _GROUPS, _MLA_HEADS, _LAYOUT_GROUPS = (2, 16), (16, 32, 128), (2, 4, 5, 8, 16)
-"""Every usual one has cases of its own (``claimed_pairs.py``)."""
+"""Every usual one has cases of its own (``declared_pairs.py``)."""
 _MOST_DIM, _WINDOW = 256, 40
 _FEW, _NARROW = 3, 7
 
 
-def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
-    """A covering array of claimed values two by two: MLA of 32 heads with an FP8 pool (vLLM #46952), large pages with a
-    layout of the pool. Made of ``small``; long lists of values are cut to some.
+def pair_array_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """A covering array of declared values two by two: MLA of 32 heads with an FP8 pool (vLLM #46952), large pages with
+    a layout of the pool. Made of ``small``; long lists of values are cut to some.
     """
     if small.mode is not ForwardMode.DECODE:
         return
     one = replace(small, prefixes=_LENS, bucket=len(_LENS), data="gauss", layout="shuffled")
-    dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes)
-    pages, layouts = some_of(claims.page_sizes, _FEW), sorted(claims.kv_layouts)
-    for heads, dims, rope in _families(claims, small, _GROUPS):
+    dtypes, kv_dtypes = sorted(declared.dtypes), sorted(declared.kv_dtypes)
+    pages, layouts = some_of(declared.page_sizes, _FEW), sorted(declared.kv_layouts)
+    for heads, dims, rope in _families(declared, small, _GROUPS):
         # A latent pool has few layouts in practice, and each row of MLA costs as much as several others.
         few = layouts[:_FEW] if rope else layouts
         sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(few), 2)
         for of, dim, dtype, kv_dtype, page, layout, options in _pairs(sizes):
             yield replace(
-                with_options(claims, one, _WINDOW) if options else one,
+                with_options(declared, one, _WINDOW) if options else one,
                 heads=heads[of],
                 head_dim=dims[dim],
                 rope_dim=rope,
@@ -61,35 +61,35 @@ def pair_array_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
             )
 
 
-def layout_array_cases(claims: Capabilities, plain: Case) -> Iterator[Case]:
+def layout_array_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """The same in another mode than decode, for the layouts that only few cases have where there are any. Made of
-    ``plain``, three requests with its rows; pages that lie in no order.
+    ``minimal``, three requests with its rows; pages that lie in no order.
     """
-    layouts = other_layouts(claims)
-    if plain.mode is ForwardMode.DECODE:
+    layouts = other_layouts(declared)
+    if minimal.mode is ForwardMode.DECODE:
         return
-    layouts = layouts or [usual_layout(claims)]
-    dtypes, kv_dtypes = sorted(claims.dtypes), sorted(claims.kv_dtypes, reverse=True)
+    layouts = layouts or [usual_layout(declared)]
+    dtypes, kv_dtypes = sorted(declared.dtypes), sorted(declared.kv_dtypes, reverse=True)
     # In pages of one slot most layouts are alike.
-    pages = some_of({page for page in claims.page_sizes if page > 2} or claims.page_sizes, _FEW)
-    three = plain.rows.counted((*plain.new[:2], *plain.new[:1]))
-    one = plain.of_requests((0,) * 3, padded=1, rows=three, layout="shuffled", data="gauss")
-    chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not claims.windows.in_trees else one
-    alone = [each for each in typical_heads(claims) if alike(each, plain.heads)]
+    pages = some_of({page for page in declared.page_sizes if page > 2} or declared.page_sizes, _FEW)
+    three = minimal.rows.counted((*minimal.new[:2], *minimal.new[:1]))
+    one = minimal.of_requests((0,) * 3, padded=1, rows=three, layout="shuffled", data="gauss")
+    chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not declared.windows.in_trees else one
+    alone = [each for each in typical_heads(declared) if alike(each, minimal.heads)]
     if not alone:
         return
     of_family = [
-        of for of in _families(claims, plain, _LAYOUT_GROUPS) if (of[2] > 0) == plain.heads.layout.values_in_keys
+        of for of in _families(declared, minimal, _LAYOUT_GROUPS) if (of[2] > 0) == minimal.heads.layout.values_in_keys
     ]
-    heads, dims, rope = next(iter(of_family), (alone, [plain.head_dim], plain.rope_dim))
+    heads, dims, rope = next(iter(of_family), (alone, [minimal.head_dim], minimal.rope_dim))
     heads = heads[:_FEW]
     values: tuple[Sequence[object], ...] = (heads, dims, dtypes, kv_dtypes, pages)
     sizes = (len(layouts), *(min(len(each), 2) for each in values), 2, 2)
-    rows = _pairs(sizes, f"layouts in {plain.mode.value}")
+    rows = _pairs(sizes, f"layouts in {minimal.mode.value}")
     for number, (layout, of, dim, dtype, kv_dtype, page, options, short) in enumerate(rows):
         size = _first_or_other(pages, page, number)
         yield replace(
-            with_options(claims, chained, _NARROW) if options else one,
+            with_options(declared, chained, _NARROW) if options else one,
             kv_layout=layouts[layout],
             heads=_first_or_other(heads, of, number),
             head_dim=_first_or_other(dims, dim, number),
@@ -109,18 +109,20 @@ def _first_or_other(values: Sequence[_T], other: int, number: int) -> _T:
     return values[1 + number % (len(values) - 1)] if other else values[0]
 
 
-def _families(claims: Capabilities, small: Case, groups: Sequence[int]) -> Iterator[tuple[list[Heads], list[int], int]]:
+def _families(
+    declared: Capabilities, small: Case, groups: Sequence[int]
+) -> Iterator[tuple[list[Heads], list[int], int]]:
     """Layouts of heads, head dims and the rope's width: of MLA, and of all others."""
-    found = [Heads("mha", 2, 2)] if "mha" in claims.families else []
-    if "gqa" in claims.families:
-        found += [Heads("gqa", 2 * group, 2) for group in groups if group in claims.gqa_ratios]
-    dims = some_of([dim for dim in claims.head_dims if dim <= _MOST_DIM], _FEW)
+    found = [Heads("mha", 2, 2)] if "mha" in declared.families else []
+    if "gqa" in declared.families:
+        found += [Heads("gqa", 2 * group, 2) for group in groups if group in declared.gqa_ratios]
+    dims = some_of([dim for dim in declared.head_dims if dim <= _MOST_DIM], _FEW)
     if found and dims:
         yield found, dims, 0
-    if latent(claims):
-        counts = [latent_heads(claims, count) for count in _MLA_HEADS if count in claims.gqa_ratios]
+    if latent(declared):
+        counts = [latent_heads(declared, count) for count in _MLA_HEADS if count in declared.gqa_ratios]
         if counts:
-            yield counts, some_of(claims.head_dims, _FEW), small.rope_dim or min(claims.mla_rope_dims)
+            yield counts, some_of(declared.head_dims, _FEW), small.rope_dim or min(declared.mla_rope_dims)
 
 
 @lru_cache(maxsize=64)

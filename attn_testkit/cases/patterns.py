@@ -136,11 +136,11 @@ def _mean(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return torch.zeros(q), torch.zeros(k), normals(v, rng)
 
 
-def _footprint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _one_hot(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return normals(q, rng) * 0.5, normals(k, rng), torch.zeros(v)
 
 
-def _cliff(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _rising_logits(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     # One channel of the keys is a ramp from -1 to 1, and that of a query +-size: scaled by 0.5 and 1.5 / sqrt(D), the
     # logits span 100 and 300. Rows and heads climb and fall by turns.
     size = 100 * math.sqrt(q[-1])
@@ -161,14 +161,14 @@ def _saturated(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Dr
     return queries, keys, values
 
 
-def _swamped(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _large_and_small_values(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     values = normals(v, rng).abs() * 4e-5 + 1.2e-4
     # Half a unit in the last place of an fp16 sum is 2^-8 from here on, and 16 small terms together are less.
     values[:, :, [0, -1]] = 8.0
     return torch.zeros(q), torch.zeros(k), values
 
 
-def _loud(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _large_queries(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     queries, keys, values = (normals(shape, rng).clone() for shape in (q, k, v))
     # The last channel: that of MLA is no value as well.
     last = queries[..., -1]
@@ -192,19 +192,19 @@ def _large_and_small(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) 
     return queries, keys, normals(v, rng)
 
 
-def _towering(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _fp16_overflow(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     sign = 1.0 - 2 * (torch.arange(v[-1]) % 2)
     values = sign * (_TOWERING - 1000 * normals(v, rng).abs().clamp(max=4.0))
     return torch.zeros(q), torch.zeros(k), values
 
 
-def _colossal(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _beyond_fp16(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     # The products of such keys with queries of 0 are 0; those of an infinite key are NaN.
-    queries, _, values = _towering(q, k, v, rng)
+    queries, _, values = _fp16_overflow(q, k, v, rng)
     return queries, torch.full(k, 10 * _TOWERING), 10 * values
 
 
-def _faint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _small_weights(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     # The last channel alone: that of MLA is no value as well. It gives logits of 7.25 in the first layer.
     queries, keys, values = torch.zeros(q), torch.zeros(k), normals(v, rng) + 3.0
     queries[..., -1], keys[:, :, ::FAINT_RUN, :, -1] = 4.0, 7.25 / (4.0 * 0.5) * math.sqrt(q[-1])
@@ -212,7 +212,7 @@ def _faint(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return queries, keys, values
 
 
-def _codes(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
+def _plus_minus_one(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     return torch.zeros(q), normals(k, rng), balanced_codes(v, rng)
 
 
@@ -238,16 +238,16 @@ _MAKERS: dict[str, _Maker] = {
     "peaked": _peaked,
     "negative": _negative,
     "mean": _mean,
-    "footprint": _footprint,
-    "cliff": _cliff,
+    "footprint": _one_hot,
+    "cliff": _rising_logits,
     "saturated": _saturated,
-    "swamped": _swamped,
-    "loud": _loud,
+    "swamped": _large_and_small_values,
+    "loud": _large_queries,
     LARGE_AND_SMALL: _large_and_small,
-    "towering": _towering,
-    "colossal": _colossal,
-    "faint": _faint,
-    "codes": _codes,
+    "towering": _fp16_overflow,
+    "colossal": _beyond_fp16,
+    "faint": _small_weights,
+    "codes": _plus_minus_one,
 }
 
 

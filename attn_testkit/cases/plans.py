@@ -11,7 +11,7 @@ from .dimensions.dimension import OnSteps
 from .dimensions.table import DIMENSIONS
 from .fields import Fields
 from .plan import Plan
-from .ways import way_of
+from .server_variants import variant_of
 
 __all__ = ["context_len", "context_len_of", "lens_of", "make_plans"]
 
@@ -82,10 +82,10 @@ def lens_of(case: Fields, plan: Plan) -> tuple[int, ...]:
 
 def context_len_of(case: Fields, plans: Sequence[Plan]) -> int:
     """``max_context_len``, in tokens, of a schedule that has these steps."""
-    if way_of(case).context_len:
-        return way_of(case).context_len
+    if variant_of(case).context_len:
+        return variant_of(case).context_len
     longest = max(length for plan in plans for length in lens_of(case, plan))
-    if case.pick("context-room"):
+    if case.derived("context-room"):
         return longest
     # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.
     return -(-(longest + case.page_size + 1) // case.page_size) * case.page_size

@@ -1,4 +1,4 @@
-"""Cases for what a backend claims of how the KV pool lies in memory, beside those of the usual layout."""
+"""Cases for what a backend declares of how the KV pool lies in memory, beside those of the usual layout."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from .dimensions.kv_layout import usual_layout
 __all__ = ["other_layouts", "pool_layout_cases"]
 
 
-def other_layouts(claims: Capabilities) -> list[str]:
-    """The claimed layouts that only few cases have."""
-    return [name for name in KV_LAYOUTS if name in claims.kv_layouts and name != usual_layout(claims)]
+def other_layouts(declared: Capabilities) -> list[str]:
+    """The declared layouts that only few cases have."""
+    return [name for name in KV_LAYOUTS if name in declared.kv_layouts and name != usual_layout(declared)]
 
 
-def pool_layout_cases(claims: Capabilities, mode: ForwardMode, tier: str, small: Case) -> Iterator[Case]:
+def pool_layout_cases(declared: Capabilities, mode: ForwardMode, tier: str, small: Case) -> Iterator[Case]:
     """One for each other layout and, from core on, KV dtype; in full each page size. In smoke one in all, in each mode
-    another. In core of other modes than decode an array has them, with all else that is claimed (``pair_array.py``).
+    another. In core of other modes than decode an array has them, with all else that is declared (``pair_array.py``).
 
     ``small``: two requests, of as many KV heads as a case has.
     """
-    others = other_layouts(claims)
+    others = other_layouts(declared)
     if tier == "core" and mode is not ForwardMode.DECODE:
         return
-    pages = sorted(claims.page_sizes)
+    pages = sorted(declared.page_sizes)
     # In pages of one slot most layouts are alike.
     page = next((page for page in pages if page > 2), pages[-1])
-    dtypes = sorted(claims.kv_dtypes, reverse=True)
+    dtypes = sorted(declared.kv_dtypes, reverse=True)
     if tier == "smoke":
         turn = list(ForwardMode).index(mode)
         others, dtypes = others[turn % max(1, len(others)) :][:1], dtypes[:1]

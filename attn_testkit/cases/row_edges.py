@@ -30,9 +30,9 @@ _PREFIXES = (107, 20)
 _ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
 
 
-def row_edge_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with as little work for each row and key as is claimed."""
-    rows = min(_ROWS, most_rows(claims, small.mode))
+def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row and key as is declared."""
+    rows = min(_ROWS, most_rows(declared, small.mode))
     codes = replace(small, data=CODES, layout="shuffled")
     if small.mode is ForwardMode.DECODE:
         lens = tuple(edge + key for edge in _EDGES for key in (-1, 0))
@@ -43,9 +43,9 @@ def row_edge_cases(claims: Capabilities, tier: str, small: Case) -> Iterator[Cas
     yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
     if small.heads.layout.wide_rows:
         return
-    groups = [group for group in _ODD_GROUPS if group in claims.gqa_ratios and "gqa" in claims.families]
+    groups = [group for group in _ODD_GROUPS if group in declared.gqa_ratios and "gqa" in declared.families]
     for group in groups if tier == "full" else groups[:1]:
-        many = min(_MOST_ROWS, -(-_PACKED // group), most_rows(claims, small.mode))
+        many = min(_MOST_ROWS, -(-_PACKED // group), most_rows(declared, small.mode))
         wide = replace(small, heads=Heads("gqa", 2 * group, 2), data="gauss")
         yield _with_rows(wide, many, _PREFIXES)
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case
-from .choices import CHOICES, shallow_depth
+from .derived_parameters import DERIVED_PARAMETERS, shallow_depth
 from .draft import Draft
 from .numerics import MODEL, Numerics
 from .plan import Plan
@@ -34,7 +34,7 @@ from .variety import layout_at, padding_at
 __all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
-_SECOND = next(choice for choice in CHOICES if choice.name == "second-step")
+_SECOND = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step")
 _SAME_LENGTHS = "same lengths, other requests"
 
 
@@ -99,14 +99,14 @@ class Step:
     """What fills the rows behind its live ones: one of ``PADDINGS``."""
     stored: bool = False
     """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
-    turned: bool = False
+    other_strides: bool = False
     """q, k and v are contiguous where the case's are views of one packed tensor, and views where they are not."""
 
     @property
-    def own_ways(self) -> tuple[str, ...]:
+    def own_variations(self) -> tuple[str, ...]:
         """How its forward differs from those of other steps, in words."""
         stored = ("save_kv_cache=False",) * self.stored
-        return (*stored, *("q, k and v in another memory layout",) * self.turned)
+        return (*stored, *("q, k and v in another memory layout",) * self.other_strides)
 
     @property
     def bs(self) -> int:
@@ -230,10 +230,10 @@ class Schedule:
         """Rows of the largest step, all forwards together."""
         return self.most_requests * self.case.width
 
-    def runs_eagerly(self, step: Step, claims: Capabilities) -> bool:
-        """Whether an eager run follows the replay of a step, on a backend with these claims."""
-        claimed = self.case.mode in claims.eager
-        return claimed and step.eager_too and (claims.server.takes_empty_batches or bool(step.requests))
+    def runs_eagerly(self, step: Step, declared: Capabilities) -> bool:
+        """Whether an eager run follows the replay of a step, on a backend with these capabilities."""
+        supported = self.case.mode in declared.eager
+        return supported and step.eager_too and (declared.server.takes_empty_batches or bool(step.requests))
 
     def step_named(self, name: str) -> Step:
         """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``part`` makes of one of them.
@@ -273,7 +273,7 @@ def _depth(case: Case) -> int:
     chained = case.width - 1
     if case.mode is not ForwardMode.DRAFT_EXTEND_V2 or shallow_depth(case) == chained:
         return chained
-    return shallow_depth(case) if case.pick("draft-depth") else chained
+    return shallow_depth(case) if case.derived("draft-depth") else chained
 
 
 def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Generator) -> tuple[Tree | None, ...]:
@@ -298,7 +298,7 @@ def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
         return [0] * len(prefixes)
     whole = [prefix // case.page_size for prefix in prefixes]
     most = sorted(whole)[-2:][0]
-    if case.pick("shared-prefixes"):
+    if case.derived("shared-prefixes"):
         most = min(most, -(-min(whole) // 2) or most)
     return [min(pages, most) for pages in whole]
 
@@ -410,7 +410,7 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
 
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
-    label = _SECOND.values[case.pick(_SECOND.name)].words
+    label = _SECOND.values[case.derived(_SECOND.name)].words
     if label == _SECOND.values[0].words:
         own = steps[0].requests
         new = tuple(request.new for request in own) if case.mode is ForwardMode.EXTEND else ()
@@ -445,8 +445,8 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
     if case.chunks > 1:
         steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
     *replays, last = steps
-    stored, turned = case.pick("second-step-stored") == 1, case.pick("second-step-memory") == 1
-    second = replace(_second(case, steps, sizes), name="second", stored=stored, turned=turned)
+    stored, other_strides = case.derived("second-step-stored") == 1, case.derived("second-step-memory") == 1
+    second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
     oversized = replace(last, name="oversized")
     return Schedule(
         case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, numerics

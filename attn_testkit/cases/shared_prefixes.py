@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
-from .companions import unlike
+from .co_residents import with_other_heads
 from .dimensions.numbers import nearest
 from .layer_options import with_options
 from .layers import Layers
@@ -19,20 +19,20 @@ _PREFIXES = (560, 601, 577, 1040, 561, 700, 563, 641, 624)
 _PAGE = 16
 
 
-def shared_prefix_cases(claims: Capabilities, small: Case) -> Iterator[Case]:
+def shared_prefix_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """A plan for the common prefix has one request, and is easily made for all (vLLM #17283). A cascade of two calls,
     whose results are merged, forgets what one call has: sinks (vLLM #26325), caps, scales of FP8. Windows turn it off.
     Made of ``small``.
     """
     shared = small.of_requests(
         _PREFIXES,
-        page_size=nearest(claims.page_sizes, _PAGE),
+        page_size=nearest(declared.page_sizes, _PAGE),
         layout="shared",
         layers=Layers(1),
         data="gauss",
     )
     yield shared
-    optional = replace(with_options(claims, shared, -1), kv_dtype=min(claims.kv_dtypes))
+    optional = replace(with_options(declared, shared, -1), kv_dtype=min(declared.kv_dtypes))
     if optional != shared:
         # One of two layers has the cap.
-        yield replace(unlike(claims, optional), layers=Layers())
+        yield replace(with_other_heads(declared, optional), layers=Layers())

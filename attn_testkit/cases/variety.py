@@ -23,14 +23,14 @@ def layout_at(case: Fields, index: int) -> str:
     """How tokens lie in step ``index``; a shared layout stays one."""
     if case.layout not in _LAYOUTS or index < _AS_NAMED:
         return case.layout
-    return _turned(_LAYOUTS, case.layout, index, backwards=case.pick("layout-turns") == 1)
+    return _turned(_LAYOUTS, case.layout, index, backwards=case.derived("layout-turns") == 1)
 
 
 def padding_at(case: Fields, index: int) -> str:
     """What fills the rows behind the live ones of step ``index``; ``small`` has none and stays so."""
     if case.padding not in _PADDINGS or index < _AS_NAMED:
         return case.padding
-    return _turned(_PADDINGS, case.padding, index, backwards=case.pick("padding-turns") == 1)
+    return _turned(_PADDINGS, case.padding, index, backwards=case.derived("padding-turns") == 1)
 
 
 def _turned(values: tuple[str, ...], named: str, index: int, *, backwards: bool) -> str:

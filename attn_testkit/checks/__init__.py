@@ -6,14 +6,26 @@ from collections.abc import Collection, Mapping
 
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
-from . import claims as _claims
+from . import capabilities as _capabilities
 from . import counted_once, failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
 from .check import Check, Stage
-from .judgement import Judgement
+from .comparison import Comparison
 
-__all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Judgement", "Stage", "judged"]
+__all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Comparison", "Stage", "evaluated"]
 
-_KINDS = (failures, numeric, counted_once, log_sum_exp, outputs, memory, graphs, state, _claims, sameness, lossless)
+_KINDS = (
+    failures,
+    numeric,
+    counted_once,
+    log_sum_exp,
+    outputs,
+    memory,
+    graphs,
+    state,
+    _capabilities,
+    sameness,
+    lossless,
+)
 
 CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in kind.CHECKS}
 """Checks by id, in the order in which their failures are worth reading."""
@@ -33,8 +45,8 @@ REPORTED_INSTEAD = (
 """Ids under which diagnosis reports wrong attention outputs once it knows their cause."""
 
 
-def judged(
-    claims: Capabilities, execution: Execution, stage: Stage, failed: Collection[str], case: Case | None = None
+def evaluated(
+    declared: Capabilities, execution: Execution, stage: Stage, failed: Collection[str], case: Case | None = None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Ids that were evaluated, and ids that apply and could not be evaluated, each in reading order.
 
@@ -49,8 +61,8 @@ def judged(
     for check in CHECKS.values():
         if check.id in failed:
             done.append(check.id)
-        elif check.applies(claims, execution) and (case is None or check.shown_by(case)):
-            no_eager = case is not None and case.mode not in claims.eager
+        elif check.applies(declared, execution) and (case is None or check.shown_by(case)):
+            no_eager = case is not None and case.mode not in declared.eager
             hidden = (check.behind_outputs and outputs_wrong) or (check.against_eager and no_eager)
-            (done if stage >= check.judged_from and not hidden else not_done).append(check.id)
+            (done if stage >= check.evaluated_from and not hidden else not_done).append(check.id)
     return (*done, *sorted(set(failed) - CHECKS.keys())), tuple(not_done)

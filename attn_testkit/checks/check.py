@@ -10,7 +10,7 @@ from ..cases.case import Case
 from ..cases.schedule import Schedule
 from ..contract import Capabilities, Execution
 from ..results import Finding
-from .judgement import Judgement
+from .comparison import Comparison
 
 __all__ = ["Check", "Run", "Stage", "always", "in_eager", "in_graphs"]
 
@@ -31,21 +31,21 @@ class Stage(IntEnum):
     """Everything that was planned happened."""
 
 
-Run = Callable[[Judgement, Schedule, Capabilities], list[Finding]]
+Run = Callable[[Comparison, Schedule, Capabilities], list[Finding]]
 """A function that evaluates one observed step, with the step's schedule."""
 
 
-def always(claims: Capabilities, execution: Execution) -> bool:
+def always(declared: Capabilities, execution: Execution) -> bool:
     """True for every case-run."""
     return True
 
 
-def in_eager(claims: Capabilities, execution: Execution) -> bool:
+def in_eager(declared: Capabilities, execution: Execution) -> bool:
     """True for eager case-runs."""
     return execution is Execution.EAGER
 
 
-def in_graphs(claims: Capabilities, execution: Execution) -> bool:
+def in_graphs(declared: Capabilities, execution: Execution) -> bool:
     """True for graph case-runs."""
     return execution is Execution.GRAPH
 
@@ -64,7 +64,7 @@ class Check:
     """Real bugs of the kind."""
     how_to_read: str
     """Advice on reading its failure."""
-    judged_from: Stage
+    evaluated_from: Stage
     """The stage that a case-run must have reached for the check to have been evaluated at all."""
     applies: Callable[[Capabilities, Execution], bool] = always
     shown_by: Callable[[Case], bool] = lambda case: True

@@ -8,8 +8,8 @@ from ..cases.case import CODES
 from ..families.table import family_of
 from ..results import Finding
 from .check import Check, Stage
+from .comparison import Comparison, place_of_max
 from .describe import row_name
-from .judgement import Judgement, place_of_max
 from .key_counts import HALF_A_KEY
 from .miscounts import Miscount, Miscounts, find_miscounts
 from .numeric import spread
@@ -17,22 +17,22 @@ from .numeric import spread
 __all__ = ["CHECKS", "counted_once", "miscounts_text"]
 
 
-def counted_once(judgement: Judgement) -> list[Finding]:
+def counted_once(comparison: Comparison) -> list[Finding]:
     """Check that no count of a KV token is off by half a token, if every element and row is within its limit."""
-    if judgement.right or judgement.worst is not None or not judgement.all_finite:
+    if comparison.right or comparison.worst is not None or not comparison.all_finite:
         return []
-    data, ratios = judgement.expected.data, judgement.key_ratio
+    data, ratios = comparison.expected.data, comparison.key_ratio
     layer, row, head = place_of_max(ratios)
-    found = find_miscounts(judgement, row)
+    found = find_miscounts(comparison, row)
     off = HALF_A_KEY * float(ratios[layer, row, head])
     return [
         Finding(
             "keys-counted-once",
             f"request {int(data.row_request[row])}: {miscounts_text(found)}",
-            where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}]: "
+            where=f"out[{comparison.name(layer)}, {row_name(data, row)}, head {head}]: "
             f"the count of a KV token is off by {off:.2f} (limit {HALF_A_KEY})",
-            spread=spread(judgement),
-            step=judgement.observed.label,
+            spread=spread(comparison),
+            step=comparison.observed.label,
         )
     ]
 
@@ -84,10 +84,10 @@ CHECKS = (
         "The headline names the KV tokens; they follow from this one output. With ordinary values, one token of "
         "thousands changes a result by less than a rounding. Here values are codes of +1 and -1 that nearly cancel, "
         "and their product with the error shows how often each token was counted.",
-        judged_from=Stage.OBSERVED,
+        evaluated_from=Stage.OBSERVED,
         shown_by=lambda case: case.data == CODES and family_of(case).counts_keys,
         behind_outputs=True,
-        run=lambda judgement, *_: counted_once(judgement),
+        run=lambda comparison, *_: counted_once(comparison),
     ),
 )
 """Checks in the order in which they are worth reading."""

@@ -80,7 +80,7 @@ def _asked_for(message: str) -> str:
 
 
 def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_lengths: bool) -> Finding:
-    """Make the finding for an exception in ``phase`` (of ``DriveError``), in the step called ``label``.
+    """Make the finding for an exception in ``phase`` (of ``RunError``), in the step called ``label``.
 
     ``needs_cpu_lengths``: the capability. If it is False, an error about None is probably a missing host length.
     """
@@ -329,7 +329,7 @@ CHECKS = (
         "An attribute that the batch of a replay lacks, a shape that only full batches have, a missing kernel.",
         "sglang #26019, #32269; vLLM #41841",
         "The first line has the exception; `where` is the last line of its traceback in your code.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
     ),
     Check(
         "output-contract",
@@ -337,7 +337,7 @@ CHECKS = (
         "squeeze() of a single row, returning the whole output buffer of the largest batch, returning float32.",
         "lmdeploy #4302; flashinfer #2876",
         "Compare the shape, dtype or device in the headline with `Hq * Dv` values per row, in q's dtype.",
-        judged_from=Stage.OBSERVED,
+        evaluated_from=Stage.OBSERVED,
     ),
 )
 """Checks in the order in which they are worth reading. Their failures are found during a run."""

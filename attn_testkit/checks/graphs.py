@@ -9,35 +9,35 @@ import torch
 from ..cases.case import Case
 from ..results import Finding
 from .check import Check, Stage, in_graphs
+from .comparison import BITS, Comparison, place_of_max
 from .describe import number, row_name, spread_text
-from .judgement import BITS, Judgement, place_of_max
 from .observation import Observation
 
 __all__ = ["CHECKS", "addresses_stable", "at_capture", "graph_matches_eager"]
 
 
-def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> list[Finding]:
+def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> list[Finding]:
     """Check that a replay is within two limits of the eager run of the same step: each may be off by one.
 
     ``same_bits``: batch invariance is declared, so the bits must be equal. Only that shows a split count that a graph
     keeps from its capture (sglang #26019): any count is right within the limit.
     """
-    observed, expected = judgement.observed, judgement.expected
-    if judgement.right and judgement.as_in_eager:
+    observed, expected = comparison.observed, comparison.expected
+    if comparison.right and comparison.as_in_eager:
         return []
-    out, eager, ratio = judgement.out, judgement.eager, judgement.ratio_to_eager
+    out, eager, ratio = comparison.out, comparison.eager, comparison.ratio_to_eager
     if eager is None or ratio is None:
         return []
     wrong = ratio > 1
     if not wrong.any():
         bits = BITS[out.itemsize]
-        return _other_bits(judgement, out.view(bits) != eager.view(bits)) if same_bits else []
+        return _other_bits(comparison, out.view(bits) != eager.view(bits)) if same_bits else []
     at = layer, row, head, dim = place_of_max(ratio)
     return [
         Finding(
             "graph-matches-eager",
             f"request {int(expected.data.row_request[row])} gives another result under the graph than in eager mode",
-            where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
+            where=f"out[{comparison.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}]: replay "
             f"{number(float(out[at]))}, eager {number(float(eager[at]))}, want {number(float(expected.attention[at]))}",
             spread=spread_text(wrong.any(0), expected.data.row_request, observed.step),
             step=observed.label,
@@ -45,11 +45,11 @@ def graph_matches_eager(judgement: Judgement, *, same_bits: bool = False) -> lis
     ]
 
 
-def _other_bits(judgement: Judgement, differs: torch.Tensor) -> list[Finding]:
+def _other_bits(comparison: Comparison, differs: torch.Tensor) -> list[Finding]:
     """Report other bits, ``differs`` [L, T, Hq, Dv] bool."""
     if not differs.any():
         return []
-    observed, row_request = judgement.observed, judgement.expected.data.row_request
+    observed, row_request = comparison.observed, comparison.expected.data.row_request
     request = int(row_request[int(differs.any(0).flatten(1).any(-1).nonzero()[0])])
     return [
         Finding(
@@ -122,12 +122,12 @@ CHECKS = (
         "sglang #26412; vLLM #25490",
         "Both are within the limit and differ. Look for what depends on capture: a split count, a kernel choice, a "
         "rounding.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
         behind_outputs=True,
         against_eager=True,
-        run=lambda judgement, schedule, claims: graph_matches_eager(
-            judgement, same_bits=claims.deterministic and claims.batch_invariant
+        run=lambda comparison, schedule, declared: graph_matches_eager(
+            comparison, same_bits=declared.deterministic and declared.batch_invariant
         ),
     ),
     Check(
@@ -138,7 +138,7 @@ CHECKS = (
         "that only a plan resets.",
         "sglang #25489; aiter #5393",
         "`where` is the line that a capture cannot record; the hint says what to write instead.",
-        judged_from=Stage.CAPTURED,
+        evaluated_from=Stage.CAPTURED,
         applies=in_graphs,
     ),
     Check(
@@ -148,7 +148,7 @@ CHECKS = (
         "sglang #21987, #27545; vLLM #42444; rtp-llm #378",
         "Eager mode and the plan are correct, so the graph still uses a value from capture time. `attended` says "
         "which KV tokens were read; a length in the hint is usually that of the capture.",
-        judged_from=Stage.REPLAYED,
+        evaluated_from=Stage.REPLAYED,
         applies=in_graphs,
         behind_outputs=True,
     ),
@@ -159,9 +159,9 @@ CHECKS = (
         "vLLM #35175, #46067; TensorRT-LLM #16319",
         "The hint names the attribute that a replay replaced, or the block that was freed. Allocate it once and "
         "fill it in place.",
-        judged_from=Stage.REPLAYED,
+        evaluated_from=Stage.REPLAYED,
         applies=in_graphs,
-        run=lambda judgement, *_: addresses_stable(judgement.observed),
+        run=lambda comparison, *_: addresses_stable(comparison.observed),
     ),
     Check(
         "padding-inert",
@@ -169,7 +169,7 @@ CHECKS = (
         "Metadata built before padding, a negative prefix, statistics over the whole batch, stale tails.",
         "vLLM #57094, #28579; sglang #31270",
         "Without padding the result is right. Look for sums, maxima and tails over the padded batch.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
         shown_by=_has_padded_replays,
         behind_outputs=True,
@@ -183,7 +183,7 @@ CHECKS = (
         "lmdeploy #4661; vLLM #48261; sglang #33920, #27193",
         "As the only replay of the only bucket it is right. Look for what two graphs, two modes or an eager step "
         "share.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
         applies=in_graphs,
         behind_outputs=True,
     ),

@@ -7,21 +7,21 @@ import math
 import torch
 
 from ..cases.case import Case
-from ..cases.parts import parts_of
+from ..cases.kv_splits import splits_of
 from ..contract import Capabilities, LogSumExp
 from ..results import Finding
 from .check import Check, Stage
+from .comparison import Comparison, place_of_max
 from .describe import number, row_name, spread_text, times
-from .judgement import Judgement, place_of_max
 from .lse_hint import lse_hint
 from .lse_patterns import LseEvidence
 
 __all__ = ["CHECKS", "log_sum_exp"]
 
 
-def log_sum_exp(judgement: Judgement, case: Case, claims: LogSumExp) -> list[Finding]:
+def log_sum_exp(comparison: Comparison, case: Case, declared: LogSumExp) -> list[Finding]:
     """Check that every log-sum-exp is within its limit, -inf exactly, and that a KV split without keys gives no NaN."""
-    observed, expected = judgement.observed, judgement.expected
+    observed, expected = comparison.observed, comparison.expected
     want, limit = expected.lse, expected.lse_limit
     assert want is not None
     assert limit is not None
@@ -29,14 +29,16 @@ def log_sum_exp(judgement: Judgement, case: Case, claims: LogSumExp) -> list[Fin
     if [tuple(lse.shape) for lse in held.values()] != [tuple(want.shape[1:])] * len(want):
         return [Finding("log-sum-exp", "the step has no log-sum-exps", step=observed.label)]
     stored = torch.stack(list(held.values()))
-    found = stored.double() * (math.log(2) if claims.base == "2" else 1.0)
+    found = stored.double() * (math.log(2) if declared.base == "2" else 1.0)
     ratio = ((found - want).abs() / limit).masked_fill(found == want, 0.0).nan_to_num(torch.inf, torch.inf)
     if float(ratio.max()) <= 1:
-        return _empty_parts(judgement, case, want)
+        return _empty_parts(comparison, case, want)
     at = layer, row, part, head = place_of_max(found.isnan().double() if found.isnan().any() else ratio)
     request, name = int(expected.data.row_request[row]), _part_name(case, part)
-    in_base = f" ({number(float(stored[at]))} in base 2)" if claims.base == "2" else ""
-    evidence = LseEvidence(case, expected.data, layer, part, found[layer, :, part], stored[layer, :, part], claims.base)
+    in_base = f" ({number(float(stored[at]))} in base 2)" if declared.base == "2" else ""
+    evidence = LseEvidence(
+        case, expected.data, layer, part, found[layer, :, part], stored[layer, :, part], declared.base
+    )
     return [
         Finding(
             "log-sum-exp",
@@ -61,16 +63,16 @@ def _what_is_wrong(name: str, found: torch.Tensor, want: torch.Tensor, ratio: to
 
 
 def _part_name(case: Case, index: int) -> str:
-    parts = parts_of(case)
+    parts = splits_of(case)
     return str(parts[index]) if index < len(parts) else "the merged result of merge_state"
 
 
-def _empty_parts(judgement: Judgement, case: Case, want: torch.Tensor) -> list[Finding]:
+def _empty_parts(comparison: Comparison, case: Case, want: torch.Tensor) -> list[Finding]:
     """Find NaN that the kit's merge, as servers do it, carries into the result. A backend's merge may leave it out."""
     if case.own_merge:
         return []
-    data = judgement.expected.data
-    for layer, finite in enumerate(judgement.observed.copies.group("finite parts").values()):
+    data = comparison.expected.data
+    for layer, finite in enumerate(comparison.observed.copies.group("finite parts").values()):
         bad = ~finite.bool() & (want[layer] == -torch.inf).any(-1)
         if bad.any():
             row, part = (int(i) for i in bad.nonzero()[0])
@@ -82,14 +84,14 @@ def _empty_parts(judgement: Judgement, case: Case, want: torch.Tensor) -> list[F
                     where=f"output of {name} [layer {layer}, {row_name(data, row)}]",
                     hint="a merge gives this output the weight 0, but 0 * NaN is NaN: return zeros if a row sees no "
                     "key",
-                    step=judgement.observed.label,
+                    step=comparison.observed.label,
                 )
             ]
     return []
 
 
-def _run(judgement: Judgement, case: Case, claims: Capabilities) -> list[Finding]:
-    return log_sum_exp(judgement, case, claims.lse) if case.parts and claims.lse else []
+def _run(comparison: Comparison, case: Case, declared: Capabilities) -> list[Finding]:
+    return log_sum_exp(comparison, case, declared.lse) if case.parts and declared.lse else []
 
 
 CHECKS = (
@@ -102,10 +104,10 @@ CHECKS = (
         "sglang #35045, #40903, #22688; vLLM #22003; flashinfer #58",
         "`where` gives the value in natural units. The hint compares it with log-sum-exps of usual mistakes: "
         "another base, no sink or two, no scale, only the maximum.",
-        judged_from=Stage.OBSERVED,
-        applies=lambda claims, execution: claims.lse is not None,
+        evaluated_from=Stage.OBSERVED,
+        applies=lambda declared, execution: declared.lse is not None,
         shown_by=lambda case: bool(case.parts),
-        run=lambda judgement, schedule, claims: _run(judgement, schedule.case, claims),
+        run=lambda comparison, schedule, declared: _run(comparison, schedule.case, declared),
     ),
 )
 """Checks in the order in which they are worth reading."""

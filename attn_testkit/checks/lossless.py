@@ -9,17 +9,17 @@ import numpy.typing as npt
 import torch
 
 from ..cases.data import VOCAB, make_layers
-from ..cases.loop import Loop
+from ..cases.greedy_loop import Loop
 from ..oracle.expect import Expected
 from ..results import Finding
 from .check import Check, Stage
 from .describe import number, times
 
-__all__ = ["CHECKS", "Said", "Spoken", "lossless", "ran_to_its_end"]
+__all__ = ["CHECKS", "GeneratedTokens", "TokenAttention", "lossless", "ran_to_its_end"]
 
 
 @dataclass(frozen=True, eq=False)
-class Said:
+class TokenAttention:
     """The attention outputs of one token of a request."""
 
     stage: str
@@ -32,18 +32,18 @@ class Said:
 
 
 @dataclass(frozen=True, eq=False)
-class Spoken:
+class GeneratedTokens:
     """The results of a loop."""
 
     tokens: tuple[tuple[int, ...], ...]
     """Tokens of each request, prompt included."""
-    said: tuple[Said, ...]
+    said: tuple[TokenAttention, ...]
     """Rows whose tokens were accepted: of draft-extend, draft-decode and verify."""
     accepted: tuple[tuple[int, ...], ...]
     """Number of accepted draft tokens, by round and request."""
 
 
-def ran_to_its_end(spoken: Spoken, loop: Loop) -> bool:
+def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
     """True if every expected row exists, with the right shape, for tokens that continue the prompts."""
     layers, heads = len(make_layers(loop.schedules[0].case)), loop.schedules[0].case.heads.q_heads
     shape = (layers, heads * loop.schedules[0].case.head_dim)
@@ -60,7 +60,7 @@ def ran_to_its_end(spoken: Spoken, loop: Loop) -> bool:
     )
 
 
-def lossless(spoken: Spoken, expected: Expected) -> list[Finding]:
+def lossless(spoken: GeneratedTokens, expected: Expected) -> list[Finding]:
     """Check that every row of an accepted token is what plain decode computes, and every token the most likely one.
 
     ``expected``: plain decode over ``spoken.tokens``, one row per token of each request.
@@ -111,7 +111,7 @@ CHECKS = (
         "Something kept from one stage for the next; tokens of a rejected draft that are still visible.",
         "sglang #21987; vLLM #43810",
         "`step` names the first round and stage that differ.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
         shown_by=lambda case: case.rounds > 0,
     ),
 )

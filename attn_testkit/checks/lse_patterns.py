@@ -12,10 +12,10 @@ import torch
 
 from ..cases.case import Case
 from ..cases.data import StepData, make_layers
-from ..cases.parts import parts_of
-from ..contract import AttentionLayer, KVPart
+from ..cases.kv_splits import splits_of
+from ..contract import AttentionLayer, KVSplit
 from ..families.softmax.attention import Attention
-from ..families.softmax.parts import attend_part
+from ..families.softmax.kv_splits import attend_split
 
 __all__ = ["MISTAKES", "LseEvidence"]
 
@@ -39,7 +39,7 @@ class LseEvidence:
     @property
     def merged(self) -> bool:
         """True if it is of all KV splits."""
-        return self.part >= len(parts_of(self.case))
+        return self.part >= len(splits_of(self.case))
 
     @cached_property
     def layers(self) -> tuple[AttentionLayer, ...]:
@@ -48,8 +48,8 @@ class LseEvidence:
 
     def attended(self, *, sinks: bool, **changes: Any) -> Attention:
         """Attention on the split's keys: with or without the sinks, and with changed layers."""
-        part = KVPart() if self.merged else parts_of(self.case)[self.part]
-        return attend_part(self.data, [replace(layer, **changes) for layer in self.layers], replace(part, sinks=sinks))
+        part = KVSplit() if self.merged else splits_of(self.case)[self.part]
+        return attend_split(self.data, [replace(layer, **changes) for layer in self.layers], replace(part, sinks=sinks))
 
     def lse(self, *, sinks: bool, **changes: Any) -> torch.Tensor:
         """Log-sum-exps [T, Hq] float64."""
@@ -59,7 +59,7 @@ class LseEvidence:
     def has_sinks(self) -> bool:
         """True if the split counts the sinks of its layer."""
         has = self.layers[self.layer].sinks is not None
-        return has and (self.merged or parts_of(self.case)[self.part].sinks)
+        return has and (self.merged or splits_of(self.case)[self.part].sinks)
 
     @property
     def sinks(self) -> torch.Tensor | None:
@@ -134,7 +134,7 @@ def _merged_in_the_other_base(e: LseEvidence) -> torch.Tensor | None:
     if not e.merged:
         return None
     one = math.log(2) if e.base == "e" else 1 / math.log(2)
-    parts = [attend_part(e.data, e.layers, part).lse[e.layer] for part in parts_of(e.case)]
+    parts = [attend_split(e.data, e.layers, part).lse[e.layer] for part in splits_of(e.case)]
     return torch.logsumexp(torch.stack(parts) * one, 0) / one
 
 

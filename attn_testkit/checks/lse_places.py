@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..cases.parts import parts_of
+from ..cases.kv_splits import splits_of
 from ..families.softmax.attention import windowed
 from .describe import row_name
 from .lse_patterns import LseEvidence
@@ -50,7 +50,7 @@ def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> st
     rows = (((e.found - want).abs() > limit) & (e.found != want)).any(1).nonzero().flatten()
     prefix = torch.zeros(bs, 1, dtype=torch.int64)
     prefix[data.row_request[first], 0] = data.row_key[first]
-    of_part = parts_of(e.case)[e.part].holds(torch.arange(longest)[None], prefix)[:, None]
+    of_part = splits_of(e.case)[e.part].holds(torch.arange(longest)[None], prefix)[:, None]
     held = windowed(data.visible, data, e.layers[e.layer].sliding_window_size) & of_part
     places = held.cumsum(-1) * held
     most = places.amax(-1)

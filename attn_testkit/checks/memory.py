@@ -10,7 +10,7 @@ from ..cases.case import Case
 from ..cases.kv_groups import slot_in_pool
 from ..results import Finding
 from .check import Check, Stage
-from .judgement import BITS
+from .comparison import BITS
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
 
@@ -159,7 +159,7 @@ CHECKS = (
         "flash-attention #1745; sglang #32477; aiter #4245",
         "With zeros in unowned slots the result is finite. `attended` shows which foreign slots had weight; if the KV "
         "tokens are right, something is multiplied by 0 instead of masked.",
-        judged_from=Stage.OBSERVED,
+        evaluated_from=Stage.OBSERVED,
         behind_outputs=True,
     ),
     Check(
@@ -170,9 +170,9 @@ CHECKS = (
         "vLLM #43810; TensorRT-LLM #17110; sglang #24243",
         "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
         "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
-        judged_from=Stage.OBSERVED,
-        run=lambda judgement, schedule, claims: writes_own_kv(
-            judgement.observed, schedule.case, takes_strided_heads=claims.server.takes_strided_heads
+        evaluated_from=Stage.OBSERVED,
+        run=lambda comparison, schedule, declared: writes_own_kv(
+            comparison.observed, schedule.case, takes_strided_heads=declared.server.takes_strided_heads
         ),
     ),
     Check(
@@ -181,8 +181,8 @@ CHECKS = (
         "In-place scaling or rotation of q, advancing seq_lens in place, a padded batch or a whole tile written back.",
         "sglang #23037",
         "`where` lists the tensors that changed.",
-        judged_from=Stage.OBSERVED,
-        run=lambda judgement, *_: inputs_unchanged(judgement.observed),
+        evaluated_from=Stage.OBSERVED,
+        run=lambda comparison, *_: inputs_unchanged(comparison.observed),
     ),
 )
 """Checks in the order in which they are worth reading."""

@@ -16,7 +16,7 @@ import torch
 
 from ..cases.data import make_layers
 from ..families.softmax.attention import windowed
-from .judgement import Judgement
+from .comparison import Comparison
 from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 
 __all__ = ["Miscount", "Miscounts", "find_miscounts"]
@@ -108,18 +108,20 @@ class _Asked:
     """Number of the request's first none, one, two, ... keys that the row should count, [n + 1] int64."""
 
 
-def find_miscounts(judgement: Judgement, row: int) -> Miscounts | None:
+def find_miscounts(comparison: Comparison, row: int) -> Miscounts | None:
     """Find the miscounts of a flat row, by its wrong layers and heads. None if a few runs do not explain its error.
 
     Raises ``ValueError`` for data other than codes.
     """
-    expected, lens = judgement.expected, judgement.observed.step.lens
+    expected, lens = comparison.expected, comparison.observed.step.lens
     if expected.key_factor is None:
         raise ValueError("keys can be counted only in codes; expected data of the pattern 'codes'")
-    data, layers = expected.data, make_layers(judgement.observed.schedule.case)
-    wrong = judgement.wrong[:, row].any(-1) & judgement.finite[:, row].all(-1) & expected.key_factor[:, row].isfinite()
+    data, layers = expected.data, make_layers(comparison.observed.schedule.case)
+    wrong = (
+        comparison.wrong[:, row].any(-1) & comparison.finite[:, row].all(-1) & expected.key_factor[:, row].isfinite()
+    )
     # A head that nothing computed is all zeros: no weights of any keys give that, so runs of keys would be invented.
-    wrong &= (judgement.out[:, row] != 0).any(-1)
+    wrong &= (comparison.out[:, row] != 0).any(-1)
     if not wrong.any():
         return None
     request, offset = int(data.row_request[row]), int(data.row_offset[row])
@@ -127,25 +129,25 @@ def find_miscounts(judgement: Judgement, row: int) -> Miscounts | None:
     at = max(wrong.any(-1).nonzero().flatten().tolist(), key=lambda i: windows[i] if windows[i] >= 0 else math.inf)
     alike = [i for i in range(len(layers)) if windows[i] == windows[at]]
     visible = windowed(data.visible, data, windows[at])[request, offset, : lens[request]]
-    asked = _ask(judgement, row, wrong, sorted(alike, key=lambda i: i != at), visible)
+    asked = _ask(comparison, row, wrong, sorted(alike, key=lambda i: i != at), visible)
     found = _explain(asked)
     return None if found is None else Miscounts(request, offset, at, visible, found)
 
 
-def _ask(judgement: Judgement, row: int, wrong: torch.Tensor, layers: Sequence[int], visible: torch.Tensor) -> _Asked:
+def _ask(comparison: Comparison, row: int, wrong: torch.Tensor, layers: Sequence[int], visible: torch.Tensor) -> _Asked:
     """Collect KV heads of ``layers`` with a wrong head (``wrong`` [L, Hq] bool), as many as memory allows."""
-    expected, lens = judgement.expected, judgement.observed.step.lens
+    expected, lens = comparison.expected, comparison.observed.step.lens
     assert expected.key_sum is not None
     data = expected.data
     group = wrong.shape[1] // data.stored_keys.shape[3]
     pairs = list(dict.fromkeys((i, h // group) for i in layers for h in wrong[i].nonzero().flatten().tolist()))
     most = max(1, _MOST_NUMBERS // (sum(lens) * data.v.shape[-1]))
-    every, sizes = in_keys(judgement.out, expected), code_sizes(data)
+    every, sizes = in_keys(comparison.out, expected), code_sizes(data)
     errors, outs, codes = [], [], []
     for layer, kv_head in pairs[:most]:
         heads = [h for h in range(kv_head * group, (kv_head + 1) * group) if wrong[layer, h]]
         errors.append(every[layer, row, heads].mean(0))
-        outs.append((judgement.out[layer, row, heads].double() / sizes[layer]).mean(0))
+        outs.append((comparison.out[layer, row, heads].double() / sizes[layer]).mean(0))
         codes.append(codes_of(data, lens, layer, kv_head))
     # A row that counts a key once more also divides by one more: each key adds its code minus the output.
     out = torch.cat(outs).float()

@@ -98,19 +98,19 @@ def _shifted(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: 
 
     ``got``, ``want`` [slots after page 0, Hk, D]; ``new``: slots of this step's tokens among them.
     """
-    astray = new[(got[new] != want[new]).flatten(1).any(-1)].tolist()[:_MOST_MOVED]
+    misrouted = new[(got[new] != want[new]).flatten(1).any(-1)].tolist()[:_MOST_MOVED]
     moved = []
-    for slot in astray:
+    for slot in misrouted:
         lies = (got == want[slot]).flatten(1).all(-1).nonzero().flatten().tolist()
         moved += [(slot + page, at + page) for at in lies[:1] if len(lies) == 1]
-    if len(moved) < max(_FEW_MOVED, len(astray) / 2):
+    if len(moved) < max(_FEW_MOVED, len(misrouted) / 2):
         return ""
     places = {slot: (i, at) for i, r in enumerate(observed.step.requests) for at, slot in enumerate(r.slots.tolist())}
     shift = _positions_off(places, moved)
     if shift:
-        count, way = abs(shift), "forward" if shift > 0 else "back"
+        count, variant = abs(shift), "forward" if shift > 0 else "back"
         return (
-            f"new rows lie {count} position{'s' if count > 1 else ''} too far {way}: probably the length or prefix "
+            f"new rows lie {count} position{'s' if count > 1 else ''} too far {variant}: probably the length or prefix "
             "that positions are counted from"
         )
     by_slot = {to - of for of, to in moved}

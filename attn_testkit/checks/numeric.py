@@ -4,87 +4,88 @@ from __future__ import annotations
 
 from ..results import Finding
 from .check import Check, Stage
+from .comparison import Comparison
 from .describe import number, row_name, spread_text, times
-from .judgement import Judgement
 
 __all__ = ["CHECKS", "finite", "matches_oracle", "output_written", "spread"]
 
 
-def output_written(judgement: Judgement) -> list[Finding]:
+def output_written(comparison: Comparison) -> list[Finding]:
     """Check that no element of a real row still holds the poison that was there before."""
-    if judgement.right:
+    if comparison.right:
         return []
-    missing = judgement.unwritten
+    missing = comparison.unwritten
     if not missing.any():
         return []
     layer, row, head, dim = (int(i) for i in missing.nonzero()[0])
-    data = judgement.expected.data
+    data = comparison.expected.data
     return [
         Finding(
             "output-written",
             f"request {int(data.row_request[row])} has output that was never written",
-            where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] still holds the poison",
-            spread=spread(judgement),
-            step=judgement.observed.label,
+            where=f"out[{comparison.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] still holds the "
+            f"poison",
+            spread=spread(comparison),
+            step=comparison.observed.label,
         )
     ]
 
 
-def finite(judgement: Judgement) -> list[Finding]:
+def finite(comparison: Comparison) -> list[Finding]:
     """Check that no real row has NaN or Inf. Elements that were never written are left to ``output-written``."""
-    if judgement.right or judgement.all_finite:
+    if comparison.right or comparison.all_finite:
         return []
-    bad = ~judgement.finite & ~judgement.unwritten
+    bad = ~comparison.finite & ~comparison.unwritten
     if not bad.any():
         return []
     at = layer, row, head, dim = tuple(int(i) for i in bad.nonzero()[0])
-    data, got = judgement.expected.data, number(float(judgement.out[at]))
+    data, got = comparison.expected.data, number(float(comparison.out[at]))
     return [
         Finding(
             "finite",
             f"request {int(data.row_request[row])} has {got} in its output",
-            where=f"out[{judgement.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] = {got}, "
-            f"want {number(float(judgement.expected.attention[at]))}",
-            spread=spread(judgement),
-            step=judgement.observed.label,
+            where=f"out[{comparison.name(layer)}, {row_name(data, row)}, head {head}, dim {dim}] = {got}, "
+            f"want {number(float(comparison.expected.attention[at]))}",
+            spread=spread(comparison),
+            step=comparison.observed.label,
         )
     ]
 
 
-def matches_oracle(judgement: Judgement) -> list[Finding]:
+def matches_oracle(comparison: Comparison) -> list[Finding]:
     """Check that every element is within its limit, and the norm of every row of a head too. NaN is left to others."""
-    worst = judgement.worst
+    worst = comparison.worst
     if worst is None:
         return []
     layer, row, head, dim, ratio = worst
-    at, expected = (layer, row, head, dim), judgement.expected
+    at, expected = (layer, row, head, dim), comparison.expected
     # A ratio that is not large reads like a rounding error, but nothing was computed.
-    zeros = "" if judgement.out[layer, row].any() else ": a row of its output is all zeros"
+    zeros = "" if comparison.out[layer, row].any() else ": a row of its output is all zeros"
     request = int(expected.data.row_request[row])
     return [
         Finding(
             "matches-oracle",
             f"request {request} differs from the oracle, {times(ratio)} over the limit{zeros}",
-            where=f"out[{judgement.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}] = "
-            f"{number(float(judgement.out[at]))}, want {number(float(expected.attention[at]))} "
+            where=f"out[{comparison.name(layer)}, {row_name(expected.data, row)}, head {head}, dim {dim}] = "
+            f"{number(float(comparison.out[at]))}, want {number(float(expected.attention[at]))} "
             f"(limit {number(float(expected.attention_limit[at]))})",
-            spread=spread(judgement),
-            step=judgement.observed.label,
+            spread=spread(comparison),
+            step=comparison.observed.label,
         )
     ]
 
 
-def spread(judgement: Judgement) -> str:
+def spread(comparison: Comparison) -> str:
     """Describe how far all wrong values spread, whichever check reports them, so that the rest is really right."""
-    wrong = judgement.wrong
+    wrong = comparison.wrong
     layers = [i for i in range(wrong.shape[0]) if wrong[i].any()]
     shown = wrong.any(0)
-    if maps := judgement.observed.schedule.case.head_maps:
+    if maps := comparison.observed.schedule.case.head_maps:
         # As many heads and dims as the wrong layers have.
         heads, dim = (max(each) for each in zip(*((maps[i].layer[0], maps[i].layer[2]) for i in layers), strict=True))
         shown = shown[:, :heads, :dim]
-    text = spread_text(shown, judgement.expected.data.row_request, judgement.observed.step)
-    return text + (f"; only {judgement.name(layers[0])}" if len(layers) == 1 and wrong.shape[0] > 1 else "")
+    text = spread_text(shown, comparison.expected.data.row_request, comparison.observed.step)
+    return text + (f"; only {comparison.name(layers[0])}" if len(layers) == 1 and wrong.shape[0] > 1 else "")
 
 
 CHECKS = (
@@ -95,8 +96,8 @@ CHECKS = (
         "sglang #26512; flashinfer #4059; lightllm #743",
         "`attended` shows which KV tokens a wrong row attended to and which it should have. If they are the right "
         "ones, look at scale, soft cap, sinks and the mapping of heads.",
-        judged_from=Stage.OBSERVED,
-        run=lambda judgement, *_: matches_oracle(judgement),
+        evaluated_from=Stage.OBSERVED,
+        run=lambda comparison, *_: matches_oracle(comparison),
     ),
     Check(
         "finite",
@@ -104,8 +105,8 @@ CHECKS = (
         "A softmax over no key, a combination of splits that are all empty, a very negative logit.",
         "flashinfer #4401; sglang #26521",
         "The NaN was computed, not read: an empty sum, or memory that was never written. The hint says which.",
-        judged_from=Stage.OBSERVED,
-        run=lambda judgement, *_: finite(judgement),
+        evaluated_from=Stage.OBSERVED,
+        run=lambda comparison, *_: finite(comparison),
     ),
     Check(
         "output-written",
@@ -113,8 +114,8 @@ CHECKS = (
         "An early exit for short requests, a grid that covers only the batch of the capture.",
         "lmdeploy #788; flashinfer #639",
         "The place in `where` still holds the poison: a grid that is too small, or an early exit.",
-        judged_from=Stage.OBSERVED,
-        run=lambda judgement, *_: output_written(judgement),
+        evaluated_from=Stage.OBSERVED,
+        run=lambda comparison, *_: output_written(comparison),
     ),
 )
 """Checks in the order in which they are worth reading."""

@@ -20,13 +20,13 @@ from ..cases.data import StepData
 from ..cases.schedule import Schedule, Step
 
 __all__ = [
-    "Among",
     "Bytes",
     "Copies",
     "Group",
     "Observation",
     "Outputs",
     "Piece",
+    "RanBefore",
     "StepInputs",
     "copies_from",
     "copies_of",
@@ -35,7 +35,7 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside"]
-Among = Literal["", "steps", "graphs", "instances", "modes"]
+RanBefore = Literal["", "steps", "graphs", "instances", "modes"]
 """Work that ran before an eager run, on its instance or on a co-resident one: nothing, other steps, graphs, another
 instance, steps of other modes."""
 
@@ -160,7 +160,7 @@ class Observation:
     label: str
     """Name of the step: empty for a single eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
     copies: Copies
-    among: Among = ""
+    ran_before: RanBefore = ""
     """Other work on the instance before an eager run: nothing, other eager steps, or graphs."""
     damaged: tuple[str, ...] = ()
     """Blocks that were freed after capture and that the replay wrote into."""

@@ -9,8 +9,8 @@ from ..cases.data import draft_topk
 from ..oracle.expect import Expected
 from ..results import Finding
 from .check import Check, Stage
+from .comparison import Comparison
 from .describe import number, times
-from .judgement import Judgement
 from .observation import Observation, Outputs
 
 __all__ = ["CHECKS", "mode_outputs"]
@@ -22,9 +22,9 @@ def _finding(observed: Observation, headline: str, where: str = "", hint: str = 
     return [Finding("mode-outputs", headline, where=where, hint=hint, step=observed.label)]
 
 
-def mode_outputs(judgement: Judgement, case: Case) -> list[Finding]:
+def mode_outputs(comparison: Comparison, case: Case) -> list[Finding]:
     """Check that the mode returns exactly its fields, each within the limit carried through the weights."""
-    observed, expected, topk = judgement.observed, judgement.expected, draft_topk(case)
+    observed, expected, topk = comparison.observed, comparison.expected, draft_topk(case)
     wanted = _FIELDS if topk else _FIELDS[:2]
     given = tuple(name for name in _FIELDS if getattr(observed.outputs, name) is not None)
     if given != wanted:
@@ -109,9 +109,9 @@ CHECKS = (
         "sglang #25002, #35546",
         "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, tensors of "
         "the batch, buffers that a later layer shares.",
-        judged_from=Stage.OBSERVED,
+        evaluated_from=Stage.OBSERVED,
         behind_outputs=True,
-        run=lambda judgement, schedule, claims: mode_outputs(judgement, schedule.case),
+        run=lambda comparison, schedule, declared: mode_outputs(comparison, schedule.case),
     ),
 )
 """Checks in the order in which they are worth reading."""

@@ -8,7 +8,7 @@ import torch
 from ..contract import Execution
 from ..results import Finding
 from .check import Check, Stage
-from .judgement import BITS
+from .comparison import BITS
 from .observation import Observation
 
 __all__ = ["CHECKS", "batch_invariant", "repeatable"]
@@ -69,8 +69,8 @@ CHECKS = (
         "Atomic adds, a split count that depends on timing, a counter that is not reset.",
         "flash-attention 1a58058a; sglang #26412",
         "The same step ran twice on one instance: look for dirty counters, atomics, memory that is not cleared.",
-        judged_from=Stage.COMPLETED,
-        applies=lambda claims, execution: claims.deterministic and execution is Execution.EAGER,
+        evaluated_from=Stage.COMPLETED,
+        applies=lambda declared, execution: declared.deterministic and execution is Execution.EAGER,
     ),
     Check(
         "batch-invariant",
@@ -79,8 +79,8 @@ CHECKS = (
         "flash-attention #2450; aiter #4378; pegainfer #623",
         "Every request ran again, one by itself and the others in twos, fours and eights: look for kernels, sizes and"
         " splits that depend on the batch.",
-        judged_from=Stage.COMPLETED,
-        applies=lambda claims, execution: claims.batch_invariant and execution is Execution.EAGER,
+        evaluated_from=Stage.COMPLETED,
+        applies=lambda declared, execution: declared.batch_invariant and execution is Execution.EAGER,
         shown_by=lambda case: case.bs > 1,
     ),
 )

@@ -16,7 +16,7 @@ CHECKS = (
         "TensorRT-LLM #6163; vLLM #21525; LightLLM #1367",
         "As the first step of a fresh instance it is right. Look for state that outlives a step: a plan or table "
         "that is reused, and what its key leaves out; with a co-resident instance, state of the process.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
         applies=in_eager,
         behind_outputs=True,
     ),
@@ -32,7 +32,7 @@ CHECKS = (
         "argument: the server and other backends share the process. Effects of a package's first import, pools that "
         "compile kernels, threads of other packages, and variables of compilers (`TRITON_`, `CUDA_`, ...) are not "
         "reported.",
-        judged_from=Stage.COMPLETED,
+        evaluated_from=Stage.COMPLETED,
     ),
 )
 """Checks in the order in which they are worth reading. Their failures are found by diagnosis, and during a run."""

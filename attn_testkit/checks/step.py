@@ -7,9 +7,9 @@ from ..contract import Capabilities
 from ..results import Finding
 from . import CHECKS, NUMERIC
 from .check import Check
-from .judgement import Judgement
+from .comparison import Comparison
 
-__all__ = ["judge_step"]
+__all__ = ["evaluate_step"]
 
 _ORDER = (
     "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
@@ -26,7 +26,7 @@ _ORDER = (
 """Checks in the order of evaluation, causes before consequences: the first finding is diagnosed and read."""
 
 
-def judge_step(judgement: Judgement, schedule: Schedule, claims: Capabilities) -> list[Finding]:
+def evaluate_step(comparison: Comparison, schedule: Schedule, declared: Capabilities) -> list[Finding]:
     """Find everything wrong with one step, the most telling first.
 
     Consequences of wrong attention outputs are not reported: checks ``behind_outputs`` are left out.
@@ -34,7 +34,7 @@ def judge_step(judgement: Judgement, schedule: Schedule, claims: Capabilities) -
     found: list[Finding] = []
     for check in map(CHECKS.__getitem__, _ORDER):
         if not (check.behind_outputs and _outputs_wrong(found)):
-            found += _run(check, judgement, schedule, claims)
+            found += _run(check, comparison, schedule, declared)
     return found
 
 
@@ -42,6 +42,6 @@ def _outputs_wrong(found: list[Finding]) -> bool:
     return any(finding.check in NUMERIC for finding in found)
 
 
-def _run(check: Check, judgement: Judgement, schedule: Schedule, claims: Capabilities) -> list[Finding]:
+def _run(check: Check, comparison: Comparison, schedule: Schedule, declared: Capabilities) -> list[Finding]:
     assert check.run is not None
-    return check.run(judgement, schedule, claims)
+    return check.run(comparison, schedule, declared)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from ..cases.case import Case
-from ..cases.choices import chosen
+from ..cases.derived_parameters import chosen
 from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.numbers import listed
 from ..cases.dimensions.table import DIMENSIONS
@@ -25,7 +25,7 @@ def explain_case(case: Case) -> None:
     click.secho("\nSteps (keys include those of the step)", bold=True)
     _print_rows(list(_steps(make_schedule(case))))
     click.secho("\nDerived parameters (a hash of the id decides them)", bold=True)
-    _print_rows(list(_choices(case)))
+    _print_rows(list(_derived_parameters(case)))
 
 
 def _print_rows(rows: Sequence[tuple[str, str]]) -> None:
@@ -54,7 +54,7 @@ def _steps(schedule: Schedule) -> Iterator[tuple[str, str]]:
         after = "; then the same eagerly" if step.eager_too else ""
         yield step.name, f"bucket {step.bucket}, {_in_words(step, case)}{after}"
     second = schedule.second
-    yield second.name, "; ".join((f"eager after step 0, {_in_words(second, case)}", *second.own_ways))
+    yield second.name, "; ".join((f"eager after step 0, {_in_words(second, case)}", *second.own_variations))
     yield schedule.oversized.name, f"eager between replays, {_in_words(schedule.oversized, case)}"
 
 
@@ -70,7 +70,7 @@ def _in_words(step: Step, case: Case) -> str:
     return f'"{step.label}": keys {listed(step.lens)}{accepted}{rows}; {step.layout}{padding}'
 
 
-def _choices(case: Case) -> Iterator[tuple[str, str]]:
-    for choice, value in chosen(case):
-        where = f"; only in {choice.execution} runs" if choice.execution else ""
-        yield choice.name, f"{value.words} ({choice.about}{where})" if value else f"{choice.about}{where}"
+def _derived_parameters(case: Case) -> Iterator[tuple[str, str]]:
+    for parameter, value in chosen(case):
+        where = f"; only in {parameter.execution} runs" if parameter.execution else ""
+        yield parameter.name, f"{value.words} ({parameter.about}{where})" if value else f"{parameter.about}{where}"

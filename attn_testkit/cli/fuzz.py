@@ -84,7 +84,9 @@ def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, ti
         terminated_like_interrupted() as interrupts,
         contextlib.closing(OneByOne(request, wanted.timeout)) as judge,
     ):
-        header = replace(judge.plan.header, tier=FUZZ, seed=wanted.seed, planned=0, untried={}, command=command_line())
+        header = replace(
+            judge.plan.header, tier=FUZZ, seed=wanted.seed, planned=0, not_covered={}, command=command_line()
+        )
         kept = Database(database)
         record = Record(json_file, header) if json_file else None
         echo_header(header)
@@ -187,7 +189,7 @@ def _search(wanted: _Wanted, judge: OneByOne, diary: _Diary) -> int:
         click.echo(f"NOTHING RAN: {', '.join(reasons)}")
         return 5
     search = Search(
-        claims=judge.claims,
+        declared=judge.declared,
         modes=[mode for mode in ForwardMode if mode.value in runnable],
         executions=[Execution(each) for each in wanted.executions or EXECUTIONS],
         run=judge.run,

@@ -53,8 +53,8 @@ def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
     for name in ("backend", "from", "declares"):
         table.add_column(name, overflow="fold")
     for backend in backends:
-        claims = Text(backend.capabilities) if not backend.failure else Text(backend.failure, style="red")
-        table.add_row(Text(backend.name), Text(f"{backend.origin}\n{backend.spec}"), claims)
+        declared = Text(backend.capabilities) if not backend.failure else Text(backend.failure, style="red")
+        table.add_row(Text(backend.name), Text(f"{backend.origin}\n{backend.spec}"), declared)
     out().print(table)
     return 0
 
@@ -63,10 +63,10 @@ def _described(device: str) -> list[BackendInfo]:
     """Every registered backend with its capabilities, each imported in its own process."""
     backends = registered_backends()
     with contextlib.closing(JudgeProcess(device=device)) as judge:
-        lines = judge.claims_lines([backend.name for backend in backends], device)
+        lines = judge.capabilities_lines([backend.name for backend in backends], device)
     return [
-        dataclasses.replace(backend, capabilities=claims, failure=failure)
-        for backend, (claims, failure) in zip(backends, lines, strict=True)
+        dataclasses.replace(backend, capabilities=declared, failure=failure)
+        for backend, (declared, failure) in zip(backends, lines, strict=True)
     ]
 
 

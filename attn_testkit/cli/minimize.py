@@ -64,7 +64,7 @@ def minimize(
     request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
     with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout)) as judge:
         echo_header(judge.plan.header)
-        _refuse_unclaimed(judge.claims, parsed)
+        _refuse_undeclared(judge.declared, parsed)
         if not judge.plan.items:
             for row in judge.plan.preset:
                 click.echo(format_failure(row, judge.plan.header))
@@ -88,10 +88,10 @@ def _parsed(case_id: str) -> Case:
         raise UsageError(f"{error}; minimize takes one case id, no wildcards") from None
 
 
-def _refuse_unclaimed(claims: Capabilities, case: Case) -> None:
-    from ..cases.claimed import not_claimed
+def _refuse_undeclared(declared: Capabilities, case: Case) -> None:
+    from ..cases.declared import not_declared
 
-    lacking = not_claimed(claims, case)
+    lacking = not_declared(declared, case)
     if lacking:
         raise UsageError(f"{case.id} needs what the backend does not declare: {lacking}")
 
@@ -119,7 +119,7 @@ def _search_for(item: Item, judge: OneByOne, limits: _Limits) -> Search:
             raise JudgeError(result.reason)
         return result
 
-    search = Search(judge.claims, run, limits.seconds, limits.any_failure, on_result=_Progress().see)
+    search = Search(judge.declared, run, limits.seconds, limits.any_failure, on_result=_Progress().see)
     return search
 
 
@@ -172,12 +172,12 @@ def _print(search: Search, header: RunHeader, ended: str) -> None:
     assert search.first is not None
     assert search.smallest is not None
     click.echo(format_failure(search.smallest, header))
-    if search.plain is None:
+    if search.minimal is None:
         click.echo(f"{ended}: only the case itself was run")
         return
-    odd = needs(search.case, search.plain)
+    odd = needs(search.case, search.minimal)
     click.echo(f"  needs    {'; '.join(map(str, odd)) or 'nothing: the minimal case fails'}")
-    click.echo(f"  minimal  {search.plain.id} {'passes' if search.plain_passes else 'fails too'}")
-    before = len(needs(parse_case(search.first.case), search.plain))
+    click.echo(f"  minimal  {search.minimal.id} {'passes' if search.plain_passes else 'fails too'}")
+    before = len(needs(parse_case(search.first.case), search.minimal))
     words = f"{ended}: from {before} non-default settings to {len(odd)}, in {search.runs} case-runs"
     click.secho(f"\n{words}", bold=True, fg="red")

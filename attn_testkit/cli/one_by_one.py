@@ -31,7 +31,7 @@ class OneByOne:
         (candidate,) = request.candidates
         try:
             self.plan: Plan = self._process(False).plan(request)
-            self.claims = self._process(False).capabilities(candidate, request.device)
+            self.declared = self._process(False).capabilities(candidate, request.device)
         except BaseException:
             self.close()
             raise

@@ -81,14 +81,14 @@ def _print_cases(file: Path, backend: str | None) -> int:
         raise UsageError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from error
     except Unreadable as error:
         raise UsageError(str(error)) from None
-    found = cases_of(lines, _claims(backend) if backend else None)
+    found = cases_of(lines, _capabilities(backend) if backend else None)
     for name in found.cases:
         click.echo(name)
     _print_remarks(found)
     return 0 if found.cases else 5
 
 
-def _claims(backend: str) -> Capabilities:
+def _capabilities(backend: str) -> Capabilities:
     with contextlib.closing(JudgeProcess(device="cpu")) as judge:
         return judge.capabilities(Candidate(backend), "cpu")
 

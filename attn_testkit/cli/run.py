@@ -160,8 +160,10 @@ def _rest_of(prepared: Prepared, before: Report, name: str) -> Prepared:
     tried = len(prepared.items) - len(items)
     if not items:
         raise UsageError(f"nothing is left to run: all {tried} case-runs ran in {name}")
-    untried = {spec: (*phrases, f"what {tried} case-runs in {name} cover") for spec, phrases in header.untried.items()}
-    header = replace(header, planned=header.planned - tried, untried=untried)
+    not_covered = {
+        spec: (*phrases, f"what {tried} case-runs in {name} cover") for spec, phrases in header.not_covered.items()
+    }
+    header = replace(header, planned=header.planned - tried, not_covered=not_covered)
     return replace(prepared, items=items, plan=replace(prepared.plan, header=header))
 
 

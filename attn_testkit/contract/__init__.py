@@ -1,7 +1,7 @@
 """Classes that a backend author implements, and the objects given to a backend. Imports torch and nothing of the
 kit."""
 
-from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_unclaimed
+from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_undeclared
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
 from .draft_decode import DraftDecodeInput
@@ -11,7 +11,7 @@ from .kv_group import KVGroup
 from .kv_layouts import KV_LAYOUTS, KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer, HeadShape
-from .merging import KVPart, LogSumExp
+from .merging import KVSplit, LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
@@ -40,9 +40,9 @@ __all__ = [
     "HeadShape",
     "KVGroup",
     "KVLayer",
-    "KVPart",
     "KVPool",
     "KVPoolSpec",
+    "KVSplit",
     "KernelBackend",
     "KernelPlan",
     "LegacyGraphHooks",
@@ -55,5 +55,5 @@ __all__ = [
     "VerifyInput",
     "VerifyMask",
     "Windows",
-    "refuse_unclaimed",
+    "refuse_undeclared",
 ]

@@ -16,11 +16,11 @@ from .kv_group import KVGroup
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
 from .layer import AttentionLayer, HeadShape
-from .merging import KVPart
+from .merging import KVSplit
 from .modes import ForwardMode
 from .server_conventions import Dialect
 
-__all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_unclaimed"]
+__all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_undeclared"]
 
 _DTYPE_NAMES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 
@@ -62,7 +62,7 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
-    kv_parts: tuple[KVPart, ...] = ()
+    kv_splits: tuple[KVSplit, ...] = ()
     """KV splits for which each layer calls ``forward_return_lse``, in this order, instead of ``forward``. Empty:
     ``forward`` is called."""
     dialect: Dialect = field(default_factory=Dialect)
@@ -70,7 +70,7 @@ class BackendContext:
     kv_groups: tuple[KVGroup, ...] = ()
     """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` are those of the first,
     which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
-    ``kv_groups``, and with ``kv_parts``."""
+    ``kv_groups``, and with ``kv_splits``."""
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
@@ -114,7 +114,7 @@ def _counted(windows: Iterable[int]) -> str:
     return " and ".join(map(str, sorted(windows)))
 
 
-def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> None:
+def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> None:
     """Raise ``Unsupported``, naming the first capability that the context exceeds."""
     first = context.layers[0]
     grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
@@ -159,7 +159,7 @@ def refuse_unclaimed(capabilities: Capabilities, context: BackendContext) -> Non
          or all(layer.has_usual_scaling or not layer.head_layout.usual_scaling for layer in context.layers)),
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
-        ("log-sum-exp of", ", ".join(map(str, context.kv_parts)), _takes_parts(capabilities, context)),
+        ("log-sum-exp of", ", ".join(map(str, context.kv_splits)), _takes_splits(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
         *((name, said, said in getattr(capabilities.server, name)) for name, said in vars(context.dialect).items()),
         ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
@@ -174,9 +174,9 @@ def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
     return {"any": True, "one": len(every - {-1}) <= 1, "same": len(every) == 1}[capabilities.windows.layers]
 
 
-def _first_outside(values: Iterable[Any], claimed: Set[Any]) -> tuple[object, bool]:
+def _first_outside(values: Iterable[Any], supported: Set[Any]) -> tuple[object, bool]:
     """The first of ``values`` that is not declared, and True if there is none."""
-    found = next((value for value in values if value not in claimed), None)
+    found = next((value for value in values if value not in supported), None)
     return found, found is None
 
 
@@ -186,8 +186,8 @@ def _rows(mode: ForwardMode, context: BackendContext) -> int:
     return context.speculative_num_steps + 1 if mode is ForwardMode.DRAFT_EXTEND else context.num_draft_tokens
 
 
-def _takes_parts(capabilities: Capabilities, context: BackendContext) -> bool:
-    def takes(part: KVPart) -> bool:
+def _takes_splits(capabilities: Capabilities, context: BackendContext) -> bool:
+    def takes(part: KVSplit) -> bool:
         lse = capabilities.lse
         if lse is None:
             return False
@@ -197,7 +197,7 @@ def _takes_parts(capabilities: Capabilities, context: BackendContext) -> bool:
             return context.modes <= by_token | by_page
         return context.modes <= (lse.whole if part.kind == "whole" else lse.prefix)
 
-    return all(map(takes, context.kv_parts))
+    return all(map(takes, context.kv_splits))
 
 
 RESERVED_PREFIX = "_kit_"
@@ -275,7 +275,7 @@ class AttentionBackend(ABC):
 
     def __init__(self, context: BackendContext) -> None:
         """Keep ``context`` and raise ``Unsupported`` if it is outside ``capabilities``."""
-        refuse_unclaimed(self.capabilities, context)
+        refuse_undeclared(self.capabilities, context)
         self.context = context
 
     @classmethod
@@ -322,11 +322,11 @@ class AttentionBackend(ABC):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp.
 
-        Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_parts``, known to the constructor
+        Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_splits``, known to the constructor
         and so to every plan. The first split of a layer stores new keys and values; the others have ``save_kv_cache``
         False.
         The output is [T, Hq, Dv] in the model's dtype, normalized by the split's own sum. The log-sum-exp is [T, Hq] or

@@ -76,7 +76,7 @@ class Capabilities(Declared):
     """MLA: which rope widths? Default: 64."""
     heads_by_layer: bool = False
     """May layers of one model differ in head counts and head dims, as windowed and full ones, or a draft's, do?
-    Default: no. Each layer's are claimed by ``families``, ``gqa_ratios`` and ``head_dims``.
+    Default: no. Each layer's are declared by ``families``, ``gqa_ratios`` and ``head_dims``.
     ``BackendContext.head_shapes`` lists those of an instance. Layers of MLA all have one shape, and so have those whose
     keys are attended in parts."""
 
@@ -90,8 +90,8 @@ class Capabilities(Declared):
     and so do queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's
     largest is 1, are multiplied by 4 at least before they are rounded (FlyDSL by 7, FlashAttention 3 by 256, XQA by
     448): without a factor all below 2^-10 vanish, which may be most of a long request's weight (flashinfer #5020). A
-    kernel that has none says ``fp8_e4m3_unscaled``. Those that sum to 1 vanish in long requests, and no claim allows
-    that.
+    kernel that has none says ``fp8_e4m3_unscaled``. Those that sum to 1 vanish in long requests, and no capability
+    allows that.
 
     Whatever it says: q.k is kept in float32 through scale, soft cap, mask and softmax, and both products accumulate in
     float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
@@ -235,7 +235,8 @@ class Capabilities(Declared):
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(
-                "Capabilities claim target-verify, and max_topk=0 claims no draft tree; write max_topk=1 for chains, "
+                "Capabilities declare target-verify, and max_topk=0 declares no draft tree; write max_topk=1 for "
+                "chains, "
                 "max_topk=K for trees of up to K children a node, or leave target-verify out"
             )
 

@@ -16,7 +16,7 @@ from .batch import DraftExtendInput, ForwardBatch, TreeMaskMode, VerifyInput, Ve
 from .draft_decode import DraftDecodeInput
 from .kernel_plan import KernelPlan, KernelStep
 from .layer import AttentionLayer
-from .merging import KVPart
+from .merging import KVSplit
 from .modes import ForwardMode
 
 __all__ = ["KernelBackend"]
@@ -124,7 +124,7 @@ class KernelBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new rows and call ``run_return_lse``. The plan's layer has sinks only if they count in ``part``."""
         plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part)

@@ -9,7 +9,7 @@ import torch
 
 from .draft_decode import DraftDecodeInput
 from .layer import AttentionLayer
-from .merging import KVPart
+from .merging import KVSplit
 
 __all__ = ["KernelPlan", "KernelStep"]
 
@@ -76,7 +76,7 @@ class KernelStep:
         return indptr.to(torch.int32), torch.where(place < ends[-1], slots, 0)
 
 
-_WHOLE = KVPart()
+_WHOLE = KVSplit()
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class KernelPlan:
     out: torch.Tensor | None = None
     """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. Another returned tensor is copied into
     it."""
-    part: KVPart = _WHOLE
+    part: KVSplit = _WHOLE
     """KV split that ``run_return_lse`` attends. Only ``part_...`` describe its keys; all other members describe all
     keys."""
 

@@ -16,12 +16,12 @@ import torch
 
 from .modes import ForwardMode
 
-__all__ = ["LSE_BASES", "LSE_DTYPES", "LSE_LAYOUTS", "PART_KINDS", "KVPart", "LogSumExp"]
+__all__ = ["LSE_BASES", "LSE_DTYPES", "LSE_LAYOUTS", "SPLIT_KINDS", "KVSplit", "LogSumExp"]
 
 LSE_BASES = ("e", "2")
 LSE_LAYOUTS = ("[T, H]", "[H, T]")
 LSE_DTYPES = ("fp32", "model")
-PART_KINDS = ("whole", "prefix", "pages", "tokens")
+SPLIT_KINDS = ("whole", "prefix", "pages", "tokens")
 """Fields of ``LogSumExp`` that hold the modes in which a request's keys are split in this way."""
 
 
@@ -53,9 +53,9 @@ class LogSumExp:
     def __post_init__(self) -> None:
         for name, known in (("base", LSE_BASES), ("layout", LSE_LAYOUTS), ("dtype", LSE_DTYPES)):
             _spelled(name, getattr(self, name), known)
-        for name in PART_KINDS:
+        for name in SPLIT_KINDS:
             object.__setattr__(self, name, _modes(name, getattr(self, name)))
-        if not any(getattr(self, name) for name in PART_KINDS):
+        if not any(getattr(self, name) for name in SPLIT_KINDS):
             raise ValueError("LogSumExp names no mode; write whole={'decode'}, for instance")
         if ForwardMode.DRAFT_DECODE in self.prefix | self.pages | self.tokens:
             raise ValueError("LogSumExp: draft-decode has no KV splits; declare whole={'draft-decode'}")
@@ -63,12 +63,12 @@ class LogSumExp:
             raise ValueError(f"LogSumExp.merges must be True or False, got {self.merges!r}")
 
     def kinds(self, mode: ForwardMode) -> tuple[str, ...]:
-        """Names of ``PART_KINDS`` that are declared for a mode."""
-        return tuple(name for name in PART_KINDS if mode in getattr(self, name))
+        """Names of ``SPLIT_KINDS`` that are declared for a mode."""
+        return tuple(name for name in SPLIT_KINDS if mode in getattr(self, name))
 
 
 @dataclass(frozen=True)
-class KVPart:
+class KVSplit:
     """A KV split: the keys of each request that a call attends. Keys of a request are numbered from 0; the step's own
     come last.
 

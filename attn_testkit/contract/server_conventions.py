@@ -113,7 +113,7 @@ VLLM = ServerConventions(
     output_lifetime="model",
     drafts_without_prefix=False,
 )
-"""vLLM 0.33.0: the place in its source of each value is in ``bridges/vllm/claims.py``."""
+"""vLLM 0.33.0: the place in its source of each value is in ``bridges/vllm/capabilities.py``."""
 SERVERS: Mapping[str, ServerConventions] = {"sglang": SGLANG, "vllm": VLLM}
 """Name, as ``Capabilities(server="vllm")`` has it -> its conventions."""
 

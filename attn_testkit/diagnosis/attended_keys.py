@@ -16,9 +16,9 @@ import torch
 
 from ..cases.case import CODES
 from ..cases.data import make_layers
-from ..cases.places import PLACES, place_pattern
+from ..cases.foreign_slots import PLACES, place_pattern
 from ..cases.schedule import Schedule, Step
-from ..checks import Judgement
+from ..checks import Comparison
 from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
 from ..families.softmax.attention import windowed
@@ -152,7 +152,7 @@ def ranges(keys: Sequence[int]) -> str:
 
 
 def find_attended(
-    rerunner: Rerunner, schedule: Schedule, judgement: Judgement, *, in_graph: bool
+    rerunner: Rerunner, schedule: Schedule, comparison: Comparison, *, in_graph: bool
 ) -> AttendedKeys | None:
     """Find the KV tokens that a wrong row attended to. None if the backend raises or gives NaN.
 
@@ -160,42 +160,42 @@ def find_attended(
     ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     found: AttendedKeys | None = None
-    for place in _places_to_ask(schedule, judgement):
-        answer = _counted_at(rerunner, schedule, judgement, place, in_graph)
-        answer = answer or _attended_at(rerunner, schedule, judgement, place, in_graph)
+    for place in _places_to_ask(schedule, comparison):
+        answer = _counted_at(rerunner, schedule, comparison, place, in_graph)
+        answer = answer or _attended_at(rerunner, schedule, comparison, place, in_graph)
         if answer is not None and not answer.right:
             return answer
         found = found or answer
     return found
 
 
-def _requests_to_ask(judgement: Judgement) -> list[int]:
+def _requests_to_ask(comparison: Comparison) -> list[int]:
     """List the request of the headline, and the first wrong one with several KV tokens.
 
     A request with a short prefix cannot distinguish a lost prefix from lost last KV tokens, another one can.
     """
-    data, row = judgement.expected.data, judgement.worst_row
+    data, row = comparison.expected.data, comparison.worst_row
     if row is None:
         return []
     headline = int(data.row_request[row])
-    prefixes = {i: request.prefix for i, request in enumerate(judgement.observed.step.requests)}
-    several = [i for i in judgement.wrong_requests if int(data.visible[i].any(0).sum()) > 2]
+    prefixes = {i: request.prefix for i, request in enumerate(comparison.observed.step.requests)}
+    several = [i for i in comparison.wrong_requests if int(data.visible[i].any(0).sum()) > 2]
     if prefixes[headline] < _TELLING and any(prefixes[i] >= _TELLING for i in several):
         several = [i for i in several if prefixes[i] >= _TELLING]
     return list(dict.fromkeys([headline, *several[:1]] if headline in several or not several else several[:1]))
 
 
 def _counted_at(
-    rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
+    rerunner: Rerunner, schedule: Schedule, comparison: Comparison, place: tuple[int, int, int], in_graph: bool
 ) -> AttendedKeys | None:
     """Use counts of all KV tokens, in a case of codes or if a request is longer than probes reach.
 
     None in other cases, if too many counts are wrong for codes to name them, and if all are right.
     """
     _, flat, _ = place
-    case, step, counted = schedule.case, judgement.observed.step, judgement
+    case, step, counted = schedule.case, comparison.observed.step, comparison
     if case.data != CODES:
-        length = step.lens[int(judgement.expected.data.row_request[flat])]
+        length = step.lens[int(comparison.expected.data.row_request[flat])]
         if -(-length // case.head_dim) <= _MAX_PASSES:
             return None
         asked = _ask(rerunner, schedule, step, CODES, expect(schedule, step, CODES), in_graph=in_graph)
@@ -205,17 +205,17 @@ def _counted_at(
     found = find_miscounts(counted, flat)
     if found is None or not found.runs:
         return None
-    told = _of_miscounts(counted, schedule, found, flat)
-    if told.used >= told.wanted or told.elsewhere:
-        return told
+    reported = _of_miscounts(counted, schedule, found, flat)
+    if reported.used >= reported.wanted or reported.elsewhere:
+        return reported
     # Runs of other requests would be known; the slots that were read instead may have no owner.
     layer = make_layers(schedule.case)[found.layer]
-    small = 0.5 / len(told.wanted)
-    ask = partial(_weights_of, rerunner, schedule, step, judgement, (found.layer, flat), in_graph=in_graph)
-    return replace(told, elsewhere=_weight_elsewhere(ask, told.request, told.head, layer.v_scale, small))
+    small = 0.5 / len(reported.wanted)
+    ask = partial(_weights_of, rerunner, schedule, step, comparison, (found.layer, flat), in_graph=in_graph)
+    return replace(reported, elsewhere=_weight_elsewhere(ask, reported.request, reported.head, layer.v_scale, small))
 
 
-def _of_miscounts(judgement: Judgement, schedule: Schedule, found: Miscounts, flat: int) -> AttendedKeys:
+def _of_miscounts(comparison: Comparison, schedule: Schedule, found: Miscounts, flat: int) -> AttendedKeys:
     def keys(runs: Sequence[Miscount]) -> frozenset[int]:
         return frozenset(key for run in runs for key in range(run.first, run.last + 1))
 
@@ -223,7 +223,7 @@ def _of_miscounts(judgement: Judgement, schedule: Schedule, found: Miscounts, fl
     length = len(found.visible)
     others, every = (sum(run.length * run.extra for run in runs) for runs in (found.of_others, found.runs))
     total = len(wanted) + every
-    astray = judgement.wrong[found.layer, flat].any(-1)
+    misrouted = comparison.wrong[found.layer, flat].any(-1)
     return AttendedKeys(
         request=found.request,
         row=found.row,
@@ -234,29 +234,29 @@ def _of_miscounts(judgement: Judgement, schedule: Schedule, found: Miscounts, fl
         length=length,
         elsewhere={"others": others / total} if others else {},
         total=None,
-        head=int(astray.nonzero()[0]),
-        heads=() if astray.all() else tuple(astray.nonzero().flatten().tolist()),
+        head=int(misrouted.nonzero()[0]),
+        heads=() if misrouted.all() else tuple(misrouted.nonzero().flatten().tolist()),
         window=make_layers(schedule.case)[found.layer].sliding_window_size,
         of_others=found.of_others,
     )
 
 
 def _attended_at(
-    rerunner: Rerunner, schedule: Schedule, judgement: Judgement, place: tuple[int, int, int], in_graph: bool
+    rerunner: Rerunner, schedule: Schedule, comparison: Comparison, place: tuple[int, int, int], in_graph: bool
 ) -> AttendedKeys | None:
     """Examine one place: layer, flat row and head."""
-    (index, flat, head), expected, step = place, judgement.expected, judgement.observed.step
+    (index, flat, head), expected, step = place, comparison.expected, comparison.observed.step
     layer = make_layers(schedule.case)[index]
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     length = step.lens[request]
     visible = windowed(expected.data.visible, expected.data, layer.sliding_window_size)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
-    dims = _right_dims(judgement, index, layer.v_head_dim)
+    dims = _right_dims(comparison, index, layer.v_head_dim)
     starts = _starts(length, dims, wanted)
 
     def weights_of(pattern: str) -> torch.Tensor | None:
         """Weights [Hq, dims] of the layer."""
-        values = _weights_of(rerunner, schedule, step, judgement, (index, flat), pattern, in_graph=in_graph)
+        values = _weights_of(rerunner, schedule, step, comparison, (index, flat), pattern, in_graph=in_graph)
         return None if values is None or not values[head, :dims].isfinite().all() else values[:, :dims]
 
     weights: dict[int, float] = {}
@@ -275,7 +275,7 @@ def _attended_at(
         elsewhere = _weight_elsewhere(weights_of, request, head, layer.v_scale, small)
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None
     found = _read(request, row, weights, wanted, elsewhere, total)
-    heads = _heads_astray(torch.cat(by_head, 1), sorted(weights), found.wanted)
+    heads = _misrouted_heads(torch.cat(by_head, 1), sorted(weights), found.wanted)
     return replace(
         found, length=length, head=head, heads=heads, window=layer.sliding_window_size, shape=layer.head_shape
     )
@@ -285,7 +285,7 @@ def _weights_of(
     rerunner: Rerunner,
     schedule: Schedule,
     step: Step,
-    judgement: Judgement,
+    comparison: Comparison,
     place: tuple[int, int],
     pattern: str,
     *,
@@ -293,7 +293,7 @@ def _weights_of(
 ) -> torch.Tensor | None:
     """Result [Hq, Dv] float64 of a row of a layer for values of a pattern. ``place``: layer, flat row."""
     (index, flat), layers = place, make_layers(schedule.case)
-    answer = _ask(rerunner, schedule, step, pattern, judgement.expected, in_graph=in_graph)
+    answer = _ask(rerunner, schedule, step, pattern, comparison.expected, in_graph=in_graph)
     return None if answer is None else answer.out[index, flat, : layers[index].tp_q_head_num].double()
 
 
@@ -311,12 +311,12 @@ def _weight_elsewhere(
     return found
 
 
-def _right_dims(judgement: Judgement, layer: int, dims: int) -> int:
+def _right_dims(comparison: Comparison, layer: int, dims: int) -> int:
     """Number of first dims of a head that are right in every row, if they are at least half; else all.
 
     A dim that is not computed cannot name a KV token.
     """
-    first = int(judgement.wrong[layer, ..., :dims].flatten(0, 1).any(0).int().argmax())
+    first = int(comparison.wrong[layer, ..., :dims].flatten(0, 1).any(0).int().argmax())
     return first if 2 * first >= dims else dims
 
 
@@ -333,33 +333,33 @@ def _starts(length: int, dim: int, wanted: frozenset[int]) -> list[int]:
     return sorted(block * dim for block in [b for b in blocks if 0 <= b <= last][:_MAX_PASSES])
 
 
-def _heads_astray(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
+def _misrouted_heads(weights: torch.Tensor, keys: list[int], wanted: frozenset[int]) -> tuple[int, ...]:
     """Heads that attended to other tokens than ``wanted``, if not all did. ``weights`` [Hq, len(keys)]."""
     right = torch.tensor([key in wanted for key in keys])
     used = weights > (weights.amax(1, keepdim=True) * torch.where(right, _SMALL, 1 / 4)).clamp(min=1e-6)
-    astray = (used != right).any(1)
-    return () if astray.all() else tuple(astray.nonzero().flatten().tolist())
+    misrouted = (used != right).any(1)
+    return () if misrouted.all() else tuple(misrouted.nonzero().flatten().tolist())
 
 
-def _places_to_ask(schedule: Schedule, judgement: Judgement) -> list[tuple[int, int, int]]:
+def _places_to_ask(schedule: Schedule, comparison: Comparison) -> list[tuple[int, int, int]]:
     """List places (layer, flat row, head), the most promising first, the headline's own place last."""
-    places = [_place_to_ask(schedule, judgement, request) for request in _requests_to_ask(judgement)]
-    bad = ~judgement.finite
+    places = [_place_to_ask(schedule, comparison, request) for request in _requests_to_ask(comparison)]
+    bad = ~comparison.finite
     if bad.any():
         layer, flat, head, _ = bad.nonzero()[0].tolist()
         places.append((layer, flat, head))
     return list(dict.fromkeys(places))
 
 
-def _place_to_ask(schedule: Schedule, judgement: Judgement, request: int) -> tuple[int, int, int]:
+def _place_to_ask(schedule: Schedule, comparison: Comparison, request: int) -> tuple[int, int, int]:
     """Choose the layer, flat row and head of a wrong value of a request.
 
     NaN comes before other values, and the layer that sees most before one whose window may hide the error.
     """
-    mine = judgement.expected.data.row_request == request
-    bad = ~judgement.finite
+    mine = comparison.expected.data.row_request == request
+    bad = ~comparison.finite
     if not bad[:, mine].any():
-        bad = judgement.wrong
+        bad = comparison.wrong
     rows = bad.flatten(2).any(-1) & mine
     layers = rows.any(1).nonzero().flatten().tolist()
     windows = [layer.sliding_window_size for layer in make_layers(schedule.case)]
@@ -391,7 +391,7 @@ def _read(
 
 def _ask(
     rerunner: Rerunner, schedule: Schedule, step: Step, pattern: str, expected: Expected, *, in_graph: bool
-) -> Judgement | None:
+) -> Comparison | None:
     """Run a step with a pattern. Only the shapes of ``expected`` are used: its numbers belong to another pattern."""
     # Zeros instead of NaN in unowned slots: a backend that reads them still answers, and the missing weight shows.
     if in_graph:
@@ -399,4 +399,4 @@ def _ask(
         observed = None if answer is None else answer.replay_of(step)
     else:
         observed = rerunner.eager(schedule, step, pattern=pattern, unowned=0.0)
-    return None if observed is None else Judgement(observed, expected)
+    return None if observed is None else Comparison(observed, expected)

@@ -14,7 +14,7 @@ from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
 from ..cases.numerics import Numerics
 from ..cases.schedule import Schedule, make_schedule
-from ..checks import Judgement
+from ..checks import Comparison
 from ..contract import ForwardMode
 from ..oracle.expect import expect
 from .rerun import Rerunner
@@ -132,14 +132,14 @@ class ChangedCases:
     def _right(self, case: Case) -> bool | None:
         """Run a case; None if it is not declared, or the backend raises."""
         own = self._schedule
-        if not self._rerunner.claims(case):
+        if not self._rerunner.declared(case):
             return None
         # The declared products and new rows of an FP8 pool apply only to such a pool.
         alike = case.kv_dtype == own.case.kv_dtype
         schedule = make_schedule(case, own.numerics if alike else Numerics(lse_dtype=own.lse_dtype))
         step = schedule.steps[0]
         seen = self._rerunner.eager(schedule, step)
-        return None if seen is None else Judgement(seen, expect(schedule, step)).right
+        return None if seen is None else Comparison(seen, expect(schedule, step)).right
 
 
 def with_keys_up_to(case: Case, most: int) -> Case | None:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..checks import Judgement
+from ..checks import Comparison
 from ..results import ErrorMap, KeyMap
 from .attended_keys import AttendedKeys
 
@@ -18,16 +18,16 @@ _MOST = 1e9
 """Largest ratio, also for NaN and Inf, which exceed any limit."""
 
 
-def error_map(judgement: Judgement) -> ErrorMap:
+def error_map(comparison: Comparison) -> ErrorMap:
     """Map error over limit of each row and head, the largest over layers, dims and counts of KV tokens."""
-    by_element, by_row = judgement.ratios
-    ratios = torch.stack([by_element.amax(-1), by_row, judgement.key_ratio]).amax((0, 1))
+    by_element, by_row = comparison.ratios
+    ratios = torch.stack([by_element.amax(-1), by_row, comparison.key_ratio]).amax((0, 1))
     rows, heads = ratios.shape
     cells = _largest_of_neighbours(_largest_of_neighbours(ratios).T).T
     each = -(-rows // _MOST_CELLS)
     return ErrorMap(
         ratios=tuple(tuple(float(f"{min(ratio, _MOST):.3g}") for ratio in row) for row in cells.tolist()),
-        requests=tuple(judgement.expected.data.row_request[::each].tolist()),
+        requests=tuple(comparison.expected.data.row_request[::each].tolist()),
         rows=rows,
         heads=heads,
     )

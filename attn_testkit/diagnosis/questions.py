@@ -9,8 +9,8 @@ from ..families.family import Question
 from ..families.table import family_of
 from .attended_keys import find_attended
 from .hints import Evidence, hints
+from .misrouted_rows import find_misrouted
 from .rerun import Rerunner
-from .swapped_rows import find_swapped
 
 __all__ = ["Asked", "ask"]
 
@@ -40,10 +40,10 @@ def ask(asked: Asked) -> Asked:
 
 def _supposed(evidence: Evidence) -> list[str]:
     """The first mistake that the family supposes and that every wrong row is right for."""
-    judgement, expected = evidence.judgement, evidence.expected
-    if not judgement.all_finite or judgement.right:
+    comparison, expected = evidence.comparison, evidence.expected
+    if not comparison.all_finite or comparison.right:
         return []
-    out, wrong = judgement.out.double(), judgement.wrong.any(-1)
+    out, wrong = comparison.out.double(), comparison.wrong.any(-1)
     for each in family_of(evidence.schedule.case).supposed(evidence.schedule, expected.data):
         near = ((out - each.answer.out).abs() <= each.answer.limit).all(-1)
         if bool(near[wrong].all()):
@@ -55,14 +55,14 @@ def _attended_keys(asked: Asked) -> Asked:
     if asked.rerunner is None:
         return asked
     evidence = asked.evidence
-    found = find_attended(asked.rerunner, evidence.schedule, evidence.judgement, in_graph=asked.in_graph)
+    found = find_attended(asked.rerunner, evidence.schedule, evidence.comparison, in_graph=asked.in_graph)
     return replace(asked, evidence=replace(evidence, attended=found))
 
 
 def _misrouted_rows(asked: Asked) -> Asked:
     evidence = asked.evidence
-    found = find_swapped(asked.rerunner, evidence.schedule, evidence.judgement, in_graph=asked.in_graph)
-    return replace(asked, evidence=replace(evidence, swapped=found))
+    found = find_misrouted(asked.rerunner, evidence.schedule, evidence.comparison, in_graph=asked.in_graph)
+    return replace(asked, evidence=replace(evidence, misrouted=found))
 
 
 def _named_patterns(asked: Asked) -> Asked:

@@ -82,11 +82,11 @@ def _graph_raises(rerunner: Rerunner, schedule: Schedule) -> bool:
 
 def _without(raises: Callable[[Rerunner, Schedule], bool], rerunner: Rerunner, schedule: Schedule) -> str:
     case = schedule.case
-    for change, told in _WITHOUT:
+    for change, reported in _WITHOUT:
         other = change(case)
-        if other == case or not rerunner.claims(other):
+        if other == case or not rerunner.declared(other):
             continue
         changed = make_schedule(other, Numerics(lse_dtype=schedule.lse_dtype))
         if not raises(rerunner, changed):
-            return told(case)
+            return reported(case)
     return ""

@@ -10,8 +10,8 @@ from ..checks.observation import Observation
 from ..contract import ForwardMode
 from ..environment import Environment
 from ..runner_modes.graphs import AllocatedInCapture, GraphRun
-from ..runner_modes.messages import Driven, Rerun
-from ..runner_modes.options import DriveOptions
+from ..runner_modes.messages import Rerun, RunRecord
+from ..runner_modes.options import RunOptions
 
 __all__ = ["CLEAR", "OTHER_FILL", "POISON", "Rerunner"]
 
@@ -24,13 +24,13 @@ class Rerunner:
 
     def __init__(
         self,
-        drive: Callable[[Rerun], Driven],
+        drive: Callable[[Rerun], RunRecord],
         environment: Environment,
         eager_modes: Set[ForwardMode] = frozenset(ForwardMode),
-        claims: Callable[[Case], bool] = lambda case: True,
+        declared: Callable[[Case], bool] = lambda case: True,
     ) -> None:
         self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
-        self.claims = claims
+        self.declared = declared
         """True if the backend declares what a case needs: only such cases are run."""
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
@@ -50,7 +50,7 @@ class Rerunner:
         """Run one eager step; None if it raised, or if the mode does not run eagerly."""
         if not self.runs_eagerly(schedule):
             return None
-        options = DriveOptions(pattern=pattern, contiguous_heads=contiguous_heads)
+        options = RunOptions(pattern=pattern, contiguous_heads=contiguous_heads)
         request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
         return None if answer is None else answer[1][0]
@@ -68,7 +68,7 @@ class Rerunner:
         fill: int = POISON,
     ) -> GraphRun | None:
         """Run all graphs, replays only; None if it raised."""
-        options = DriveOptions(
+        options = RunOptions(
             pattern=pattern,
             poison_allocated=poison_allocated,
             watch_replaced=True,
@@ -80,29 +80,29 @@ class Rerunner:
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)
         if answer is None:
             return None
-        driven, seen = answer
+        record, seen = answer
         return GraphRun(
             observed=tuple((schedule, observed) for observed in seen),
-            fill=driven.fill,
-            allocated_in_capture=tuple(AllocatedInCapture(*each) for each in driven.allocated_in_capture),
-            replaced=driven.replaced,
+            fill=record.fill,
+            allocated_in_capture=tuple(AllocatedInCapture(*each) for each in record.allocated_in_capture),
+            replaced=record.replaced,
         )
 
-    def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[Driven, list[Observation]] | None:
+    def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[RunRecord, list[Observation]] | None:
         """Replace the copies of steps that were sent by the judge's own steps: answers are found by identity."""
-        driven = self._drive(request)
-        if not driven.records:
+        run_record = self._drive(request)
+        if not run_record.records:
             return None
-        return driven, [
+        return run_record, [
             Observation(
                 request.schedule,
                 step_of(record.step),
                 record.label,
                 record.copies,
-                record.among,
+                record.ran_before,
                 damaged=record.damaged,
                 replay=record.replay,
                 padded=record.padded,
             )
-            for record in driven.records
+            for record in run_record.records
         ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..cases.schedule import Schedule
-from ..checks import Judgement
+from ..checks import Comparison
 from ..checks.misplaced import STRIDED_HEADS
 from ..oracle.expect import expect
 from .rerun import Rerunner
@@ -28,4 +28,4 @@ def _right(rerunner: Rerunner, schedule: Schedule, *, contiguous_heads: bool) ->
     else:
         run = rerunner.graph(schedule, contiguous_heads=contiguous_heads)
         seen = [] if run is None else [observed for _, observed in run.observed]
-    return bool(seen) and all(Judgement(each, expect(schedule, each.step)).right for each in seen)
+    return bool(seen) and all(Comparison(each, expect(schedule, each.step)).right for each in seen)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..cases.schedule import Schedule
-from ..checks import Judgement
+from ..checks import Comparison
 from ..contract import ForwardMode
 from ..oracle.expect import expect
 from .rerun import Rerunner
@@ -26,7 +26,7 @@ def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
     if not _right(rerunner, schedule, width_at_capture=True) or _right(rerunner, schedule, width_at_capture=False):
         return ""
     case = schedule.case
-    unset = -1 if case.pick("num-tokens-per-req") else 0
+    unset = -1 if case.derived("num-tokens-per-req") else 0
     return (
         f"num_tokens_per_req is {unset} while this graph is captured (takes_unset_width is declared); with "
         f"{case.width} it is right. Take the width from the context ({WIDTH_OF[case.mode]}), or do not declare it"
@@ -36,5 +36,5 @@ def blame_unset_width(rerunner: Rerunner, schedule: Schedule) -> str:
 def _right(rerunner: Rerunner, schedule: Schedule, *, width_at_capture: bool) -> bool:
     run = rerunner.graph(schedule, width_at_capture=width_at_capture)
     return run is not None and all(
-        Judgement(observed, expect(schedule, observed.step)).right for _, observed in run.observed
+        Comparison(observed, expect(schedule, observed.step)).right for _, observed in run.observed
     )

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch, ForwardMode, Unsupported
-from .b_idle_ranks import LEAN
+from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -33,7 +33,7 @@ class GraphsAlone(PlannedBackend):
     modes=_ALL,
     executions=("graph",),
     checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="claimed in graphs alone",
+    hint="declared in graphs alone",
 )
 class CapturedLengthsInGraphsAlone(GraphsAlone):
     """Lengths stay those of the capture, and there is no eager run to compare with."""

@@ -201,7 +201,7 @@ def all_controls() -> tuple[Control, ...]:
         "_of_layers",
         "_of_layouts",
         "_of_masks",
-        "_of_parts",
+        "_of_kv_splits",
         "_of_prefill",
         "_of_process",
         "_of_scales",

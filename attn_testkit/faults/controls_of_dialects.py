@@ -10,8 +10,8 @@ import torch
 from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
-from .b_more_rows import SlotsOfTheForward
 from .b_padded_requests import OffsetsBackend
+from .b_padded_tokens import SlotsOfTheForward
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control

@@ -6,8 +6,8 @@ import torch
 from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from .a_alternating_modes import SharedPlans
 from .a_graphs_alone import GraphsAlone
-from .a_modes_by_turns import SharedPlans
 from .a_warm_ups import EagerPlanWaits
 from .builds import CountedRunsBackend
 from .catalogue import control

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .b_more_rows import MoreRowsOfBlocks
+from .b_padded_tokens import MoreRowsOfBlocks
 from .catalogue import control
 from .e_non_causal import BlockBackend
 

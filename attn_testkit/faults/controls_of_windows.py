@@ -8,7 +8,7 @@ from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .catalogue import control
-from .f_claimed_windows import WINDOWED, OneWindow, ZeroIsNone
+from .f_declared_windows import WINDOWED, OneWindow, ZeroIsNone
 
 
 @control("window-of-zero-is-none")

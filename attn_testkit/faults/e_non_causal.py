@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, ForwardBatch, ForwardMode, refuse_unclaimed
+from ..contract import BackendContext, ForwardBatch, ForwardMode, refuse_undeclared
 from .catalogue import fault
 from .dense import DenseBackend, Visibility
 
@@ -109,6 +109,6 @@ class LayersThatAreNotCausalAreAccepted(BlockBackend):
     capabilities = CAUSAL.with_changes(non_causal={ForwardMode.TARGET_VERIFY})
 
     def __init__(self, context: BackendContext) -> None:
-        refuse_unclaimed(NON_CAUSAL, context)
+        refuse_undeclared(NON_CAUSAL, context)
         self.context, self.mask_buffer = context, None
         self.key = torch.arange(context.max_context_len, device=context.device)

@@ -117,7 +117,7 @@ class LogitsInBf16(DenseBackend):
 
 
 @fault(
-    slug="p-in-fp8-unclaimed",
+    slug="p-in-fp8-undeclared",
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),

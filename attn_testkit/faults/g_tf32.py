@@ -6,7 +6,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
-from .b_idle_ranks import LEAN
+from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import PlannedBackend
 
@@ -45,7 +45,7 @@ class Float32ProductsInTf32(PlannedBackend):
 
 
 @fault(
-    slug="float32-products-in-bf16-claimed-as-tf32",
+    slug="float32-products-in-bf16-declared-as-tf32",
     source="general; tl.dot of float32 with bf16 operands, one pass of bf16x3",
     modes=_ALL,
     checks=("matches-oracle",),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardMode, refuse_unclaimed
+from ..contract import AttentionLayer, BackendContext, ForwardMode, refuse_undeclared
 from .catalogue import fault
 from .dense import DenseBackend
 
@@ -58,6 +58,6 @@ class OtherScalesAreAccepted(UsualScaling):
     """Only the usual scale is declared, and a model that has another is served with the usual one."""
 
     def __init__(self, context: BackendContext) -> None:
-        refuse_unclaimed(self.capabilities.with_changes(any_scaling=True), context)
+        refuse_undeclared(self.capabilities.with_changes(any_scaling=True), context)
         self.context, self.mask_buffer = context, None
         self.key = torch.arange(context.max_context_len, device=context.device)

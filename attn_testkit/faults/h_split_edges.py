@@ -6,7 +6,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import ForwardMode
-from .b_idle_ranks import LEAN
+from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -74,7 +74,7 @@ class SplitBeginsWithANeighboursPage(PlannedBackend):
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots, page = super().key_slots(meta), self.context.page_size
         key = self.index[: slots.shape[1]]
-        neighbour, lens = slots.roll(-1, 0), meta.kv_lens.roll(-1, 0)
+        co_resident, lens = slots.roll(-1, 0), meta.kv_lens.roll(-1, 0)
         instead = (key // page == (meta.chunk // page)[:, None]) & (meta.kv_lens[:, None] > _LONG)
         instead &= (lens >= page)[:, None]
-        return torch.where(instead, neighbour.gather(1, (key % page).expand_as(slots)), slots)
+        return torch.where(instead, co_resident.gather(1, (key % page).expand_as(slots)), slots)

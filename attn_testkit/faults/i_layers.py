@@ -12,7 +12,7 @@ from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
-_CLAIMS = PlannedBackend.capabilities.with_changes(
+_CAPABILITIES = PlannedBackend.capabilities.with_changes(
     families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, sinks=False
 )
 
@@ -28,7 +28,7 @@ class WidthOfLayer0(PlannedBackend):
     """The constructor asks the KV pool for layer 0, to know the width of values; a later pipeline rank does not have
     one."""
 
-    capabilities = _CLAIMS
+    capabilities = _CAPABILITIES
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -45,7 +45,7 @@ class WidthOfLayer0(PlannedBackend):
 class LayersListedById(PlannedBackend):
     """Data of layers are in a list with one entry per layer of this rank, and are looked up by layer id."""
 
-    capabilities = _CLAIMS
+    capabilities = _CAPABILITIES
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -67,7 +67,7 @@ class LayersListedById(PlannedBackend):
 class PlansAtLayer0(PlannedBackend):
     """A step is planned by its first layer, which is taken to be the one of id 0."""
 
-    capabilities = _CLAIMS
+    capabilities = _CAPABILITIES
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -99,7 +99,7 @@ class PlansAtLayer0(PlannedBackend):
 class PlanOutlivesLastLayer(PlannedBackend):
     """A plan is kept until the last layer, which is known by its id: one less than the number of layers."""
 
-    capabilities = _CLAIMS
+    capabilities = _CAPABILITIES
 
     @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
@@ -133,7 +133,7 @@ class PlanOutlivesLastLayer(PlannedBackend):
 class SettingsOfTwoLayersByTurns(PlannedBackend):
     """Settings of a windowed and a full layer are used alternately: right for two layers, from any id."""
 
-    capabilities = _CLAIMS
+    capabilities = _CAPABILITIES
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:

@@ -6,7 +6,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
-from .b_idle_ranks import LEAN
+from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import CountingBackend, Metadata, PlannedBackend
 

@@ -136,13 +136,13 @@ class ConstructorChecksNothing(DenseBackend):
 
 
 @fault(
-    slug="constructor-refuses-a-claim",
+    slug="constructor-refuses-a-capability",
     source="general",
     modes=_ALL,
     checks=("completes",),
-    hint="refused a claimed case",
+    hint="refused a declared case",
 )
-class ConstructorRefusesClaim(DenseBackend):
+class ConstructorRefusesCapability(DenseBackend):
     """Pages of 1 slot are declared, and the constructor refuses them."""
 
     def __init__(self, context: BackendContext) -> None:

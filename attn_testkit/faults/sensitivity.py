@@ -19,7 +19,7 @@ import torch
 from ..cases.case import CODES, DATA, parse_case
 from ..cases.data import DTYPES, StepData, make_layers
 from ..cases.schedule import Schedule, make_schedule
-from ..checks import Judgement
+from ..checks import Comparison
 from ..checks.observation import Observation, copies_of
 from ..oracle.expect import Expected, expect
 
@@ -111,7 +111,7 @@ def _kit(kind: str, schedule: Schedule, size: float) -> bool:
     outs = wrong.to(DTYPES[schedule.case.dtype]).unbind(0)
     copies = copies_of([("attention", str(layer), out) for layer, out in enumerate(outs)])
     observed = Observation(schedule, step, "", copies)
-    return not Judgement(observed, expected).right
+    return not Comparison(observed, expected).right
 
 
 def _fixed(kind: str, schedule: Schedule, size: float) -> bool:

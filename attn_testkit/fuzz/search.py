@@ -11,7 +11,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from ..cases.case import Case, parse_case
-from ..cases.plainest import plainest_case
+from ..cases.minimal import minimal_case
 from ..contract import Capabilities, Execution, ForwardMode
 from ..results import BAD, CaseResult, Status, failed_check
 from .strategies import differences, random_cases
@@ -48,7 +48,7 @@ class Found:
 class Search:
     """The search for one backend. ``run`` runs and evaluates a case-run, whatever the backend does."""
 
-    claims: Capabilities
+    declared: Capabilities
     modes: Sequence[ForwardMode]
     executions: Sequence[Execution]
     run: Callable[[Case, str], CaseResult]
@@ -127,9 +127,9 @@ class Search:
     def _pairs(self) -> st.SearchStrategy[Pair]:
         options: list[st.SearchStrategy[Pair]] = []
         for mode in self.modes:
-            executions = [e.value for e in self.executions if self.claims.offers(mode, e)]
+            executions = [e.value for e in self.executions if self.declared.offers(mode, e)]
             if executions:
-                options.append(st.tuples(random_cases(self.claims, mode), st.sampled_from(executions)))
+                options.append(st.tuples(random_cases(self.declared, mode), st.sampled_from(executions)))
         return st.one_of(options)
 
     def _result(self, case: Case, execution: str, making_small: Found | None) -> CaseResult:
@@ -175,7 +175,7 @@ class Search:
 
     def _odd(self, result: CaseResult) -> tuple[str, ...]:
         case = parse_case(result.case)
-        return tuple(differences(case, plainest_case(self.claims, case.mode)))
+        return tuple(differences(case, minimal_case(self.declared, case.mode)))
 
 
 def _kind(result: CaseResult) -> Kind:

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 from hypothesis import strategies as st
 
-from ..cases.as_claimed import as_claimed
 from ..cases.case import Case
 from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.heads import smallest_heads_first
 from ..cases.dimensions.table import DIMENSIONS
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
 from ..contract import Capabilities, ForwardMode
 from ..families.table import meaningful
@@ -42,24 +42,24 @@ class _Draws:
         return tuple(self.draw(st.lists(each, min_size=count[0], max_size=count[1])))
 
 
-def random_cases(claims: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
+def random_cases(declared: Capabilities, mode: ForwardMode) -> st.SearchStrategy[Case]:
     """Cases of a mode. Raises ``ValueError`` if the other capabilities allow none."""
-    if not smallest_heads_first(claims):
+    if not smallest_heads_first(declared):
         raise ValueError(f"{mode} is declared, and no head layout with it")
     # Cases longer than declared are drawn again: few are, and their length depends on all fields.
-    return _cases(claims, mode).filter(lambda case: case.context_len <= claims.max_context_len)
+    return _cases(declared, mode).filter(lambda case: case.context_len <= declared.max_context_len)
 
 
 @st.composite
-def _cases(draw: st.DrawFn, claims: Capabilities, mode: ForwardMode) -> Case:
+def _cases(draw: st.DrawFn, declared: Capabilities, mode: ForwardMode) -> Case:
     values: dict[str, Any] = {"rows": minimal_rows(mode)}
     for dimension in DIMENSIONS:
         if not isinstance(dimension.random, Without):
-            values |= dimension.random(_Draws(draw), claims, values)
-    return meaningful(as_claimed(claims, Case(**values)))
+            values |= dimension.random(_Draws(draw), declared, values)
+    return meaningful(nearest_declared(declared, Case(**values)))
 
 
-def differences(case: Case, plainest: Case) -> list[str]:
+def differences(case: Case, minimal: Case) -> list[str]:
     """Names of the fields that differ from the minimal case of the mode."""
-    plain = plainest.values
-    return [name for name, value in case.values.items() if value != plain[name]]
+    simplest = minimal.values
+    return [name for name, value in case.values.items() if value != simplest[name]]

@@ -12,11 +12,11 @@ from dataclasses import dataclass, field, replace
 from itertools import combinations
 
 from ..cases.case import Case, parse_case
-from ..cases.claimed import not_claimed
+from ..cases.declared import not_declared
 from ..cases.dimensions.dimension import Simpler
 from ..cases.dimensions.table import DIMENSIONS as ALL
 from ..cases.fields import Changes
-from ..cases.plainest import plain_cases
+from ..cases.minimal import minimal_cases
 from ..cases.rows import Extend, room_for
 from ..contract import Capabilities
 from ..results import BAD, CaseResult, Status, failed_check
@@ -41,10 +41,10 @@ class Need:
 
     name: str
     value: str
-    plain: str
+    minimal: str
 
     def __str__(self) -> str:
-        return f"{self.name} {self.value} (minimal: {self.plain})"
+        return f"{self.name} {self.value} (minimal: {self.minimal})"
 
 
 def changed(case: Case, changes: Changes) -> Case:
@@ -57,15 +57,15 @@ def changed(case: Case, changes: Changes) -> Case:
     return replace(case, **changes)
 
 
-def odd_dimensions(case: Case, plain: Case) -> list[str]:
+def odd_dimensions(case: Case, minimal: Case) -> list[str]:
     """Names of ``DIMENSIONS`` in which a case differs from the minimal one."""
-    return [name for name, dimension in DIMENSIONS.items() if dimension.of(case) != dimension.of(plain)]
+    return [name for name, dimension in DIMENSIONS.items() if dimension.of(case) != dimension.of(minimal)]
 
 
-def needs(case: Case, plain: Case) -> list[Need]:
+def needs(case: Case, minimal: Case) -> list[Need]:
     """Dimensions in which a case differs from the minimal one, with their values."""
-    found = ((name, DIMENSIONS[name].value) for name in odd_dimensions(case, plain))
-    return [Need(name, words(case), words(plain)) for name, words in found]
+    found = ((name, DIMENSIONS[name].value) for name in odd_dimensions(case, minimal))
+    return [Need(name, words(case), words(minimal)) for name, words in found]
 
 
 @dataclass
@@ -74,7 +74,7 @@ class Search:
     then the smallest so far.
     """
 
-    claims: Capabilities
+    declared: Capabilities
     run: Callable[[Case], CaseResult]
     """One case-run, whatever the backend does."""
     seconds: float
@@ -87,10 +87,10 @@ class Search:
     first: CaseResult | None = None
     smallest: CaseResult | None = None
     """The smallest case that fails as the first did."""
-    plain: Case | None = None
+    minimal: Case | None = None
     """The goal: the minimal case of its mode that passes."""
     plain_passes: bool = False
-    """True if such a case is known; else ``plain`` is the minimal case, which fails."""
+    """True if such a case is known; else ``minimal`` is the minimal case, which fails."""
     _results: dict[str, CaseResult] = field(default_factory=dict)
     _begun: float = field(init=False)
 
@@ -116,12 +116,14 @@ class Search:
             pass
 
     def _find_plain(self) -> None:
-        candidates = [each for each in plain_cases(self.claims, self.case.mode) if not not_claimed(self.claims, each)]
-        for self.plain in candidates:
-            self.plain_passes = self._result(self.plain).status is Status.PASSED
+        candidates = [
+            each for each in minimal_cases(self.declared, self.case.mode) if not not_declared(self.declared, each)
+        ]
+        for self.minimal in candidates:
+            self.plain_passes = self._result(self.minimal).status is Status.PASSED
             if self.plain_passes:
                 return
-        self.plain = candidates[0]
+        self.minimal = candidates[0]
 
     def forget(self) -> None:
         """Return to the first case as the smallest."""
@@ -135,8 +137,8 @@ class Search:
 
     def odd(self) -> list[str]:
         """Names of dimensions in which the smallest case differs from the minimal one."""
-        assert self.plain is not None
-        return odd_dimensions(self.case, self.plain)
+        assert self.minimal is not None
+        return odd_dimensions(self.case, self.minimal)
 
     def _make_plain(self) -> bool:
         """Reset all differing dimensions at once, then halves of them, quarters, and each by itself."""
@@ -150,13 +152,13 @@ class Search:
 
     def _with_plain(self, names: Sequence[str]) -> Case | None:
         """Reset some dimensions of the smallest case. A dimension that depends on another waits for it."""
-        assert self.plain is not None
+        assert self.minimal is not None
         case, waiting = self.case, list(names)
         while waiting:
             left = []
             for name in waiting:
                 try:
-                    case = changed(case, DIMENSIONS[name].reset(case, self.plain))
+                    case = changed(case, DIMENSIONS[name].reset(case, self.minimal))
                 except ValueError:
                     left.append(name)
             if len(left) == len(waiting):
@@ -180,10 +182,12 @@ class Search:
 
     def _make_nearer(self) -> bool:
         """Try smaller values of each dimension until none of them fails."""
-        assert self.plain is not None
+        assert self.minimal is not None
         found = False
         for name in DIMENSIONS:
-            while name in self.odd() and self._one_nearer(DIMENSIONS[name].steps(self.claims, self.case, self.plain)):
+            while name in self.odd() and self._one_nearer(
+                DIMENSIONS[name].steps(self.declared, self.case, self.minimal)
+            ):
                 found = True
         return found
 
@@ -200,7 +204,7 @@ class Search:
 
     def _keeps(self, case: Case | None) -> bool:
         """Take a case as the smallest if it is declared, nearer to the minimal one, and fails like the first one."""
-        if case is None or self._cost(case) >= self._cost(self.case) or not_claimed(self.claims, case):
+        if case is None or self._cost(case) >= self._cost(self.case) or not_declared(self.declared, case):
             return False
         result = self._result(case)
         if result.status not in BAD or not self._alike(result):
@@ -213,9 +217,9 @@ class Search:
         return self.any_failure or failed_check(result) == failed_check(self.first)
 
     def _cost(self, case: Case) -> tuple[int, list[tuple[float, ...]]]:
-        assert self.plain is not None
-        sizes = [dimension.size(case, self.plain) for dimension in DIMENSIONS.values()]
-        return len(odd_dimensions(case, self.plain)), sizes
+        assert self.minimal is not None
+        sizes = [dimension.size(case, self.minimal) for dimension in DIMENSIONS.values()]
+        return len(odd_dimensions(case, self.minimal)), sizes
 
     def _result(self, case: Case) -> CaseResult:
         if case.id not in self._results:

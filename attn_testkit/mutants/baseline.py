@@ -33,7 +33,7 @@ def read_sources(backend: str, modules: Sequence[str], device: str) -> dict[str,
     with tempfile.TemporaryDirectory(prefix="attn-testkit-mutants-") as folder:
         runner = Runner()
         with closing(runner):
-            runner.claims(Candidate(backend, sources=OtherSources(located=tuple(modules), notes=folder)), device)
+            runner.declared(Candidate(backend, sources=OtherSources(located=tuple(modules), notes=folder)), device)
         files: dict[str, str] = next(row["files"] for row in _Notes(Path(folder)).new())
     sources = {}
     for module, file in files.items():
@@ -88,7 +88,7 @@ def _check_import(candidates: Sequence[Candidate], device: str) -> None:
     runner = Runner()
     with closing(runner):
         for candidate in candidates:
-            runner.claims(replace(candidate, sources=replace(candidate.sources, notes="")), device)
+            runner.declared(replace(candidate, sources=replace(candidate.sources, notes="")), device)
 
 
 def _red(result: CaseResult) -> UsageError:

@@ -26,12 +26,12 @@ from ..running.processes.forking import begin_forking
 from ..running.processes.merging import merged
 from .baseline import MEMORY, read_sources, run_baseline
 from .equivalents import read_equivalents
-from .journal import CLAIMS, KILLED, KIT, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Journal, Verdict
+from .journal import CAPABILITIES, KILLED, KIT, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Journal, Verdict
 from .operators import Mutant, mutants_of
 from .order import Order, name_of
 from .reach import Spot, reaches, spot_of
 from .settings import Hunt, See, Settings
-from .specials import ALL, UNSEEN, is_claim
+from .specials import ALL, UNSEEN, is_capability
 from .stages import Stage, stages_of
 
 __all__ = ["hunt"]
@@ -82,7 +82,7 @@ def _path(module: str) -> str:
 
 
 def _mutants(module: str, text: bytes) -> list[Mutant]:
-    return mutants_of(text, _path(module), UNSEEN, ALL, is_claim)
+    return mutants_of(text, _path(module), UNSEEN, ALL, is_capability)
 
 
 def _lot(mutants: Sequence[Mutant], count: int | None, seed: int) -> list[Mutant]:
@@ -106,7 +106,7 @@ class _Party:
     def __post_init__(self) -> None:
         runner = Runner()
         with closing(runner):
-            self.claims: Capabilities = runner.claims(Candidate(self.settings.backend), self.settings.device)
+            self.declared: Capabilities = runner.declared(Candidate(self.settings.backend), self.settings.device)
         self.journal = Journal(self.settings.journal, self._state())
         self.plain = OtherSources(tuple(self._copy(m, text, "as-it-is") for m, text in self.sources.items()))
         self.spots: dict[str, tuple[str, Spot]] = {}
@@ -118,7 +118,7 @@ class _Party:
 
     def _state(self) -> str:
         """Digest of everything that makes earlier verdicts void, except the cases."""
-        known = [importlib.metadata.version("attn-testkit"), resolve(self.settings.device).name, _stable(self.claims)]
+        known = [importlib.metadata.version("attn-testkit"), resolve(self.settings.device).name, _stable(self.declared)]
         state = hashlib.sha256("\0".join(known).encode())
         for module, text in sorted(self.sources.items()):
             state.update(module.encode() + b"\0" + text)
@@ -132,7 +132,7 @@ class _Party:
     def judge(self, mutants: Sequence[Mutant]) -> None:
         """Evaluate the mutants that have no verdict: first each by a few case-runs of every stage, then the rest by
         all."""
-        self.stages = stages_of(self.settings, self.claims)
+        self.stages = stages_of(self.settings, self.declared)
         for most in (_FIRST_TRY, None):
             for stage in self.stages:
                 if self._is_over():
@@ -181,7 +181,7 @@ class _Party:
             for done, (mutant, verdict) in enumerate(merged([verdicts(r) for r in runners], end), start=1):
                 # What an earlier stage has said of it in full is kept until this one has.
                 if verdict.status != OPEN or self._status(mutant) in ("", OPEN):
-                    self.journal.judged(mutant.id, verdict, _readable(mutant))
+                    self.journal.evaluated(mutant.id, verdict, _readable(mutant))
                 self.see(f"{verdict.status}: {mutant.path}:{mutant.line} {mutant.operator}", done, len(mutants))
         finally:
             end()
@@ -240,8 +240,8 @@ class _Party:
         instead = dict(self.plain.instead) | dict([copy])
         candidate = Candidate(self.settings.backend, sources=OtherSources(tuple(instead.items()), memory=MEMORY))
         try:
-            if runner.claims(candidate, self.settings.device) != self.claims:
-                return Verdict(CLAIMS)
+            if runner.declared(candidate, self.settings.device) != self.declared:
+                return Verdict(CAPABILITIES)
         except UsageError:
             return Verdict(KILLED, by="import")
         plan = replace(plan, candidates=(candidate,))

@@ -11,10 +11,10 @@ from typing import Any
 from ..reports.record import cannot_write
 from .reach import Lines
 
-__all__ = ["CLAIMS", "KILLED", "KIT", "OPEN", "SURVIVED", "TIMED_OUT", "UNREACHED", "Journal", "Run", "Verdict"]
+__all__ = ["CAPABILITIES", "KILLED", "KIT", "OPEN", "SURVIVED", "TIMED_OUT", "UNREACHED", "Journal", "Run", "Verdict"]
 
 KILLED, TIMED_OUT, SURVIVED, UNREACHED = "killed", "timed out", "survived", "not reached"
-CLAIMS, KIT, OPEN = "other capabilities", "the kit failed", "not settled"
+CAPABILITIES, KIT, OPEN = "other capabilities", "the kit failed", "not settled"
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ class Journal:
         lines = {module: sorted(found) for module, found in run.lines.items()}
         self._write({"name": run.name, "seconds": round(run.seconds, 3), "lines": lines})
 
-    def judged(self, mutant: str, verdict: Verdict, readable: dict[str, object]) -> None:
+    def evaluated(self, mutant: str, verdict: Verdict, readable: dict[str, object]) -> None:
         """Note a verdict. ``readable``: facts about the mutant for people."""
         self.verdicts[mutant] = verdict
         self._write({"mutant": mutant, **readable, **asdict(verdict)})

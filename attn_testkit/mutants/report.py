@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from .journal import CLAIMS, KILLED, KIT, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Verdict
+from .journal import CAPABILITIES, KILLED, KIT, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Verdict
 from .operators import Mutant
 from .settings import Hunt
 from .suspects import suspicion
@@ -32,8 +32,8 @@ def score(hunt: Hunt) -> float | None:
     """
     found = counts(hunt)
     noticed = found[KILLED] + found[TIMED_OUT]
-    judged = noticed + found[SURVIVED] + found[UNREACHED]
-    return noticed / judged if judged else None
+    evaluated = noticed + found[SURVIVED] + found[UNREACHED]
+    return noticed / evaluated if evaluated else None
 
 
 def _score_of_quiet(hunt: Hunt) -> tuple[int, int]:
@@ -71,16 +71,18 @@ def hunt_text(hunt: Hunt) -> str:
     killers = Counter(v.by for name, v in hunt.verdicts.items() if v.status == KILLED and name not in hunt.reasons)
     if killers:
         lines += ["", "killed by, first", *(f"  {count:5}  {check}" for check, count in killers.most_common())]
-    found, judged = counts(hunt), score(hunt)
+    found, evaluated = counts(hunt), score(hunt)
     drawn = f"a sample of {len(hunt.mutants)}, seed {hunt.settings.seed}" if hunt.settings.sample else "all of them"
     lines += ["", f"{hunt.settings.backend}: {hunt.all_mutants} mutants of {', '.join(hunt.sources)}; {drawn}"]
     lines += [f"  {found[status]:5}  {words}" for status, words in _WORDS if found[status]]
     left = len({m.id for m in hunt.mutants} - hunt.verdicts.keys() - hunt.reasons.keys())
     lines += [f"  {left:5}  not evaluated: the time was over"] if left else []
-    if judged is not None:
+    if evaluated is not None:
         killed, quiet = _score_of_quiet(hunt)
         of_quiet = f"; {killed} of {quiet} of those that raise nothing" if quiet else ""
-        lines += [f"score {judged:.1%}{of_quiet}; {hunt.runs} case-runs at most, {hunt.device}, {hunt.seconds:.0f} s"]
+        lines += [
+            f"score {evaluated:.1%}{of_quiet}; {hunt.runs} case-runs at most, {hunt.device}, {hunt.seconds:.0f} s"
+        ]
     return "\n".join(lines)
 
 
@@ -91,7 +93,7 @@ _WORDS = (
     (UNREACHED, "not reached by any case-run, which counts as survived"),
     (OPEN, "not settled: the time was over"),
     (EQUIVALENT, "named equivalent, not counted"),
-    (CLAIMS, "declare other capabilities than the backend, not counted"),
+    (CAPABILITIES, "declare other capabilities than the backend, not counted"),
     (KIT, "made the kit itself fail, not counted"),
 )
 
@@ -103,8 +105,10 @@ def exit_code(hunt: Hunt) -> int:
     found = counts(hunt)
     if found[KIT]:
         return 3
-    judged = hunt.verdicts.keys() | hunt.reasons.keys()
-    return 1 if found[SURVIVED] + found[UNREACHED] + found[OPEN] or any(m.id not in judged for m in hunt.mutants) else 0
+    evaluated = hunt.verdicts.keys() | hunt.reasons.keys()
+    return (
+        1 if found[SURVIVED] + found[UNREACHED] + found[OPEN] or any(m.id not in evaluated for m in hunt.mutants) else 0
+    )
 
 
 def plain(hunt: Hunt) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from itertools import pairwise
 
 from .operators import OPERATORS, Code, Edit, Operator
 
-__all__ = ["ALL", "SPECIALS", "UNSEEN", "is_claim"]
+__all__ = ["ALL", "SPECIALS", "UNSEEN", "is_capability"]
 
 UNSEEN = frozenset({"num_warps", "num_stages", "non_blocking", "daemon", "maxsize", "repr", "strict"})
 """Keyword arguments that change how fast something is, or nothing that an output or a KV slot could show."""
@@ -133,7 +133,7 @@ SPECIALS: dict[str, Operator] = {
 ALL: dict[str, Operator] = {**OPERATORS, **SPECIALS}
 
 
-def is_claim(node: ast.AST) -> bool:
+def is_capability(node: ast.AST) -> bool:
     """True for ``capabilities = ...``, which is not code of a backend: declaring less is right, and gives fewer
     cases."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []

@@ -33,12 +33,12 @@ class Stage:
     """Digests of later stages."""
 
 
-def stages_of(settings: Settings, claims: Capabilities) -> list[Stage]:
+def stages_of(settings: Settings, declared: Capabilities) -> list[Stage]:
     """Stages in their order. Raises ``UsageError`` if nothing of what is declared can run here."""
     stages: list[Stage] = []
     known: list[Item] = []
     for tier in ("smoke", "core") if settings.tier == "core" else ("smoke",):
-        plan = _plan(settings, claims, tier)
+        plan = _plan(settings, declared, tier)
         names = set(map(name_of, known))
         items = [replace(item, probe=False) for item in plan.items if name_of(item) not in names]
         if tier == "core":
@@ -52,7 +52,7 @@ def stages_of(settings: Settings, claims: Capabilities) -> list[Stage]:
     return [replace(stage, before=digests[:n], after=digests[n + 1 :]) for n, stage in enumerate(stages)]
 
 
-def _plan(settings: Settings, claims: Capabilities, tier: str) -> Plan:
+def _plan(settings: Settings, declared: Capabilities, tier: str) -> Plan:
     request = Request(
         backends=(settings.backend,),
         modes=settings.modes,
@@ -60,7 +60,7 @@ def _plan(settings: Settings, claims: Capabilities, tier: str) -> Plan:
         device=settings.device,
         command="attn-testkit audit --mutants",
     )
-    return replace(plan_run(request, lambda _: claims), explains="nothing")
+    return replace(plan_run(request, lambda _: declared), explains="nothing")
 
 
 def _digest(names: Iterable[str]) -> str:

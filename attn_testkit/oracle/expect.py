@@ -38,7 +38,7 @@ class _Answer:
     logits_limit: torch.Tensor
     """[R, vocab]."""
     lse: torch.Tensor | None
-    """[L, T, P, Hq]: natural, of each part of a case with parts (``families/softmax/parts.py``)."""
+    """[L, T, P, Hq]: natural, of each part of a case with parts (``families/softmax/kv_splits.py``)."""
     lse_limit: torch.Tensor | None
     """[L, T, P, Hq]."""
     key_sum: torch.Tensor | None

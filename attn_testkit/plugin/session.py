@@ -15,7 +15,7 @@ from ..registry import UsageError
 from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, note_lines, untried_lines
+from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
 from ..running.planning.request import (
     Item,
     Judge,
@@ -152,13 +152,16 @@ class Session:
                 self.due[nodeid] = item
         deselected = len(prepared.items) - len(self.due)
         header = prepared.plan.header
-        untried = dict(header.untried)
+        not_covered = dict(header.not_covered)
         if deselected:
             # Which values those cover is not known here, without torch.
-            untried = {
-                spec: (*phrases, f"what {deselected} deselected case-runs cover") for spec, phrases in untried.items()
+            not_covered = {
+                spec: (*phrases, f"what {deselected} deselected case-runs cover")
+                for spec, phrases in not_covered.items()
             }
-        self.header = replace(header, planned=header.planned - deselected, command=self.command, untried=untried)
+        self.header = replace(
+            header, planned=header.planned - deselected, command=self.command, not_covered=not_covered
+        )
         self.problems = prepared.problems()
         if self.report:
             try:
@@ -215,7 +218,7 @@ class Session:
             terminal.line(f"problem: {problem}")
         for line in note_lines(self.header.notes):
             terminal.line(line)
-        for line in [*left_lines(self.header, self.results), *untried_lines(self.header.untried)]:
+        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered)]:
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)

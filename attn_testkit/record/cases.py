@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..cases.as_claimed import as_claimed
 from ..cases.case import Case, Heads
-from ..cases.claimed import not_claimed
+from ..cases.declared import not_declared
 from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.draft import Draft
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Accepted, Decode, Drafted, Extend, Verify, room_for
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
@@ -63,8 +63,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return lines
 
 
-def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = None) -> Recorded:
-    """A case for each batch whose layers and lengths are known. With ``claims`` only declared cases, in declared
+def cases_of(lines: Iterable[Mapping[str, Any]], declared: Capabilities | None = None) -> Recorded:
+    """A case for each batch whose layers and lengths are known. With ``declared`` only declared cases, in declared
     layouts."""
     lines = list(lines)
     layers: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
@@ -77,8 +77,8 @@ def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = N
             continue
         try:
             case, differs = _case_of(line, layers.get(_instance(line), []))
-            if claims is not None:
-                case = _as_they_hold_it(claims, case)
+            if declared is not None:
+                case = _as_they_hold_it(declared, case)
         except _NoCase as why:
             found.skipped[str(why)] += 1
         except (KeyError, TypeError, ValueError) as error:
@@ -89,11 +89,11 @@ def cases_of(lines: Iterable[Mapping[str, Any]], claims: Capabilities | None = N
     return found
 
 
-def _as_they_hold_it(claims: Capabilities, case: Case) -> Case:
+def _as_they_hold_it(declared: Capabilities, case: Case) -> Case:
     """The case in the declared KV layout; a similar one if it is not declared."""
-    case = replace(case, kv_layout=usual_layout(claims))
-    case = as_claimed(claims, case) if not_claimed(claims, case) else case
-    lacking = not_claimed(claims, case)
+    case = replace(case, kv_layout=usual_layout(declared))
+    case = nearest_declared(declared, case) if not_declared(declared, case) else case
+    lacking = not_declared(declared, case)
     if lacking:
         raise _NoCase(f"not declared: {lacking}")
     return case

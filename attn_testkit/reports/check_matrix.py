@@ -15,15 +15,15 @@ __all__ = ["CheckCell", "CheckMatrix", "CheckRow", "check_matrices", "reading_or
 class CheckCell:
     """Numbers of case-runs for one check in one mode and execution."""
 
-    judged: int
+    evaluated: int
     failed: int
-    not_judged: int
+    not_evaluated: int
     """Number of case-runs in which it applies and could not be evaluated."""
 
     @property
     def kind(self) -> str:
-        """The CSS class and mark: ``failed``, ``kept``, ``unjudged`` or ``none`` (it does not apply)."""
-        return "failed" if self.failed else "kept" if self.judged else "unjudged" if self.not_judged else "none"
+        """The CSS class and mark: ``failed``, ``kept``, ``untested`` or ``none`` (it does not apply)."""
+        return "failed" if self.failed else "kept" if self.evaluated else "untested" if self.not_evaluated else "none"
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,9 @@ def reading_order(results: Iterable[CaseResult]) -> tuple[str, ...]:
 
     A page then needs no table of checks, which imports torch, and can show those of another version of the kit.
     """
-    lists = {kind for result in results for kind in (result.checks, result.not_judged, tuple(sorted(_failed(result))))}
+    lists = {
+        kind for result in results for kind in (result.checks, result.not_evaluated, tuple(sorted(_failed(result))))
+    }
     order: list[str] = []
     for ids in sorted(lists, key=lambda ids: (-len(ids), ids)):
         place = len(order)
@@ -89,13 +91,13 @@ def _failed(result: CaseResult) -> set[str]:
 
 
 def _check_row(mode: str, execution: str, group: Sequence[CaseResult], checks: Sequence[str]) -> CheckRow:
-    judged = Counter(check for result in group for check in {*result.checks, *_failed(result)})
+    evaluated = Counter(check for result in group for check in {*result.checks, *_failed(result)})
     failed = Counter(check for result in group for check in _failed(result))
-    not_judged = Counter(check for result in group for check in {*result.not_judged} - _failed(result))
+    not_evaluated = Counter(check for result in group for check in {*result.not_evaluated} - _failed(result))
     return CheckRow(
         mode,
         execution,
-        tuple(CheckCell(judged[check], failed[check], not_judged[check]) for check in checks),
+        tuple(CheckCell(evaluated[check], failed[check], not_evaluated[check]) for check in checks),
         lost=sum(result.status in (Status.CRASHED, Status.TIMED_OUT) for result in group),
         emulated=tuple(sorted({part for result in group for part in emulated_parts(result)})),
     )

@@ -33,7 +33,7 @@ class Night:
     """Backend -> case-runs that passed."""
     red: Mapping[str, int]
     """Backend -> case-runs that failed, crashed, timed out or passed unexpectedly."""
-    claimed: Mapping[str, int]
+    declared: Mapping[str, int]
     """Backend -> case-runs in the results file; fewer than planned if the night did not finish."""
     statuses: Mapping[Key, Status]
     """Statuses of the case-runs in question."""
@@ -102,16 +102,16 @@ def night_of(report: Report) -> Night:
 def _night(started: str, finished: bool, runs: Iterable[tuple[Key, Status]], asked: Collection[Key]) -> Night:
     passed: Counter[str] = Counter()
     red: Counter[str] = Counter()
-    claimed: Counter[str] = Counter()
+    declared: Counter[str] = Counter()
     statuses: dict[Key, Status] = {}
     for key, status in runs:
         backend = key[0]
-        claimed[backend] += 1
+        declared[backend] += 1
         passed[backend] += status is Status.PASSED
         red[backend] += status in BAD
         if key in asked:
             statuses[key] = status
-    return Night(started, finished, passed, red, claimed, statuses)
+    return Night(started, finished, passed, red, declared, statuses)
 
 
 def read_history(folder: str | Path, report: Report) -> History:

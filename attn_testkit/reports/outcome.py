@@ -20,7 +20,7 @@ from ..results import (
     exit_code,
     format_failure,
     left_lines,
-    untried_lines,
+    not_covered_lines,
 )
 
 __all__ = ["FailureTexts", "NotConformant", "Results", "verdict"]
@@ -77,11 +77,11 @@ def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
         beside = f"; not runnable here: {reasons}" if reasons else ""
         return f"no backend declares what the selected cases need; {', '.join(lacking)}{beside}"
     pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
-    unclaimed = sum(row.status is Status.UNSUPPORTED for row in rows)
+    undeclared = sum(row.status is Status.UNSUPPORTED for row in rows)
     counts = [
-        (unclaimed, "not declared"),
+        (undeclared, "not declared"),
         (len(absent), "not runnable here" + (f" ({reasons})" if reasons else "")),
-        (pairs - unclaimed - len(absent), "not selected"),
+        (pairs - undeclared - len(absent), "not selected"),
     ]
     return f"of {pairs} pairs of mode and execution " + ", ".join(f"{n} {why}" for n, why in counts if n > 0)
 
@@ -171,7 +171,12 @@ class Results(Sequence[CaseResult]):
         return "\n".join(
             filter(
                 None,
-                (self.texts, *left_lines(self.header, self.rows), *untried_lines(self.header.untried), self.verdict),
+                (
+                    self.texts,
+                    *left_lines(self.header, self.rows),
+                    *not_covered_lines(self.header.not_covered),
+                    self.verdict,
+                ),
             )
         )
 

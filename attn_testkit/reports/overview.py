@@ -40,7 +40,7 @@ class Cell:
         return next((kind for kind in kinds if getattr(self, kind)), "none")
 
     @property
-    def claimed(self) -> int:
+    def declared(self) -> int:
         """Number of all planned case-runs."""
         return self.passed + self.red + self.known + self.missing
 

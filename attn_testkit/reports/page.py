@@ -18,9 +18,9 @@ from ..results import (
     Status,
     emulated_parts,
     left_lines,
+    not_covered_lines,
     note_lines,
     repro_command,
-    untried_lines,
 )
 from .check_matrix import check_matrices
 from .compare import compare_reports
@@ -204,7 +204,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "nights": len(nights),
         "first_night": nights[0].started[:10] if nights else "",
         "history": history,
-        "known": [(result, issue_parts(result.reason)) for result in known[:MOST_LINES]],
+        "known": [(result, issue_splits(result.reason)) for result in known[:MOST_LINES]],
         "known_more": max(0, len(known) - MOST_LINES),
         "margins": _margins(runs),
         "tightest": _tightest(runs),
@@ -217,7 +217,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
         "emulation": _emulation(runs),
         "notes": note_lines(report.header.notes),
-        "untried": [*left_lines(report.header, runs), *untried_lines(report.header.untried)],
+        "not_covered": [*left_lines(report.header, runs), *not_covered_lines(report.header.not_covered)],
         "hints": Counter(hint for result in results for hint in result.hints).most_common(),
         "seconds_of": seconds_of,
         "emulated_parts": emulated_parts,
@@ -235,7 +235,7 @@ def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str,
     return numbers
 
 
-def issue_parts(reason: str) -> list[tuple[str, bool]]:
+def issue_splits(reason: str) -> list[tuple[str, bool]]:
     """Split a reason into pairs of text and whether it is an address."""
     return [(part, part.startswith("http")) for part in re.split(r"(https?://[^\s;,]+)", reason) if part]
 
@@ -247,16 +247,16 @@ def _trend(report: Report, nights: Sequence[Night]) -> list[tuple[str, str, Mark
     return [
         (
             backend,
-            f"{tonight.passed[backend]} of {tonight.claimed[backend]}",
+            f"{tonight.passed[backend]} of {tonight.declared[backend]}",
             nights_plot([_column(night, backend) for night in all_nights]),
         )
-        for backend in tonight.claimed
+        for backend in tonight.declared
     ]
 
 
 def _column(night: Night, backend: str) -> tuple[str, int, int, int, bool]:
-    passed, red, claimed = (each.get(backend, 0) for each in (night.passed, night.red, night.claimed))
-    return night.started[:10], passed, red, claimed, night.finished
+    passed, red, declared = (each.get(backend, 0) for each in (night.passed, night.red, night.declared))
+    return night.started[:10], passed, red, declared, night.finished
 
 
 _DTYPES = re.compile(r"-(fp16|bf16|fp32)-(?:.*-kv([a-z0-9]+)(?=-))?")

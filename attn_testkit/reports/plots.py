@@ -123,13 +123,13 @@ def nights_plot(nights: Sequence[tuple[str, int, int, int, bool]]) -> Markup:
     """Plot one column per night, oldest first: (name, passed, red, planned, finished). Red is never too thin to see."""
     column, gap, height, thinnest = 8, 2, 30, 4.0
     parts = []
-    for index, (name, passed, red, claimed, finished) in enumerate(nights):
+    for index, (name, passed, red, declared, finished) in enumerate(nights):
         at = index * (column + gap)
-        other = claimed - passed - red
-        if not claimed:
+        other = declared - passed - red
+        if not declared:
             parts.append(f'<path class="absent" d="M{at} {height - 2}h{column}v2h-{column}z"/>')
             continue
-        tall = [max(thinnest, height * count / claimed) if count else 0.0 for count in (red, other)]
+        tall = [max(thinnest, height * count / declared) if count else 0.0 for count in (red, other)]
         tall = [each * min(1.0, height / sum(tall)) if sum(tall) else 0.0 for each in tall]
         tops = [0.0, tall[0], sum(tall), float(height)]
         column_parts = "".join(
@@ -137,7 +137,7 @@ def nights_plot(nights: Sequence[tuple[str, int, int, int, bool]]) -> Markup:
             for kind, (top, bottom) in zip(("bad", "known", "good"), itertools.pairwise(tops), strict=True)
             if bottom > top
         )
-        said = f"{name}: {passed} of {claimed} passed" + (f", {red} red" if red else "")
+        said = f"{name}: {passed} of {declared} passed" + (f", {red} red" if red else "")
         said += "" if finished else "; the night did not finish"
         kind = "" if finished else ' class="cut"'
         parts.append(f"<g{kind}><title>{escape(said)}</title>{column_parts}</g>")

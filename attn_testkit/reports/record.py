@@ -65,7 +65,7 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
         "status": Status(values["status"]),
         "findings": tuple(map(_finding_from_plain, values["findings"])),
         "checks": tuple(values["checks"]),
-        "not_judged": tuple(values.get("not_judged", ())),  # a file of an earlier version lacks it
+        "not_evaluated": tuple(values.get("not_evaluated", ())),  # a file of an earlier version lacks it
         "hints": tuple(values["hints"]),
         "after": tuple(values.get("after", ())),
         "margin": None if margin is None else float(margin),
@@ -186,9 +186,9 @@ def read_report(path: str | Path) -> Report:
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
         header = RunHeader(**data["header"])
-        untried = {spec: tuple(phrases) for spec, phrases in header.untried.items()}
+        not_covered = {spec: tuple(phrases) for spec, phrases in header.not_covered.items()}
         notes = {spec: tuple(texts) for spec, texts in header.notes.items()}
-        header = replace(header, limits=tuple(header.limits), untried=untried, notes=notes)
+        header = replace(header, limits=tuple(header.limits), not_covered=not_covered, notes=notes)
         results = tuple(result_from_plain(item) for item in data["results"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from error

@@ -21,7 +21,7 @@ HERE = Path(__file__).resolve()
 sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2] / "tests" / "bridges")]
 
 from attn_testkit.cases.case import parse_case  # noqa: E402
-from attn_testkit.cases.claimed import not_claimed  # noqa: E402
+from attn_testkit.cases.declared import not_declared  # noqa: E402
 from attn_testkit.contract import Capabilities  # noqa: E402
 from attn_testkit.results import RAN, CaseResult, Status  # noqa: E402
 from attn_testkit.running.planning.candidate import Candidate  # noqa: E402
@@ -43,7 +43,7 @@ def judging() -> Iterator[JudgeProcess]:
 
 
 def planned(judge: JudgeProcess, spec: str, wanted: Runs | None, bug: Bug | None) -> tuple[Plan, list[Item]] | None:
-    """The case-runs of a class: those that are wanted and claimed, or of tier smoke; of a bug, those where it shows.
+    """The case-runs of a class: those that are wanted and declared, or of tier smoke; of a bug, those where it shows.
     None if there are none.
     """
     modes, executions = ((), ()) if bug is None else ((bug.mode,), (bug.execution,))
@@ -51,19 +51,20 @@ def planned(judge: JudgeProcess, spec: str, wanted: Runs | None, bug: Bug | None
     if wanted is None:
         plan = judge.plan(request)
         return plan, list(plan.items)
-    chosen = claimed(judge.capabilities(Candidate(spec), DEVICE), wanted, bug)
+    chosen = supported(judge.capabilities(Candidate(spec), DEVICE), wanted, bug)
     if not chosen:
         return None
     plan = judge.plan(replace(request, cases=tuple(dict.fromkeys(case for case, _ in chosen))))
     return plan, [item for item in plan.items if (item.case, item.execution) in chosen]
 
 
-def claimed(claims: Capabilities, wanted: Runs, bug: Bug | None) -> Runs:
-    """Those that the class claims, and of a bug those where it shows. It refuses the others, with a bug or without."""
+def supported(declared: Capabilities, wanted: Runs, bug: Bug | None) -> Runs:
+    """Those that the class declares, and of a bug those where it shows. It refuses the others, with a bug or
+    without."""
     return [
         (case, execution)
         for case, execution in wanted
-        if not not_claimed(claims, parse_case(case))
+        if not not_declared(declared, parse_case(case))
         and (bug is None or (parse_case(case).mode.value, execution) == (bug.mode, bug.execution))
     ]
 
@@ -100,7 +101,7 @@ def _cpu_seconds() -> float:
 
 def _checked(plan: Plan, items: Sequence[Item]) -> int:
     """Steps that a worker sends back: all of them are judged."""
-    from attn_testkit.runner_modes.messages import DriveCase
+    from attn_testkit.runner_modes.messages import RunCase
 
     from attn_testkit.contract import Execution
     from attn_testkit.environment import resolve
@@ -108,7 +109,7 @@ def _checked(plan: Plan, items: Sequence[Item]) -> int:
 
     resolve(plan.device).prepare_process()
     with contextlib.closing(Worker(plan.candidates[0], plan.device, timeout_s=300.0)) as worker:
-        return sum(len(worker.drive(DriveCase(item.case, Execution(item.execution))).records) for item in items)
+        return sum(len(worker.drive(RunCase(item.case, Execution(item.execution))).records) for item in items)
 
 
 def count(judge: Judge, plan: Plan, items: Sequence[Item]) -> tuple[int, int]:
@@ -132,7 +133,7 @@ def main() -> None:
     with judging() as judge:
         for who, spec, wanted in sources:
             of_class = planned(judge, spec.format(args.backend), wanted, None)
-            assert of_class is not None, f"{args.backend} claims no case"
+            assert of_class is not None, f"{args.backend} declares no case"
             rates.append(rate(judge, f"this kit, {who}", *of_class))
         for bug in (bug for bug in (*BUGS, *SHIPPED) if bug.name in args.bug):
             with_bug[bug.name] = {}

@@ -32,7 +32,7 @@ SHIPPED = (
     Bug("WindowsInDecode", "#32087", "decode", "eager"),
     Bug("FP8", "#22277", "target-verify", "eager"),
 )
-"""They are in the release itself: here they are claimed, and its own kit runs as it is."""
+"""They are in the release itself: here they are declared, and its own kit runs as it is."""
 
 
 @dataclass(frozen=True)

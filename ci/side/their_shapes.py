@@ -1,6 +1,6 @@
-"""``their_shapes:NAME``: SGLang's classes, without and with a bug, which claim the shapes of SGLang's own kit too.
+"""``their_shapes:NAME``: SGLang's classes, without and with a bug, which capability the shapes of SGLang's own kit too.
 
-That kit tries head dim 16 and pages of 32 tokens, which the bridge does not claim. Importing this imports SGLang.
+That kit tries head dim 16 and pages of 32 tokens, which the bridge does not declare. Importing this imports SGLang.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from side.shapes import HEAD_DIM
 
 
 def _wider(backend: Any) -> Any:
-    claims = backend.capabilities
+    declared = backend.capabilities
     wide = dataclasses.replace(
-        claims, head_dims=claims.head_dims | {HEAD_DIM}, page_sizes=claims.page_sizes | {32},
+        declared, head_dims=declared.head_dims | {HEAD_DIM}, page_sizes=declared.page_sizes | {32},
     )  # fmt: skip
     return type(backend.__name__, (backend,), {"capabilities": wide, "__module__": __name__})
 

@@ -49,7 +49,7 @@ class WindowOfThePrefix(FlashInferRaggedBackend):
 
 
 class NewRowsAsStored(FlashInferRaggedBackend):
-    """Stores first and attends the pool alone, and claims new rows as given."""
+    """Stores first and attends the pool alone, and declares new rows as given."""
 
     def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, *args: Any, **kwargs: Any) -> torch.Tensor:
         return FlashInferBackend.forward(self, q, k, v, layer, *args, **kwargs)

@@ -77,7 +77,7 @@ class FlashDecode(KernelBackend):
 
 
 class FlashDecodeOfFloat32(FlashDecode):
-    """Claims float32 and leaves `tl.dot` its default."""
+    """Declares float32 and leaves `tl.dot` its default."""
 
     capabilities = replace(FlashDecode.capabilities, dtypes={"fp32"})
 

@@ -104,9 +104,9 @@ def test_a_historic_mistake_is_caught(fault: str, execution: str, case: str, mes
 
 def test_the_warmup_compiles_what_every_layer_of_a_core_case_needs() -> None:
     compiled = {family.arguments for family in families_of(["flashinfer"])}
-    claims = FlashInferBackend.capabilities
+    declared = FlashInferBackend.capabilities
     needed = set()
-    for case in itertools.chain.from_iterable(generate(claims, mode, "core") for mode in claims.eager):
+    for case in itertools.chain.from_iterable(generate(declared, mode, "core") for mode in declared.eager):
         kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
         common = (DTYPES[case.dtype], kv_dtype, DTYPES[case.dtype], torch.int32, case.head_dim, case.head_dim, 0)
         for layer in make_layers(case):

@@ -1,4 +1,4 @@
-"""Adapters of kernels that find keys by slot: short, and conformant where their claims are honest."""
+"""Adapters of kernels that find keys by slot: short, and conformant where their capabilities are honest."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class SaysNothing(RaggedPrefillBackend):
     capabilities = RaggedPrefillBackend.capabilities.with_changes(new_rows_as_given=(), kv_dtypes={"fp8_e4m3"})
 
 
-def test_without_the_claim_it_is_told_what_to_claim() -> None:
+def test_without_the_capability_it_is_reported_what_to_declare() -> None:
     found = check_backend(SaysNothing, device="cpu", modes=["extend"], executions=["eager"], tier="smoke")
     assert not found.ok
     assert any("declare new_rows_as_given={'extend'}" in finding.hint for row in found for finding in row.findings)

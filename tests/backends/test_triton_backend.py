@@ -293,7 +293,7 @@ def test_a_chain_needs_no_mask() -> None:
     step.check(step.run())
 
 
-def test_what_is_not_claimed_is_refused() -> None:
+def test_what_is_not_declared_is_refused() -> None:
     for wrong in ({"heads": (9, 1)}, {"dim": 16}, {"page": 24, "ctx": 240}, {"dtype": torch.float64}):
         with pytest.raises(Unsupported):
             Server(**wrong)

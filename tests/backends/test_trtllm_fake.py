@@ -104,7 +104,7 @@ def test_context_takes_packed_rows_and_leaves_unowned_rows_alone() -> None:
     assert (out[6:] == 7).all()
 
 
-def test_keys_behind_the_longest_length_that_trtllm_gen_was_told_are_not_seen() -> None:
+def test_keys_behind_the_longest_length_that_trtllm_gen_was_reported_are_not_seen() -> None:
     given = inputs(1)
     short = {**given, "seq_lens": given["seq_lens"].clamp(max=20)}
     assert torch.equal(decode(DECODE_GEN, given, 1, max_seq_len=20), decode(DECODE_GEN, short, 1))

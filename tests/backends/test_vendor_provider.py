@@ -124,12 +124,12 @@ def test_a_fake_may_derive_from_the_real_class(package: ModuleType) -> None:
     assert fake_of(entry("Wrapper", "make_derived"))(8).plan(3) == "derived 3"
 
 
-def test_a_method_that_the_package_lost_is_told(package: ModuleType) -> None:
+def test_a_method_that_the_package_lost_is_reported(package: ModuleType) -> None:
     with pytest.raises(VendorMismatch, match="RealWrapper has no begin_forward"):
         fake_of(entry("Wrapper", "WrapperOfAnotherVersion"))
 
 
-def test_an_entry_point_that_the_package_lost_is_told(package: ModuleType) -> None:
+def test_an_entry_point_that_the_package_lost_is_reported(package: ModuleType) -> None:
     with pytest.raises(VendorMismatch, match="has no a_vendor:prefill"):
         provide(entry("prefill", "decode_in_torch"), torch.device("cpu"))
 
@@ -151,7 +151,7 @@ def test_either_kind_can_be_asked_for(package: ModuleType, h200: None, monkeypat
         provide(DECODE, CUDA)
 
 
-def test_swapped_names_come_back_and_lost_ones_are_told(package: ModuleType) -> None:
+def test_swapped_names_come_back_and_lost_ones_are_reported(package: ModuleType) -> None:
     with swapped({"a_vendor:decode": decode_in_torch}):
         assert package.decode is decode_in_torch
     assert package.decode is real_decode
@@ -177,7 +177,7 @@ with emulated_cuda():
 """
 
 
-def test_an_adapter_tells_its_claims_without_the_package() -> None:
+def test_an_adapter_tells_its_capabilities_without_the_package() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", _WITHOUT_THE_PACKAGE], capture_output=True, text=True, check=False
     )

@@ -94,7 +94,7 @@ class NoWindowInDraftExtend(Triton):
         self.real._update_draft_extend_buffers = wrong
 
 
-# What SGLang offers, and the bridge does not claim: it is wrong in 0.5.23.
+# What SGLang offers, and the bridge does not declare: it is wrong in 0.5.23.
 
 
 class WindowsInDecode(Triton):

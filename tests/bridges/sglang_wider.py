@@ -1,4 +1,4 @@
-"""What SGLang's FlashInfer backend offers, and the bridge does not claim: it is wrong in 0.5.23.
+"""What SGLang's FlashInfer backend offers, and the bridge does not declare: it is wrong in 0.5.23.
 
 PYTHONPATH=tests/bridges attn-testkit run --backend sglang_wider:SoftCap --mode decode
 """
@@ -30,4 +30,4 @@ class WindowsInVerify(FlashInfer):
 class SharedKV(FlashInfer):
     """Layers that share KV give None for k and v: an extend attends slots 0, 1, ... of the pool, whoever owns them."""
 
-    claims = dataclasses.replace(FlashInfer.claims, reads_back=True)
+    declared = dataclasses.replace(FlashInfer.declared, reads_back=True)

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_testkit.bridges.claims import Line
+from attn_testkit.bridges.capabilities import Line
 from attn_testkit.bridges.sglang import NAMES
-from attn_testkit.bridges.sglang.claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG
+from attn_testkit.bridges.sglang.capabilities import CAPABILITIES, CAPABILITIES_OF_OLDER, OF_SGLANG
 from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import SGLANG, Capabilities, ForwardMode
@@ -138,11 +138,11 @@ def test_known_failures_of_sglang_triton_are_decodes_of_mha_with_large_logits() 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
-    claims = CLAIMS[name]
-    fields = [line.claim for line in claims.lines]
+def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
+    declared = CAPABILITIES[name]
+    fields = [line.capability for line in declared.lines]
     assert len(fields) == len(set(fields))
-    made = claims.capabilities
+    made = declared.capabilities
     assert isinstance(made, Capabilities)
     assert made.kv_layouts == {"own"}, "SGLang's pools lay themselves out"
     assert made.graph <= made.eager
@@ -150,7 +150,7 @@ def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
 
 
 def test_no_name_is_both_driven_and_left_out() -> None:
-    assert not set(OF_SGLANG) & {claims.registered for claims in CLAIMS.values()}
+    assert not set(OF_SGLANG) & {declared.registered for declared in CAPABILITIES.values()}
 
 
 @pytest.mark.parametrize("bridge", BRIDGES.values())
@@ -163,16 +163,16 @@ def test_importing_a_bridge_imports_no_server(bridge: str) -> None:
 def _lines() -> list[tuple[str, Line]]:
     """Of the version that is installed."""
     found = importlib.util.find_spec("sglang") is not None
-    of_version = CLAIMS_OF_OLDER if found and importlib.metadata.version("sglang") == OLDER else CLAIMS
-    return [(name, line) for name, claims in of_version.items() for line in claims.lines]
+    of_version = CAPABILITIES_OF_OLDER if found and importlib.metadata.version("sglang") == OLDER else CAPABILITIES
+    return [(name, line) for name, declared in of_version.items() for line in declared.lines]
 
 
 LINES = _lines()
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed: ci/servers.sh")
-@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.claim}" for name, line in LINES])
-def test_the_place_that_a_claim_rests_on_is_there(name: str, line: Line) -> None:
+@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.capability}" for name, line in LINES])
+def test_the_place_that_a_capability_rests_on_is_there(name: str, line: Line) -> None:
     spec = importlib.util.find_spec("sglang")
     assert spec is not None
     assert spec.origin is not None

@@ -1,4 +1,4 @@
-"""Naming a backend of vLLM: what is said where it is missing, old, or misspelt; and the table of claims."""
+"""Naming a backend of vLLM: what is said where it is missing, old, or misspelt; and the table of capabilities."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from types import ModuleType
 
 import pytest
 
-from attn_testkit.bridges.claims import Line
+from attn_testkit.bridges.capabilities import Line
 from attn_testkit.bridges.vllm import NAMES
 from attn_testkit.bridges.vllm import imports as of_imports
-from attn_testkit.bridges.vllm.claims import CLAIMS, OF_VLLM, Claims
+from attn_testkit.bridges.vllm.capabilities import CAPABILITIES, OF_VLLM, BridgeCapabilities
 from attn_testkit.bridges.vllm.versions import SUPPORTED
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.claimed import not_claimed
+from attn_testkit.cases.declared import not_declared
 from attn_testkit.contract import Capabilities, server_conventions
 from attn_testkit.registry import BackendNotFound, load_backend
 from attn_testkit.running.planning.known_failures import KnownFailure, load_known
@@ -71,7 +71,7 @@ def test_another_name_is_answered_with_all_there_are(name: str, why: str | None)
 
 
 def test_no_name_is_both_driven_and_left_out() -> None:
-    assert not {name.lower() for name in OF_VLLM} & {claims.registered.lower() for claims in CLAIMS.values()}
+    assert not {name.lower() for name in OF_VLLM} & {declared.registered.lower() for declared in CAPABILITIES.values()}
     assert not set(OF_VLLM) & set(NAMES)
 
 
@@ -84,11 +84,11 @@ def test_the_script_that_messages_name_makes_an_environment_of_it() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
-    claims = CLAIMS[name]
-    fields = [line.claim for line in claims.lines]
+def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
+    declared = CAPABILITIES[name]
+    fields = [line.capability for line in declared.lines]
     assert len(fields) == len(set(fields))
-    made = claims.capabilities
+    made = declared.capabilities
     assert isinstance(made, Capabilities)
     assert made.graph <= made.eager
     # What is the model runner's is said of all.
@@ -98,8 +98,8 @@ def test_claims_are_capabilities_and_each_is_made_once(name: str) -> None:
 
 
 def test_groups_are_merged_by_a_flag_alone() -> None:
-    """What passes and what fails differ in how layers are grouped, and in what is claimed of groups."""
-    plain, merged = CLAIMS["flex"], CLAIMS["flex_merged"]
+    """What passes and what fails differ in how layers are grouped, and in what is declared of groups."""
+    plain, merged = CAPABILITIES["flex"], CAPABILITIES["flex_merged"]
     assert (plain.one_kv_group, merged.one_kv_group) == (False, True)
     assert plain.registered == merged.registered
     assert plain.capabilities.kv_groups
@@ -109,18 +109,18 @@ def test_groups_are_merged_by_a_flag_alone() -> None:
     )
 
 
-def test_both_kernels_of_triton_have_the_same_claims() -> None:
-    assert CLAIMS["triton_2d"].capabilities == CLAIMS["triton"].capabilities
-    assert CLAIMS["triton_2d"].capture_sizes == (1,)
-    assert not CLAIMS["triton"].capture_sizes, "the buckets of the case"
+def test_both_kernels_of_triton_have_the_same_capabilities() -> None:
+    assert CAPABILITIES["triton_2d"].capabilities == CAPABILITIES["triton"].capabilities
+    assert CAPABILITIES["triton_2d"].capture_sizes == (1,)
+    assert not CAPABILITIES["triton"].capture_sizes, "the buckets of the case"
 
 
 def test_a_variable_that_vllm_has_read_already_is_not_set_behind_its_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims = Claims("TRITON_ATTN", (), environment={"VLLM_BATCH_INVARIANT": "1"})
+    declared = BridgeCapabilities("TRITON_ATTN", (), environment={"VLLM_BATCH_INVARIANT": "1"})
     monkeypatch.setitem(sys.modules, "vllm.envs", ModuleType("vllm.envs"))
     monkeypatch.delenv("VLLM_BATCH_INVARIANT", raising=False)
     with pytest.raises(RuntimeError, match="imported before VLLM_BATCH_INVARIANT=1 was set"):
-        of_imports.prepare(claims)
+        of_imports.prepare(declared)
     assert "VLLM_BATCH_INVARIANT" not in os.environ
 
 
@@ -132,7 +132,7 @@ def known_failures_of(backend: str) -> list[KnownFailure]:
 
 def test_known_failures_of_merged_groups_are_graphs_that_keep_the_length_of_their_capture() -> None:
     known = known_failures_of("vllm:flex_merged")
-    assert {each.cases.partition("-*-")[0] for each in known} == CLAIMS["flex_merged"].capabilities.graph
+    assert {each.cases.partition("-*-")[0] for each in known} == CAPABILITIES["flex_merged"].capabilities.graph
     assert {each.execution for each in known} == {"graph"}
     # A mask that is rebuilt for fewer rows than the capture had may be read past its end.
     assert {check for each in known for check in each.checks} == {"replay-follows-batch", "completes"}
@@ -141,22 +141,22 @@ def test_known_failures_of_merged_groups_are_graphs_that_keep_the_length_of_thei
 def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> None:
     (known,) = known_failures_of("vllm:triton_mla")
     case = parse_case(known.cases)
-    claims = CLAIMS["triton_mla"].capabilities
-    assert claims.lse is not None
-    assert claims.lse.dtype == "model"
-    assert not not_claimed(claims, case)
+    declared = CAPABILITIES["triton_mla"].capabilities
+    assert declared.lse is not None
+    assert declared.lse.dtype == "model"
+    assert not not_declared(declared, case)
     assert (case.dtype, case.data, case.parts) == ("fp16", "negative", "whole")
     assert known.execution == "", "eager and in graphs"
     assert known.checks == ("log-sum-exp", "matches-oracle")
 
 
 VLLM = importlib.util.find_spec("vllm")
-LINES = [(name, line) for name, claims in CLAIMS.items() for line in claims.lines]
+LINES = [(name, line) for name, declared in CAPABILITIES.items() for line in declared.lines]
 
 
 @pytest.mark.skipif(VLLM is None, reason="vLLM is not installed: ci/servers.sh")
-@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.claim}" for name, line in LINES])
-def test_the_place_that_a_claim_rests_on_is_there(name: str, line: Line) -> None:
+@pytest.mark.parametrize(("name", "line"), LINES, ids=[f"{name}-{line.capability}" for name, line in LINES])
+def test_the_place_that_a_capability_rests_on_is_there(name: str, line: Line) -> None:
     assert VLLM is not None
     assert VLLM.origin is not None
     file, _, path = line.place.partition(":")

@@ -14,7 +14,7 @@ import torch
 from attn_testkit.bridges.rows import as_projected
 from attn_testkit.bridges.sglang import absent
 from attn_testkit.bridges.vllm import imports
-from attn_testkit.bridges.vllm.claims import CLAIMS
+from attn_testkit.bridges.vllm.capabilities import CAPABILITIES
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def test_on_a_gpu_missing_modules_of_vllm_are_named_and_torch_stores_in_their_pl
 ) -> None:
     monkeypatch.setattr(imports, "_why_not", _not_loading)
     for _ in range(2):  # safe to call again
-        machine = imports.prepare(CLAIMS["triton_mla"])
+        machine = imports.prepare(CAPABILITIES["triton_mla"])
         assert not machine.without_gpu
         assert machine.missing == dict.fromkeys((imports.STABLE, imports.FA2), "ImportError: undefined symbol: _ZN3c10")
     assert imports.STABLE in sys.modules, "imports by name pass"
@@ -56,7 +56,7 @@ def test_on_a_gpu_with_all_modules_nothing_is_in_their_place(
     real_device: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(imports, "_why_not", lambda module: "")
-    assert imports.prepare(CLAIMS["triton"]) == imports.Machine(False)
+    assert imports.prepare(CAPABILITIES["triton"]) == imports.Machine(False)
     assert imports.STABLE not in sys.modules
 
 
@@ -81,10 +81,12 @@ def test_why_a_module_does_not_load_is_asked_without_importing_it(
 
 
 def test_which_names_of_vllm_store_or_attend_by_compiled_modules() -> None:
-    assert {name for name, claims in CLAIMS.items() if not claims.compiled_store} == {
+    assert {name for name, declared in CAPABILITIES.items() if not declared.compiled_store} == {
         "triton", "triton_2d", "triton_invariant", "triton_fp8",
     }  # fmt: skip
-    assert {name: c.compiled_module for name, c in CLAIMS.items() if c.compiled_module} == {"flash_attn": imports.FA3}
+    assert {name: c.compiled_module for name, c in CAPABILITIES.items() if c.compiled_module} == {
+        "flash_attn": imports.FA3
+    }
 
 
 def test_names_of_sglangs_compiled_package_can_be_imported_and_say_what_is_missing_when_called(

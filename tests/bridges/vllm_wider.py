@@ -1,4 +1,4 @@
-"""What vLLM says of its backends, and the bridge does not claim: it is not kept in 0.33.0, or not by everybody.
+"""What vLLM says of its backends, and the bridge does not declare: it is not kept in 0.33.0, or not by everybody.
 
 PYTHONPATH=tests/bridges attn-testkit run --backend vllm_wider:LseInFloat32 --tier core --case '*lsewhole*'
 

@@ -14,12 +14,12 @@ from attn_testkit.running.planning.most_valuable import most_valuable_first, pai
 from attn_testkit.running.planning.plan import plan_run
 from attn_testkit.running.planning.request import Item, Plan, Request
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 ONE, TWO = "attn_testkit.backends.torch_native:TorchNativeBackend", "torch_native"
 
 
 def planned(*backends: str, **fields: object) -> Plan:
-    return plan_run(Request(backends, device="cpu", tier="core", **fields), lambda _: CLAIMS)  # type: ignore[arg-type]
+    return plan_run(Request(backends, device="cpu", tier="core", **fields), lambda _: CAPABILITIES)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def test_each_time_the_case_with_the_most_pairs_that_are_new() -> None:
 
 
 def test_the_lazy_search_finds_what_a_full_search_finds() -> None:
-    cases = list(generate(CLAIMS, ForwardMode.DECODE, "core", 0))[:60]
+    cases = list(generate(CAPABILITIES, ForwardMode.DECODE, "core", 0))[:60]
     seen: set[object] = set()
     waiting, expected = list(cases), []
     while waiting:

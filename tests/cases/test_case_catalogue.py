@@ -1,4 +1,4 @@
-"""What a tier tries: never beyond a claim, always up to it, and the cases that have names."""
+"""What a tier tries: never beyond a capability, always up to it, and the cases that have names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.rows import Accepted, Decode
 from attn_testkit.cases.schedule import make_schedule
@@ -19,10 +19,10 @@ from attn_testkit.cases.trees import chain
 from attn_testkit.contract import Capabilities, ForwardMode
 
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
-def claims(**changes: object) -> Capabilities:
+def declared(**changes: object) -> Capabilities:
     """Everything of every mode that is small."""
     every = {
         "eager": set(ForwardMode),
@@ -39,24 +39,24 @@ def claims(**changes: object) -> Capabilities:
 
 
 def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
-    return generate(claims(**changes), mode, "core")
+    return generate(declared(**changes), mode, "core")
 
 
 def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
     """Without cases that choose their own heads and pages: what the covering array and the named cases have."""
-    others = ("small", "code", "large", "page_count", "company", "claimed_pair", "shared_prefix", "pair_array")
+    others = ("small", "code", "large", "page_count", "company", "declared_pair", "shared_prefix", "pair_array")
     others += ("layout_array", "options_together", "layer", "part", "uniform_batch")
     left_out = {f"{name}_cases": mock.Mock(return_value=()) for name in others}
     with mock.patch.multiple(catalogue, **left_out):
-        cases: tuple[Case, ...] = generate.__wrapped__(claims(**changes), mode, tier)
+        cases: tuple[Case, ...] = generate.__wrapped__(declared(**changes), mode, tier)
     return cases
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 6, 7, 8, 16, 17, 32, 33, 39, 40])
 @pytest.mark.parametrize("mode", [VERIFY, V1, V2], ids=str)
-def test_requests_have_as_many_rows_as_are_claimed_and_never_more(mode: ForwardMode, rows: int) -> None:
+def test_requests_have_as_many_rows_as_are_declared_and_never_more(mode: ForwardMode, rows: int) -> None:
     cases = core(mode, max_q_rows=rows)
-    every = [each for case in cases for each in (case, *companions(case, set(ForwardMode), rows, 8))]
+    every = [each for case in cases for each in (case, *co_residents(case, set(ForwardMode), rows, 8))]
     assert max(case.width for case in every) == rows
     widths = {case.width for case in cases}
     assert {min(n, rows) for n in ((2, 4, 7) if mode is VERIFY else (2, 4, 6))} <= widths
@@ -71,33 +71,33 @@ def test_requests_have_as_many_rows_as_are_claimed_and_never_more(mode: ForwardM
 
 
 @pytest.mark.parametrize("topk", [1, 2, 3, 4])
-def test_trees_branch_as_widely_as_is_claimed_and_never_more(topk: int) -> None:
+def test_trees_branch_as_widely_as_is_declared_and_never_more(topk: int) -> None:
     cases = picked(VERIFY, max_q_rows=64, max_topk=topk)
     assert {case.topk for case in cases} == set(range(1, min(topk, 3) + 1))
     assert any(case.width == 40 for case in cases) is (topk >= 3)
-    assert max(each.topk for case in cases for each in companions(case, {VERIFY, DECODE}, 8, topk)) <= topk
-    assert max(e.topk for case in core(DECODE) for e in companions(case, {VERIFY}, 8, topk)) == min(topk, 2)
+    assert max(each.topk for case in cases for each in co_residents(case, {VERIFY, DECODE}, 8, topk)) <= topk
+    assert max(e.topk for case in core(DECODE) for e in co_residents(case, {VERIFY}, 8, topk)) == min(topk, 2)
 
 
 @pytest.mark.parametrize("context", [100, 128, 200, 300, 350, 512, 4200])
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
-def test_no_step_of_a_case_is_longer_than_is_claimed(mode: ForwardMode, context: int) -> None:
-    wanted = claims(page_sizes={1, 16, 64}, max_context_len=context)
+def test_no_step_of_a_case_is_longer_than_is_declared(mode: ForwardMode, context: int) -> None:
+    wanted = declared(page_sizes={1, 16, 64}, max_context_len=context)
     for seed in (0, 5):
         cases = generate(wanted, mode, "core", seed)
         assert len(cases) > 20
-        every = [e for c in cases for e in (c, *(companions(c, set(ForwardMode), 8, 8) if c.mixed else ()))]
+        every = [e for c in cases for e in (c, *(co_residents(c, set(ForwardMode), 8, 8) if c.mixed else ()))]
         assert max(make_schedule(case).max_context_len for case in every) <= context
 
 
-def test_a_case_that_fills_what_is_claimed_to_the_last_token_is_tried() -> None:
+def test_a_case_that_fills_what_is_declared_to_the_last_token_is_tried() -> None:
     for case in core(DECODE)[:6]:
         length = make_schedule(case).max_context_len
         assert case in core(DECODE, max_context_len=length)
         assert case not in core(DECODE, max_context_len=length - 1)
 
 
-def test_a_window_with_a_branching_tree_is_tried_where_it_is_claimed_alone() -> None:
+def test_a_window_with_a_branching_tree_is_tried_where_it_is_declared_alone() -> None:
     windows = {"modes": set(ForwardMode)}
     without = core(VERIFY, windows=windows)
     assert any(case.window >= 0 for case in without)
@@ -143,7 +143,7 @@ def test_families_have_the_heads_that_define_them() -> None:
 def test_values_are_the_smallest_the_largest_and_some_between() -> None:
     sizes = {1, 2, 4, 8, 16, 32, 64, 128, 256}
     assert {case.page_size for case in picked(DECODE, page_sizes=sizes)} == {1, 4, 16, 64, 256}
-    smoke = generate(claims(page_sizes=sizes), DECODE, "smoke")
+    smoke = generate(declared(page_sizes=sizes), DECODE, "smoke")
     assert {case.page_size for case in smoke} == {1, 16, 256}
     found = picked(DECODE, head_dims={32, 64, 96, 128, 256, 512})
     assert {case.head_dim for case in found if "bigpool" not in case.variants} == {32, 96, 256}
@@ -176,7 +176,9 @@ def test_the_rows_of_a_request_lie_on_both_sides_of_a_tile() -> None:
 
 
 def every(mode: ForwardMode, tier: str = "core", **changes: object) -> list[Case]:
-    return [c for c in generate(CLAIMS.with_changes(**changes) if changes else CLAIMS, mode, tier) if not c.seed]
+    return [
+        c for c in generate(CAPABILITIES.with_changes(**changes) if changes else CAPABILITIES, mode, tier) if not c.seed
+    ]
 
 
 NAMED: dict[str, Callable[[Case], bool]] = {
@@ -233,7 +235,7 @@ def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> N
     case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, window=4, sinks=True, mixed=True)
     for seed in range(8):
         mine = make_layers(case.with_seed(seed))
-        for other in companions(case.with_seed(seed), set(ForwardMode), 8, 2):
+        for other in co_residents(case.with_seed(seed), set(ForwardMode), 8, 2):
             assert [layer.sliding_window_size for layer in make_layers(other)] == [
                 layer.sliding_window_size for layer in mine
             ]
@@ -249,7 +251,7 @@ def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> N
 def test_companions_have_the_rows_of_the_case_or_four_where_it_has_one(width: int, rows: int, others: int) -> None:
     own = Decode() if width == 1 else Accepted((width, 1), width, v2=True)
     case = Case(own, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
-    for other in companions(case, set(ForwardMode), rows, 1):
+    for other in co_residents(case, set(ForwardMode), rows, 1):
         assert other.width == {DECODE: 1, DRAFT: others - 2}.get(other.mode, others)
         assert not other.mixed
         if other.mode is VERIFY:

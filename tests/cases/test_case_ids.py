@@ -8,18 +8,18 @@ from later import came_later
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import TIERS, generate
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.rows import Accepted, Decode, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_an_id_alone_rebuilds_the_case(tier: str, mode: ForwardMode) -> None:
-    for case in generate(CLAIMS, mode, tier, seed=3):
+    for case in generate(CAPABILITIES, mode, tier, seed=3):
         assert parse_case(case.id) == case
 
 
@@ -79,8 +79,8 @@ def test_an_unreadable_id_says_what_it_could_not_read(bad: str, message: str) ->
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
-def test_core_meets_every_pair_of_claimed_values(mode: ForwardMode) -> None:
-    cases = [case for case in generate(CLAIMS, mode, "core") if not came_later(case)]
+def test_core_meets_every_pair_of_declared_values(mode: ForwardMode) -> None:
+    cases = [case for case in generate(CAPABILITIES, mode, "core") if not came_later(case)]
     pages, layouts = (
         {c.page_size for c in cases if c.layout == "reversed"},
         {"contiguous", "shuffled", "interleaved", "reversed"},
@@ -92,8 +92,8 @@ def test_core_meets_every_pair_of_claimed_values(mode: ForwardMode) -> None:
     assert {c.padding for c in cases if c.bucket > c.bs} == {"prod", "nan", "stale", "small"}
 
 
-def test_nothing_unclaimed_is_tried() -> None:
-    claims = Capabilities(
+def test_nothing_undeclared_is_tried() -> None:
+    declared = Capabilities(
         eager={"target-verify"},
         families={"gqa"},
         gqa_ratios={5},
@@ -103,7 +103,7 @@ def test_nothing_unclaimed_is_tried() -> None:
         max_topk=1,
     )
     for tier in TIERS:
-        for case in generate(claims, ForwardMode.TARGET_VERIFY, tier):
+        for case in generate(declared, ForwardMode.TARGET_VERIFY, tier):
             assert (case.head_dim, case.page_size) == (96, 8)
             assert case.heads.family == "gqa"
             assert case.heads.q_heads == 5 * case.heads.kv_heads
@@ -114,14 +114,14 @@ def test_nothing_unclaimed_is_tried() -> None:
 
 def test_generation_is_the_same_every_time() -> None:
     generate.cache_clear()
-    first = [c.id for c in generate(CLAIMS, ForwardMode.DECODE, "core")]
+    first = [c.id for c in generate(CAPABILITIES, ForwardMode.DECODE, "core")]
     generate.cache_clear()
-    assert [c.id for c in generate(CLAIMS, ForwardMode.DECODE, "core")] == first
+    assert [c.id for c in generate(CAPABILITIES, ForwardMode.DECODE, "core")] == first
 
 
 def test_companions_share_shapes_and_differ_in_mode() -> None:
     case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
-    others = companions(case, frozenset(ForwardMode), 8)
+    others = co_residents(case, frozenset(ForwardMode), 8)
     assert {o.mode for o in others} == set(ForwardMode) - {ForwardMode.DECODE}
     assert all((o.heads, o.page_size, o.dtype) == (case.heads, 16, "bf16") for o in others)
     assert next(o for o in others if o.mode is ForwardMode.TARGET_VERIFY).tree == chain(4)
@@ -144,10 +144,18 @@ def test_a_case_may_be_as_full_as_its_bucket_and_accept_as_much_as_its_width() -
 
 
 def test_a_window_of_0_a_small_cap_and_a_rope_are_written_and_their_absence_is_not() -> None:
-    plain = Case(Decode(), Heads("mla", 2, 1), 64, "fp16", 1, (0, 0), bucket=2)
-    assert plain.id == "decode-mla2-d64-fp16-p1-k0x2-shuffled-gauss-b2prod"
+    minimal = Case(Decode(), Heads("mla", 2, 1), 64, "fp16", 1, (0, 0), bucket=2)
+    assert minimal.id == "decode-mla2-d64-fp16-p1-k0x2-shuffled-gauss-b2prod"
     full = replace(
-        plain, rope_dim=16, kv_dtype="fp8_e4m3", window=0, logit_cap=0.5, sinks=True, mixed=True, seed=1, padding="nan"
+        minimal,
+        rope_dim=16,
+        kv_dtype="fp8_e4m3",
+        window=0,
+        logit_cap=0.5,
+        sinks=True,
+        mixed=True,
+        seed=1,
+        padding="nan",
     )
     assert full.id == "decode-mla2-d64r16-fp16-p1-k0x2-shuffled-gauss-kvfp8e4m3-w0-cap0.5-sink-b2nan-mixed-s1"
     assert parse_case(full.id) == full

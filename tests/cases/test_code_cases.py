@@ -17,34 +17,34 @@ from attn_testkit.cases.patterns import CODE_BOUND, balanced_codes
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
 OF_ROW_EDGES = ((255, 256, 511, 512, 1023, 1024), (254, 510, 1022))
 
 
-def every_code_case(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
-    return [case for case in generate(claims, mode, tier) if case.data == CODES and case.prefixes not in OF_ROW_EDGES]
+def every_code_case(declared: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
+    return [case for case in generate(declared, mode, tier) if case.data == CODES and case.prefixes not in OF_ROW_EDGES]
 
 
 def of_other_pages(case: Case) -> bool:
     return case.prefixes[1:] == (300, 33) and case.prefixes[0] not in (4097, 1025)
 
 
-def codes(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
-    return [case for case in every_code_case(claims, mode, tier) if not of_other_pages(case)]
+def codes(declared: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
+    return [case for case in every_code_case(declared, mode, tier) if not of_other_pages(case)]
 
 
 @pytest.mark.parametrize(("family", "far"), [("mla", 1025), ("gqa", 4097)])
 def test_long_decodes_are_counted_in_up_to_five_other_page_sizes(family: str, far: int) -> None:
-    claims = CLAIMS.with_changes(families={family}, page_sizes={1, 2, 4, 8, 16, 32, 64, 256})
-    found = [case for case in every_code_case(claims, ForwardMode.DECODE, "core") if of_other_pages(case)]
+    declared = CAPABILITIES.with_changes(families={family}, page_sizes={1, 2, 4, 8, 16, 32, 64, 256})
+    found = [case for case in every_code_case(declared, ForwardMode.DECODE, "core") if of_other_pages(case)]
     assert [case.page_size for case in found] == [1, 4, 8, 32, 256]
     assert [case.prefixes[0] for case in found] == [far + 2 * page + page // 2 for page in (1, 4, 8, 32, 256)]
     assert all(came_later(case) for case in found)
-    verify = every_code_case(claims, ForwardMode.TARGET_VERIFY, "core")
+    verify = every_code_case(declared, ForwardMode.TARGET_VERIFY, "core")
     assert not any(of_other_pages(case) for case in verify)
-    alone = every_code_case(claims.with_changes(page_sizes={16}), ForwardMode.DECODE, "core")
+    alone = every_code_case(declared.with_changes(page_sizes={16}), ForwardMode.DECODE, "core")
     assert not any(of_other_pages(case) for case in alone)
 
 
@@ -92,46 +92,46 @@ def test_a_pool_holds_codes_exactly(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_each_mode_has_one_long_batch_and_one_with_all_options(mode: ForwardMode) -> None:
-    plain, options = codes(CLAIMS, mode, "core")
-    assert (plain.prefixes, plain.dtype, plain.page_size, plain.head_dim) == ((4097, 300, 33), "bf16", 16, 128)
-    assert (plain.window, plain.sinks, plain.logit_cap, plain.kv_dtype) == (-1, False, 0.0, "same")
+    minimal, options = codes(CAPABILITIES, mode, "core")
+    assert (minimal.prefixes, minimal.dtype, minimal.page_size, minimal.head_dim) == ((4097, 300, 33), "bf16", 16, 128)
+    assert (minimal.window, minimal.sinks, minimal.logit_cap, minimal.kv_dtype) == (-1, False, 0.0, "same")
     assert (options.prefixes, options.dtype, options.kv_dtype) == ((1500, 70, 9), "fp16", "fp8_e4m3")
     assert (options.window, options.sinks, options.logit_cap) == (700, True, 1.5)
-    assert all(came_later(case) for case in (plain, options))
+    assert all(came_later(case) for case in (minimal, options))
     assert CODES not in DATA, "no covering array has them"
 
 
 def test_smoke_has_a_short_one_of_decode_and_full_has_the_longest() -> None:
-    assert [case.prefixes for case in codes(CLAIMS, ForwardMode.DECODE, "smoke")] == [(1025, 33)]
-    assert codes(CLAIMS, ForwardMode.TARGET_VERIFY, "smoke") == []
-    full = [case.prefixes for case in codes(CLAIMS, ForwardMode.DECODE, "full")]
+    assert [case.prefixes for case in codes(CAPABILITIES, ForwardMode.DECODE, "smoke")] == [(1025, 33)]
+    assert codes(CAPABILITIES, ForwardMode.TARGET_VERIFY, "smoke") == []
+    full = [case.prefixes for case in codes(CAPABILITIES, ForwardMode.DECODE, "full")]
     assert full == [(4097, 300, 33), (1500, 70, 9), (66_001, 1500, 33)]
 
 
 def test_mla_has_shorter_ones_in_core() -> None:
-    claims = CLAIMS.with_changes(families={"mla"}, head_dims={512})
-    lens = {tier: [case.prefixes for case in codes(claims, ForwardMode.DECODE, tier)] for tier in ("core", "full")}
+    declared = CAPABILITIES.with_changes(families={"mla"}, head_dims={512})
+    lens = {tier: [case.prefixes for case in codes(declared, ForwardMode.DECODE, tier)] for tier in ("core", "full")}
     assert lens["core"] == [(1025, 300, 33), (1500, 70, 9)]
     assert lens["full"] == [*lens["core"], (4097, 300, 33), (66_001, 1500, 33)]
-    assert {case.head_dim for case in codes(claims, ForwardMode.DECODE, "core")} == {512}
+    assert {case.head_dim for case in codes(declared, ForwardMode.DECODE, "core")} == {512}
 
 
-def test_options_are_those_that_are_claimed() -> None:
-    few = CLAIMS.with_changes(
+def test_options_are_those_that_are_declared() -> None:
+    few = CAPABILITIES.with_changes(
         kv_dtypes={"same"}, windows=(), sinks=False, logit_cap=False, dtypes={"fp16"}, page_sizes={1, 64},
         head_dims={64, 256},
     )  # fmt: skip
     for case in codes(few, ForwardMode.DECODE, "core"):
         assert (case.dtype, case.page_size, case.head_dim, case.kv_dtype) == ("fp16", 1, 64, "same")
         assert (case.window, case.sinks, case.logit_cap) == (-1, False, 0.0)
-    wide = codes(CLAIMS.with_changes(head_dims={256}), ForwardMode.DECODE, "core")
+    wide = codes(CAPABILITIES.with_changes(head_dims={256}), ForwardMode.DECODE, "core")
     assert {case.head_dim for case in wide} == {256}
-    trees = codes(CLAIMS.with_changes(windows={"in_trees": False}), ForwardMode.TARGET_VERIFY, "core")
+    trees = codes(CAPABILITIES.with_changes(windows={"in_trees": False}), ForwardMode.TARGET_VERIFY, "core")
     assert all(case.window < 0 or case.topk < 2 for case in trees)
 
 
 def test_a_window_sees_as_little_of_the_walk() -> None:
-    case = codes(CLAIMS, ForwardMode.DECODE, "core")[1]
+    case = codes(CAPABILITIES, ForwardMode.DECODE, "core")[1]
     schedule = make_schedule(case)
     values = make_step_data(schedule, schedule.steps[0]).values[:, 0]
     sums = [values[:, start:end].sum(1).abs().max() for start, end in pairwise((3, 703, 1403))]

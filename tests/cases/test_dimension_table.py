@@ -16,8 +16,8 @@ from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
 from attn_testkit.cases.draft import Draft
 from attn_testkit.cases.fields import Fields, Heads
 from attn_testkit.cases.rows import Accepted, Decode, Drafted, Extend, Verify
+from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.trees import Tree, chain
-from attn_testkit.cases.ways import WAYS
 from attn_testkit.contract import Capabilities, ForwardMode
 
 MEMBERS = [member.name for member in fields(Dimension)]
@@ -53,23 +53,23 @@ def test_each_dimension_has_a_name_of_its_own() -> None:
 
 
 def test_fields_without_a_name_have_nothing_that_follows_from_one() -> None:
-    for ask in (lambda: FIELDS.id, lambda: FIELDS.digest, lambda: FIELDS.context_len, lambda: FIELDS.pick("data")):
+    for ask in (lambda: FIELDS.id, lambda: FIELDS.digest, lambda: FIELDS.context_len, lambda: FIELDS.derived("data")):
         with pytest.raises(NotImplementedError, match="make a Case"):
             ask()
 
 
 def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    claims = TorchNativeBackend.capabilities
-    every = {name for mode in ForwardMode for name in catalogue._columns(claims, mode, "core")}
+    declared = TorchNativeBackend.capabilities
+    every = {name for mode in ForwardMode for name in catalogue._columns(declared, mode, "core")}
     assert every == set(catalogue._COLUMNS)
-    before = list(catalogue._columns(claims, ForwardMode.DECODE, "core"))
+    before = list(catalogue._columns(declared, ForwardMode.DECODE, "core"))
 
-    def values(claims: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[bool]]:
+    def values(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[bool]]:
         return {"new": [False, True]}
 
     added = replace(DIMENSIONS[0], values=replace(SINKS.values, values=values))
     monkeypatch.setattr(catalogue, "DIMENSIONS", (added, *DIMENSIONS))
-    assert list(catalogue._columns(claims, ForwardMode.DECODE, "core")) == [*before, "new"]
+    assert list(catalogue._columns(declared, ForwardMode.DECODE, "core")) == [*before, "new"]
 
 
 def test_the_mode_and_the_width_follow_from_the_rows() -> None:
@@ -90,14 +90,14 @@ def test_all_requests_have_the_rows_of_the_first_where_none_are_given() -> None:
 
 
 def test_what_goes_with_other_things_says_with_what() -> None:
-    assert [word for word, way in WAYS.items() if not way.combines] == ["far", "shapes", "bigpool"]
-    assert [word for word, way in WAYS.items() if not way.reaches_kernels] == ["idle", "norows"]
+    assert [word for word, variant in SERVER_VARIANTS.items() if not variant.combines] == ["far", "shapes", "bigpool"]
+    assert [word for word, variant in SERVER_VARIANTS.items() if not variant.reaches_kernels] == ["idle", "norows"]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_every_word_of_an_id_is_that_of_one_dimension(mode: ForwardMode) -> None:
-    claims = TorchNativeBackend.capabilities
-    ids = [case.id.removeprefix(f"{mode}-") for case in catalogue.generate(claims, mode, "core")]
+    declared = TorchNativeBackend.capabilities
+    ids = [case.id.removeprefix(f"{mode}-") for case in catalogue.generate(declared, mode, "core")]
     assert len(ids) > 100
     for word in {word for each in ids for word in each.split("-")}:
         assert len([kind for kind in WORDS if re.fullmatch(kind.pattern, word)]) == 1, word

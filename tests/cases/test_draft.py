@@ -10,10 +10,10 @@ import torch
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.companions import claimed_companions, companions
+from attn_testkit.cases.co_residents import co_residents, declared_co_residents
 from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.draft import Draft
-from attn_testkit.cases.places import tail_slots
+from attn_testkit.cases.foreign_slots import tail_slots
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, DraftDecodeInput, ForwardMode, ServerConventions
 
@@ -126,47 +126,47 @@ def test_a_draft_goes_with_its_mode_alone() -> None:
         parse_case("decode-mha2-d64-bf16-p16-k5-topk1steps2-shuffled-gauss-b1prod")
 
 
-def claims(**changes: object) -> Capabilities:
+def declared(**changes: object) -> Capabilities:
     every: dict[str, object] = {"eager": {DRAFT, DECODE}, "graph": {DRAFT, DECODE}, "max_context_len": 1 << 13}
     return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("most", "tried"), [(1, {1}), (2, {1, 2}), (3, {1, 2, 3}), (7, {1, 2, 3, 4, 7})])
-def test_drafts_have_as_many_branches_as_are_claimed_and_never_more(most: int, tried: set[int]) -> None:
-    cases = generate(claims(max_draft_branches=most), DRAFT, "core")
+def test_drafts_have_as_many_branches_as_are_declared_and_never_more(most: int, tried: set[int]) -> None:
+    cases = generate(declared(max_draft_branches=most), DRAFT, "core")
     assert {each.draft.branches for each in cases if each.draft} == tried
     assert {each.draft.steps for each in cases if each.draft} >= {2, 4, 7}
-    hosts = [each for each in generate(claims(max_draft_branches=most), DECODE, "core") if each.mixed]
-    (draft,) = (each.draft for host in hosts for each in companions(host, {DRAFT}, 1, max_draft_branches=most))
+    hosts = [each for each in generate(declared(max_draft_branches=most), DECODE, "core") if each.mixed]
+    (draft,) = (each.draft for host in hosts for each in co_residents(host, {DRAFT}, 1, max_draft_branches=most))
     assert draft == Draft(min(2, most), 3)
 
 
-def test_claims_of_draft_decode_are_whole_numbers_from_1_on() -> None:
+def test_capabilities_of_draft_decode_are_whole_numbers_from_1_on() -> None:
     for wrong in (0, -1, 1.5, True):
         with pytest.raises(ValueError, match="max_draft_branches must be a whole number from 1 on"):
-            claims(max_draft_branches=wrong)
+            declared(max_draft_branches=wrong)
 
 
 @pytest.mark.parametrize(("rows", "steps"), [(1, None), (2, None), (3, 2), (4, 3), (9, 3)])
 def test_beside_draft_extends_a_draft_has_their_steps(rows: int, steps: int | None) -> None:
     """S is one number of an instance, and v1 has S + 1 rows."""
-    (host,) = (each for each in generate(claims(), DECODE, "core") if each.mixed)
-    found = {each.mode: each for each in companions(host, {DRAFT, V1}, rows)}
+    (host,) = (each for each in generate(declared(), DECODE, "core") if each.mixed)
+    found = {each.mode: each for each in co_residents(host, {DRAFT, V1}, rows)}
     assert found[V1].width == min(rows, 4)
     assert (found[DRAFT].draft == Draft(1, steps)) if steps else (DRAFT not in found)
 
 
 @pytest.mark.parametrize("tier", ["smoke", "core"])
-def test_who_claims_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str) -> None:
-    claims = Capabilities(
+def test_who_declares_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str) -> None:
+    declared = Capabilities(
         eager={DRAFT},
         graph={DRAFT},
         families={"gqa"},
         max_draft_branches=4,
         server=ServerConventions(drafts_without_prefix=False),
     )
-    asked = generate(claims.with_changes(server={"drafts_without_prefix": True}), DRAFT, tier)
-    found = generate(claims, DRAFT, tier)
+    asked = generate(declared.with_changes(server={"drafts_without_prefix": True}), DRAFT, tier)
+    found = generate(declared, DRAFT, tier)
     assert len(found) >= len(asked) * 0.9, "what had an empty prefix is not left out"
     assert all(parse_case(each.id) == each for each in found)
     schedules = [make_schedule(each) for each in found]
@@ -176,15 +176,15 @@ def test_who_claims_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str) 
 
 def test_a_draft_that_shares_an_instance_has_no_empty_prefix_either() -> None:
     host = parse_case("decode-mha2-d64-bf16-p8-k0.16-shuffled-gauss-b3prod-mixed")
-    claims = Capabilities(
+    declared = Capabilities(
         eager={DECODE, DRAFT},
         graph={DECODE, DRAFT},
         page_sizes={8},
         server=ServerConventions(drafts_without_prefix=False),
     )
-    (draft,) = claimed_companions(claims, host, {DRAFT})
+    (draft,) = declared_co_residents(declared, host, {DRAFT})
     assert (draft.prefixes, draft.prefixed, host.prefixes) == ((1, 16), True, (0, 16))
-    (with_empty,) = claimed_companions(claims.with_changes(server={"drafts_without_prefix": True}), host, {DRAFT})
+    (with_empty,) = declared_co_residents(declared.with_changes(server={"drafts_without_prefix": True}), host, {DRAFT})
     assert (with_empty.prefixes, with_empty.prefixed) == ((0, 16), False)
 
 

@@ -13,13 +13,13 @@ import torch
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.data import StepData, make_step_data, new_kv, pool_image
 from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens
+from attn_testkit.cases.not_covered import describe_not_covered
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.rows import Extend, room_for
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
-from attn_testkit.cases.untried import says_untried
 from attn_testkit.contract import Capabilities, ForwardMode
 
 EXTEND = ForwardMode.EXTEND
@@ -35,7 +35,7 @@ def prefixes(step: Step) -> list[int]:
     return [request.prefix for request in step.requests]
 
 
-def claims(**changes: object) -> Capabilities:
+def declared(**changes: object) -> Capabilities:
     every: dict[str, object] = {"eager": {"extend"}, "graph": {"extend"}, "gqa_ratios": {1}, "head_dims": {64}}
     return Capabilities(**{**every, **changes})  # type: ignore[arg-type]
 
@@ -51,10 +51,10 @@ def claims(**changes: object) -> Capabilities:
     ],
 )
 def test_a_batch_that_no_server_makes_is_refused(changes: dict[str, object], message: str) -> None:
-    plain = Case(Extend((3, 3), 3), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
-    assert plain.most_new == 3
+    minimal = Case(Extend((3, 3), 3), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=2)
+    assert minimal.most_new == 3
     with pytest.raises(ValueError, match=message):
-        replace(plain, rows=replace(plain.rows, **changes))  # type: ignore[arg-type]
+        replace(minimal, rows=replace(minimal.rows, **changes))  # type: ignore[arg-type]
 
 
 def test_chunks_are_a_word_of_the_id_and_one_chunk_is_none() -> None:
@@ -81,7 +81,7 @@ def test_new_tokens_lie_on_both_sides_of_a_page_and_are_1_where_none_are_listed(
     assert new_tokens("a page", 3, 1, 99) == (8, 1, 9), "a page of one slot is no length of its own"
 
 
-def test_new_tokens_are_as_many_as_are_claimed_and_a_batch_is_no_more_than_costs_little() -> None:
+def test_new_tokens_are_as_many_as_are_declared_and_a_batch_is_no_more_than_costs_little() -> None:
     for name in NEW_TOKENS:
         for page in (1, 16, 128):
             assert sum(new_tokens(name, 7, page, 1 << 20)) <= 192 + 6
@@ -119,24 +119,24 @@ def test_core_meets_what_prefill_bugs_are_made_of() -> None:
         assert any(case_has(case) for case in CORE)
 
 
-def test_no_case_has_more_new_tokens_than_are_claimed_and_one_has_so_many() -> None:
+def test_no_case_has_more_new_tokens_than_are_declared_and_one_has_so_many() -> None:
     for most in (1, 2, 7, 40, 400):
-        claimed = claims(max_extend_tokens=most, max_q_rows=3)
-        cases = generate(claimed, EXTEND, "core")
-        every = [e for c in cases for e in (c, *(companions(c, {EXTEND}, 3, 1, most) if c.mixed else ()))]
+        supported = declared(max_extend_tokens=most, max_q_rows=3)
+        cases = generate(supported, EXTEND, "core")
+        every = [e for c in cases for e in (c, *(co_residents(c, {EXTEND}, 3, 1, most) if c.mixed else ()))]
         assert max(each.most_new for each in every) == min(most, 260)
         assert max(max(rows(step), default=0) for each in every for step in make_schedule(each).steps) == min(most, 260)
-        left = says_untried(claimed, [EXTEND], cases)
+        left = describe_not_covered(supported, [EXTEND], cases)
         assert any("new tokens of a request" in words for words in left) == (most > 260)
 
 
-def test_an_extend_beside_other_modes_keeps_within_both_claims() -> None:
+def test_an_extend_beside_other_modes_keeps_within_both_capabilities() -> None:
     host = parse_case("extend-mha2-d64-bf16-p16-k5.9-n17a33.1-shuffled-gauss-b2prod-mixed")
     for most_rows, most_new, width, new in ((8, 99, 4, 4), (3, 99, 3, 3), (8, 2, 4, 2)):
-        others = {other.mode: other for other in companions(host, set(ForwardMode), most_rows, 1, most_new)}
+        others = {other.mode: other for other in co_residents(host, set(ForwardMode), most_rows, 1, most_new)}
         assert others[ForwardMode.TARGET_VERIFY].width == width
         decode = parse_case("decode-mha2-d64-bf16-p16-k5.9-shuffled-gauss-b2prod-mixed")
-        extend = next(o for o in companions(decode, set(ForwardMode), most_rows, 1, most_new) if o.mode is EXTEND)
+        extend = next(o for o in co_residents(decode, set(ForwardMode), most_rows, 1, most_new) if o.mode is EXTEND)
         assert (extend.width, max(extend.new) <= new, extend.chunks) == (new, True, 1)
 
 
@@ -167,7 +167,7 @@ def test_other_steps_have_rows_that_decode_and_the_longest_prompts() -> None:
 def test_the_next_chunk_has_as_many_rows_and_the_last_one_no_more(everyone: bool, last: int) -> None:
     case = parse_case(CHUNKED.format("shuffled"))
     seeded = map(case.with_seed, range(60))
-    wanted = next(c for c in seeded if (c.pick("chunked-requests"), c.pick("last-chunk")) == (everyone, last))
+    wanted = next(c for c in seeded if (c.derived("chunked-requests"), c.derived("last-chunk")) == (everyone, last))
     goes_on = (9, 1, 2) if everyone else (9, 1, 1)
     ends = {0: (1, 1, 1), 1: (5, 1, 1), 2: goes_on}[last]
     assert chunks_of(wanted, 3) == [(9, 1, 2), goes_on, ends]

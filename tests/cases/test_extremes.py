@@ -15,8 +15,8 @@ from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
 
-CLAIMS = TorchNativeBackend.capabilities
-IN_FP8 = CLAIMS.with_changes(matmul_dtype="fp8_e4m3", q_scale="per_token")
+CAPABILITIES = TorchNativeBackend.capabilities
+IN_FP8 = CAPABILITIES.with_changes(matmul_dtype="fp8_e4m3", q_scale="per_token")
 SCALED = "large_and_small_queries"
 UNSCALED = [data for data in EXTREME_DATA if data != SCALED]
 EXTREMES = {mode: [c for c in as_made(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
@@ -24,8 +24,8 @@ ALL = [case for cases in EXTREMES.values() for case in cases]
 (IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
 
 
-def extremes(claims: Capabilities, tier: str = "core") -> list[str]:
-    return [case.data for case in as_made(claims, ForwardMode.DECODE, tier) if case.data in EXTREME_DATA]
+def extremes(declared: Capabilities, tier: str = "core") -> list[str]:
+    return [case.data for case in as_made(declared, ForwardMode.DECODE, tier) if case.data in EXTREME_DATA]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
@@ -39,19 +39,19 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
     assert len(EXTREMES[mode]) - len(once) == (mode is ForwardMode.DECODE)
 
 
-def test_only_what_is_claimed_and_not_in_smoke() -> None:
-    assert extremes(CLAIMS, "smoke") == []
-    assert extremes(CLAIMS.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
-    assert extremes(CLAIMS.with_changes(dtypes={"bf16"})) == ["saturated", "swamped", "loud", "colossal"]
-    assert extremes(CLAIMS.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
-    assert extremes(CLAIMS.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
-    assert extremes(CLAIMS) == ["saturated", "swamped", *UNSCALED[1:-1]]
+def test_only_what_is_declared_and_not_in_smoke() -> None:
+    assert extremes(CAPABILITIES, "smoke") == []
+    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
+    assert extremes(CAPABILITIES.with_changes(dtypes={"bf16"})) == ["saturated", "swamped", "loud", "colossal"]
+    assert extremes(CAPABILITIES.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
+    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
+    assert extremes(CAPABILITIES) == ["saturated", "swamped", *UNSCALED[1:-1]]
     assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
-    unscaled = CLAIMS.with_changes(matmul_dtype="fp8_e4m3_unscaled")
+    unscaled = CAPABILITIES.with_changes(matmul_dtype="fp8_e4m3_unscaled")
     assert extremes(unscaled) == ["saturated", "swamped", *UNSCALED[1:]], (
         "and those who say that they lose them have them too"
     )
-    a_key_less = CLAIMS.with_changes(max_context_len=4096)
+    a_key_less = CAPABILITIES.with_changes(max_context_len=4096)
     assert extremes(a_key_less) == ["saturated", "loud", "towering", "colossal"], "with its token it is longer"
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
 

@@ -12,13 +12,13 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.head_shapes import HeadMap, claimed_shapes, wrong_with_shapes
+from attn_testkit.cases.head_shapes import HeadMap, declared_shapes, wrong_with_shapes
 from attn_testkit.cases.layers import Layers
+from attn_testkit.cases.not_covered import describe_not_covered
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.cases.untried import says_untried
 from attn_testkit.contract import ForwardMode, HeadShape
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 WHOLE = HeadShape(8, 4, 6)
 PARTS = [WHOLE, HeadShape(8, 2, 6), HeadShape(8, 1, 4), HeadShape(4, 2, 6), HeadShape(4, 1, 3), HeadShape(2, 1, 6)]
 CASE = "decode-gqa2x4-d64-bf16-p4-k15.22.6-shuffled-{}{}-layers3from5by8x4d32.8x2d64-b4prod"
@@ -61,7 +61,7 @@ def test_shapes_that_do_not_lie_in_that_of_the_case_are_refused(shapes: list[tup
 
 
 @pytest.mark.parametrize(
-    "claims",
+    "declared",
     [
         {},
         {"families": {"mha"}},
@@ -74,9 +74,9 @@ def test_shapes_that_do_not_lie_in_that_of_the_case_are_refused(shapes: list[tup
         {"head_dims": {128, 192, 576}},
     ],
 )
-def test_pairs_are_of_claimed_heads_and_dims_and_lie_in_a_case(claims: dict[str, set[int] | set[str]]) -> None:
-    asked = CLAIMS.with_changes(**claims)
-    pairs = claimed_shapes(asked)
+def test_pairs_are_of_declared_heads_and_dims_and_lie_in_a_case(declared: dict[str, set[int] | set[str]]) -> None:
+    asked = CAPABILITIES.with_changes(**declared)
+    pairs = declared_shapes(asked)
     assert len(pairs) == 2
     for pair in pairs:
         assert pair[0] != pair[1]
@@ -91,25 +91,25 @@ def test_pairs_are_of_claimed_heads_and_dims_and_lie_in_a_case(claims: dict[str,
 
 
 def test_of_many_the_first_layer_has_more_kv_heads_and_a_narrower_dim_then_less_of_everything() -> None:
-    windowed, draft = claimed_shapes(CLAIMS)
+    windowed, draft = declared_shapes(CAPABILITIES)
     assert windowed == (HeadShape(8, 4, 32), HeadShape(8, 2, 64))
     assert draft == (HeadShape(4, 2, 32), HeadShape(8, 4, 64))
-    one_shape = CLAIMS.with_changes(families={"mqa"}, gqa_ratios={8}, head_dims={64})
-    assert claimed_shapes(one_shape) == []
+    one_shape = CAPABILITIES.with_changes(families={"mqa"}, gqa_ratios={8}, head_dims={64})
+    assert declared_shapes(one_shape) == []
 
 
-def of_shapes(mode: ForwardMode, tier: str = "core", **claims: object) -> list[Case]:
-    return [case for case in generate(CLAIMS.with_changes(**claims), mode, tier) if case.layers.shapes]
+def of_shapes(mode: ForwardMode, tier: str = "core", **declared: object) -> list[Case]:
+    return [case for case in generate(CAPABILITIES.with_changes(**declared), mode, tier) if case.layers.shapes]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_cases_have_shapes_where_they_are_claimed_with_options_without_and_in_groups(mode: ForwardMode) -> None:
+def test_cases_have_shapes_where_they_are_declared_with_options_without_and_in_groups(mode: ForwardMode) -> None:
     *found, split = of_shapes(mode)
     assert max(split.prefixes) > 512 > max(prefix for case in found for prefix in case.prefixes)
     assert len({shape.num_qo_heads for shape in split.layers.shapes}) == 2, "partial results need more room"
     assert [case.layers.groups for case in found] == [False, False] + [True] * (mode is not ForwardMode.DRAFT_DECODE)
     assert [case.sinks for case in found[:2]] == [True, False]
-    assert {case.layers.shapes for case in found} == set(claimed_shapes(CLAIMS))
+    assert {case.layers.shapes for case in found} == set(declared_shapes(CAPABILITIES))
     assert all(case.page_size > 1 and case.layers.first == 5 for case in found)
     assert [parse_case(case.id) for case in (*found, split)] == [*found, split]
     assert of_shapes(mode, heads_by_layer=False) == of_shapes(mode, "smoke") == of_shapes(mode, families={"mla"}) == []
@@ -118,11 +118,12 @@ def test_cases_have_shapes_where_they_are_claimed_with_options_without_and_in_gr
 
 def test_a_tier_that_tries_no_shapes_says_so() -> None:
     mode = ForwardMode.DECODE
-    for claims, said in ((CLAIMS, True), (CLAIMS.with_changes(families={"mla"}), False)):
-        untried = says_untried(claims, [mode], generate(claims, mode, "smoke"))
-        assert any("heads by layer" in phrase for phrase in untried) is said
+    for declared, said in ((CAPABILITIES, True), (CAPABILITIES.with_changes(families={"mla"}), False)):
+        not_covered = describe_not_covered(declared, [mode], generate(declared, mode, "smoke"))
+        assert any("heads by layer" in phrase for phrase in not_covered) is said
     assert not any(
-        "heads by layer" in phrase for phrase in says_untried(CLAIMS, [mode], generate(CLAIMS, mode, "core"))
+        "heads by layer" in phrase
+        for phrase in describe_not_covered(CAPABILITIES, [mode], generate(CAPABILITIES, mode, "core"))
     )
 
 
@@ -150,8 +151,8 @@ def test_layers_have_heads_scale_and_sinks_of_their_own() -> None:
     assert [layer.scaling * math.sqrt(layer.head_dim) for layer in layers] == pytest.approx([0.5, 1.5, 0.75])
     draft = replace(case, layers=Layers(3, 5, shapes=(HeadShape(4, 2, 32), HeadShape(8, 4, 64))))
     assert [len(layer.sinks) for layer in make_layers(draft) if layer.sinks is not None] == [4, 8, 4]
-    plain = make_layers(parse_case("decode-gqa2x4-d64-bf16-p4-k15.22.6-shuffled-gauss-layers3from5-b4prod"))
-    assert [layer.scaling * 8 for layer in plain] == [0.5, 1.5, 0.75]
+    minimal = make_layers(parse_case("decode-gqa2x4-d64-bf16-p4-k15.22.6-shuffled-gauss-layers3from5-b4prod"))
+    assert [layer.scaling * 8 for layer in minimal] == [0.5, 1.5, 0.75]
 
 
 @pytest.mark.parametrize("data", ["gauss", "peaked", "negative", "cliff", "footprint"])

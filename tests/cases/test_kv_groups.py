@@ -12,11 +12,11 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
 from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import Layers
+from attn_testkit.cases.not_covered import not_covered
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.cases.untried import untried
 from attn_testkit.contract import ForwardMode
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 DECODE = "decode-gqa2x2-d32-bf16-p4-k{keys}-{layout}-gauss{words}-layers3from5groups-b4prod"
 
 
@@ -29,16 +29,16 @@ def windows_of(schedule: Schedule) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_cases_have_groups_where_they_are_claimed_but_no_draft_has(mode: ForwardMode) -> None:
-    def found(tier: str = "core", **claims: object) -> list[int]:
-        cases = as_made(CLAIMS.with_changes(**claims), mode, tier)
+def test_cases_have_groups_where_they_are_declared_but_no_draft_has(mode: ForwardMode) -> None:
+    def found(tier: str = "core", **declared: object) -> list[int]:
+        cases = as_made(CAPABILITIES.with_changes(**declared), mode, tier)
         return [case.window for case in cases if case.layers.groups and not case.layers.shapes]
 
     # Prompts without a prefix have one more.
     in_extend = [7] * (mode is ForwardMode.EXTEND)
     assert found() == ([] if mode.is_draft_decode() else [-1, 7, *in_extend])
     assert found(kv_groups=False) == found("smoke") == []
-    lacking = {tier: untried(CLAIMS, mode, as_made(CLAIMS, mode, tier)) for tier in ("smoke", "core")}
+    lacking = {tier: not_covered(CAPABILITIES, mode, as_made(CAPABILITIES, mode, tier)) for tier in ("smoke", "core")}
     assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()
     assert ("KV groups", "KV groups") not in lacking["core"]
     assert found(page_sizes={1}) == found()
@@ -56,13 +56,13 @@ def test_what_has_no_groups_is_refused() -> None:
     [("-lseprefix-b2prod", "KV splits and KV groups: "), ("-b2prod-lent", ""), ("-b2prod-idle-norows", "")],
 )
 def test_groups_go_with_server_variants_and_not_with_parts(words: str, beside: str) -> None:
-    plain = "decode-mha2-d32-bf16-p4-k5-shuffled-gauss-layers3from5"
-    assert parse_case(plain + words).layers == Layers(3, 5)
+    minimal = "decode-mha2-d32-bf16-p4-k5-shuffled-gauss-layers3from5"
+    assert parse_case(minimal + words).layers == Layers(3, 5)
     if not beside:
-        assert parse_case(f"{plain}groups{words}").layers.groups
+        assert parse_case(f"{minimal}groups{words}").layers.groups
         return
     with pytest.raises(ValueError, match=beside):
-        parse_case(f"{plain}groups{words}")
+        parse_case(f"{minimal}groups{words}")
 
 
 def test_a_second_pool_has_the_same_pages_elsewhere_and_page_0_at_its_place() -> None:
@@ -105,7 +105,7 @@ def test_what_a_group_let_go_of_is_large_and_finite_in_its_layers_alone(dtype: s
     schedule = schedule_of(words=f"{dtype}-w7")
     step = schedule.steps[0]
     data, windows = make_step_data(schedule, step), windows_of(schedule)
-    (slots, plain), (same, rows) = held_kv(step, data, after=True), stored_kv(schedule, step, data, after=True)
+    (slots, minimal), (same, rows) = held_kv(step, data, after=True), stored_kv(schedule, step, data, after=True)
     assert np.array_equal(slots, same)
     image = pool_image(schedule, step, data, False, after=True).float()
     changed = np.zeros((3, len(slots)), np.bool_)
@@ -114,7 +114,7 @@ def test_what_a_group_let_go_of_is_large_and_finite_in_its_layers_alone(dtype: s
         assert len(gone)
         held = image[layers][:, :, torch.from_numpy(gone)]
         assert bool((held == (128.0 if dtype else 100.0)).all())
-    assert np.array_equal((plain != rows).any((1, 3)), changed)
+    assert np.array_equal((minimal != rows).any((1, 3)), changed)
     assert changed.any()
     assert not changed.all()
 

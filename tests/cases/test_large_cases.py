@@ -9,34 +9,36 @@ import pytest
 
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.as_claimed import as_claimed
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.catalogue import generate, within_claims
-from attn_testkit.cases.companions import many_heads
+from attn_testkit.cases.catalogue import generate, within_declared
+from attn_testkit.cases.co_residents import many_heads
 from attn_testkit.cases.large_cases import large_cases, too_large_for_a_cpu
 from attn_testkit.cases.named import named_from, smallest_of, without_options_of
+from attn_testkit.cases.nearest_declared import nearest_declared
 from attn_testkit.contract import Capabilities, ForwardMode
 
 GRID = 65_535
 """What CUDA's programming guide gives as the largest y and z of a grid."""
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 MLA = FlashInferMLABackend.capabilities
 
 
-def small_of(claims: Capabilities, mode: ForwardMode) -> Case:
-    base = named_from(mode, list(generate(claims, mode, "core")))
-    return smallest_of(claims, without_options_of(claims, base))
+def small_of(declared: Capabilities, mode: ForwardMode) -> Case:
+    base = named_from(mode, list(generate(declared, mode, "core")))
+    return smallest_of(declared, without_options_of(declared, base))
 
 
-def of_full(claims: Capabilities, mode: ForwardMode, tier: str = "full") -> list[Case]:
+def of_full(declared: Capabilities, mode: ForwardMode, tier: str = "full") -> list[Case]:
     """The large cases of a mode. Those of one mode are held against what ``full`` has, whose array takes seconds."""
-    found = [as_claimed(claims, case.with_seed(0)) for case in large_cases(claims, tier, small_of(claims, mode))]
-    assert all(within_claims(claims, case) for case in found)
+    found = [
+        nearest_declared(declared, case.with_seed(0)) for case in large_cases(declared, tier, small_of(declared, mode))
+    ]
+    assert all(within_declared(declared, case) for case in found)
     return found
 
 
 def beyond_a_grid(mode: ForwardMode, tier: str) -> list[Case]:
-    return [case for case in of_full(CLAIMS, mode, tier) if case.bs * case.heads.q_heads > GRID]
+    return [case for case in of_full(CAPABILITIES, mode, tier) if case.bs * case.heads.q_heads > GRID]
 
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_EXTEND])
@@ -48,10 +50,10 @@ def test_requests_times_heads_are_just_more_than_a_grid_holds(mode: ForwardMode)
     assert not too_large_for_a_cpu(case)
 
 
-@pytest.mark.parametrize("claims", [CLAIMS, MLA], ids=["gqa", "mla"])
+@pytest.mark.parametrize("declared", [CAPABILITIES, MLA], ids=["gqa", "mla"])
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_a_context_of_131072_tokens_has_many_heads(mode: ForwardMode, claims: Capabilities) -> None:
-    (case,) = [case for case in of_full(claims, mode) if max(case.prefixes) > 100_000]
+def test_a_context_of_131072_tokens_has_many_heads(mode: ForwardMode, declared: Capabilities) -> None:
+    (case,) = [case for case in of_full(declared, mode) if max(case.prefixes) > 100_000]
     assert 130_000 < max(case.prefixes) < 131_072
     assert case.heads.q_heads == 32
     assert case.data == "footprint", "with ordinary values nobody sees one key of so many"
@@ -62,10 +64,10 @@ def test_full_has_one_of_each_kind_and_core_has_none_of_an_extend() -> None:
         found = ((max(c.prefixes) > 100_000, c.bs * c.heads.q_heads > GRID, too_large_for_a_cpu(c)) for c in cases)
         return sorted(kind for kind in found if any(kind))
 
-    assert kinds(generate(CLAIMS, ForwardMode.EXTEND, "full")) == kinds(of_full(CLAIMS, ForwardMode.EXTEND))
-    assert len(kinds(of_full(CLAIMS, ForwardMode.EXTEND))) == 3
-    assert not kinds(generate(CLAIMS, ForwardMode.EXTEND, "core"))
-    assert kinds(generate(CLAIMS, ForwardMode.DECODE, "core")) == [(False, True, False)]
+    assert kinds(generate(CAPABILITIES, ForwardMode.EXTEND, "full")) == kinds(of_full(CAPABILITIES, ForwardMode.EXTEND))
+    assert len(kinds(of_full(CAPABILITIES, ForwardMode.EXTEND))) == 3
+    assert not kinds(generate(CAPABILITIES, ForwardMode.EXTEND, "core"))
+    assert kinds(generate(CAPABILITIES, ForwardMode.DECODE, "core")) == [(False, True, False)]
 
 
 def of_counts(case: Case, new: tuple[int, ...]) -> Case:
@@ -73,7 +75,7 @@ def of_counts(case: Case, new: tuple[int, ...]) -> Case:
 
 
 def test_an_extend_of_more_rows_than_a_grid_holds_is_too_large_for_a_cpu() -> None:
-    (case,) = [case for case in of_full(CLAIMS, ForwardMode.EXTEND) if too_large_for_a_cpu(case)]
+    (case,) = [case for case in of_full(CAPABILITIES, ForwardMode.EXTEND) if too_large_for_a_cpu(case)]
     rows = sum(case.new)
     assert GRID < rows <= GRID + case.new[0]
     fewer = of_counts(case, (*case.new[1:], 1))
@@ -83,8 +85,8 @@ def test_an_extend_of_more_rows_than_a_grid_holds_is_too_large_for_a_cpu() -> No
 
 
 def test_few_new_tokens_make_more_requests() -> None:
-    few = CLAIMS.with_changes(max_extend_tokens=8)
-    found = large_cases(few, "full", small_of(CLAIMS, ForwardMode.EXTEND))
+    few = CAPABILITIES.with_changes(max_extend_tokens=8)
+    found = large_cases(few, "full", small_of(CAPABILITIES, ForwardMode.EXTEND))
     (case,) = [case for case in found if too_large_for_a_cpu(case)]
     assert set(case.new) == {8}
 
@@ -109,9 +111,9 @@ def test_rows_of_mla_are_not_compared_by_the_ten_thousand() -> None:
         ({"mla"}, {16}, Heads("mla", 16, 1), 8, Heads("mla", 16, 1)),
     ],
 )
-def test_many_heads_are_claimed_ones_next_to_the_number(
+def test_many_heads_are_declared_ones_next_to_the_number(
     families: set[str], ratios: set[int], like: Heads, most: int, heads: Heads
 ) -> None:
-    ropes = {64} if "mla" in families else CLAIMS.mla_rope_dims
-    claims = CLAIMS.with_changes(families=families, gqa_ratios=ratios, mla_rope_dims=ropes)
-    assert many_heads(claims, like, most) == heads
+    ropes = {64} if "mla" in families else CAPABILITIES.mla_rope_dims
+    declared = CAPABILITIES.with_changes(families=families, gqa_ratios=ratios, mla_rope_dims=ropes)
+    assert many_heads(declared, like, most) == heads

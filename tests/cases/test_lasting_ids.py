@@ -14,15 +14,15 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.choices import chosen
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.data import make_step_data
+from attn_testkit.cases.derived_parameters import chosen
 from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.schedule import Step, make_schedule
 from attn_testkit.contract import ForwardMode
 from attn_testkit.examples import MinimalBackend
 
-CLAIMS = {"torch_native": TorchNativeBackend.capabilities, "minimal": MinimalBackend.capabilities}
+CAPABILITIES = {"torch_native": TorchNativeBackend.capabilities, "minimal": MinimalBackend.capabilities}
 IDS = [
     *(
         f"decode-gqa2x2-d32-bf16-p4-k0.5.20-{layout}-gauss{words}-b{rest}"
@@ -43,9 +43,9 @@ IDS = [
 ]
 
 
-def lasting(claims: str, mode: ForwardMode, tier: str) -> list[Case]:
+def lasting(declared: str, mode: ForwardMode, tier: str) -> list[Case]:
     """The cases but those that came later, which stand behind all others."""
-    return [case for case in without_arrays(CLAIMS[claims], mode, tier) if not came_later(case)]
+    return [case for case in without_arrays(CAPABILITIES[declared], mode, tier) if not came_later(case)]
 
 
 def digest(lines: list[str]) -> str:
@@ -70,8 +70,8 @@ LISTS = {
     ("minimal", "core"): ("141e1196026d", (64, 64, 65, 65), "dec9c30a6889"),
     ("minimal", "full"): ("0c195486f0cd", (308, 310, 309, 308), "5ae4886092f8"),
 }
-"""Claims and tier -> digest of the covering array and the named cases, how many they are in each mode, and digest of
-the list with the small cases that follow them."""
+"""Capabilities and tier -> digest of the covering array and the named cases, how many they are in each mode, and digest
+of the list with the small cases that follow them."""
 
 
 EXTEND_LISTS = {
@@ -90,10 +90,10 @@ EXTEND_IDS = [
 ]
 
 
-@pytest.mark.parametrize(("claims", "tier"), EXTEND_LISTS, ids=map(" ".join, EXTEND_LISTS))
-def test_the_cases_of_extend_change_on_purpose_alone(claims: str, tier: str) -> None:
-    ids = [case.id for case in lasting(claims, ForwardMode.EXTEND, tier)]
-    assert (len(ids), digest(ids)) == EXTEND_LISTS[claims, tier]
+@pytest.mark.parametrize(("declared", "tier"), EXTEND_LISTS, ids=map(" ".join, EXTEND_LISTS))
+def test_the_cases_of_extend_change_on_purpose_alone(declared: str, tier: str) -> None:
+    ids = [case.id for case in lasting(declared, ForwardMode.EXTEND, tier)]
+    assert (len(ids), digest(ids)) == EXTEND_LISTS[declared, tier]
 
 
 def test_the_steps_and_numbers_of_an_extend_change_on_purpose_alone() -> None:
@@ -107,10 +107,10 @@ def test_the_steps_and_numbers_of_an_extend_change_on_purpose_alone() -> None:
     assert digest(found) == "b50ff5b39111", found
 
 
-@pytest.mark.parametrize(("claims", "tier"), LISTS, ids=map(" ".join, LISTS))
-def test_the_cases_of_a_tier_change_on_purpose_alone(claims: str, tier: str) -> None:
-    by_mode = [[case.id for case in lasting(claims, mode, tier)] for mode in FIRST_MODES]
-    kept, counts, whole = LISTS[claims, tier]
+@pytest.mark.parametrize(("declared", "tier"), LISTS, ids=map(" ".join, LISTS))
+def test_the_cases_of_a_tier_change_on_purpose_alone(declared: str, tier: str) -> None:
+    by_mode = [[case.id for case in lasting(declared, mode, tier)] for mode in FIRST_MODES]
+    kept, counts, whole = LISTS[declared, tier]
     assert digest([name for names, count in zip(by_mode, counts, strict=True) for name in names[:count]]) == kept
     assert digest([name for names in by_mode for name in names]) == whole
 
@@ -152,5 +152,5 @@ def test_the_hidden_choices_of_a_case_change_on_purpose_alone() -> None:
 def test_the_companions_of_a_mixed_case_change_on_purpose_alone() -> None:
     case = parse_case(IDS[4])
     every = set(FIRST_MODES)
-    lines = [other.id for rows, topk in ((128, 8), (4, 1), (1, 1)) for other in companions(case, every, rows, topk)]
+    lines = [other.id for rows, topk in ((128, 8), (4, 1), (1, 1)) for other in co_residents(case, every, rows, topk)]
     assert digest(lines) == "5e3f77b96ebc"

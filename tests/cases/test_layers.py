@@ -11,45 +11,45 @@ import torch
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.layers import SETTINGS, Layers
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import ForwardMode, KVPool
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 DECODE = "decode-gqa2x2-d32-bf16-p4-k5.9-shuffled-gauss{}-b3prod"
 RANK = Layers(3, 5)
 
 
-def of_rank(mode: ForwardMode, **claims: object) -> list[Case]:
-    return [c for c in generate(CLAIMS.with_changes(**claims), mode, "core") if c.layers == RANK]
+def of_rank(mode: ForwardMode, **declared: object) -> list[Case]:
+    return [c for c in generate(CAPABILITIES.with_changes(**declared), mode, "core") if c.layers == RANK]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_each_mode_has_three_layers_of_a_later_rank_without_options_and_with_all(mode: ForwardMode) -> None:
-    plain, options = of_rank(mode)
-    assert (plain.window, plain.logit_cap, plain.sinks, plain.kv_dtype) == (-1, 0.0, False, "same")
+    minimal, options = of_rank(mode)
+    assert (minimal.window, minimal.logit_cap, minimal.sinks, minimal.kv_dtype) == (-1, 0.0, False, "same")
     assert (options.window, options.logit_cap, options.sinks, options.kv_dtype) == (7, 1.5, True, "fp8_e4m3")
-    assert plain.bucket == plain.bs + 1, "a padded request"
+    assert minimal.bucket == minimal.bs + 1, "a padded request"
     assert sorted(n > options.window for n in options.prefixes) == [False, True, True]
     none = {"windows": set(), "logit_cap": False, "sinks": False, "kv_dtypes": {"same"}}
     one, other = of_rank(mode, **none)
     assert one.window == other.window == -1
     assert one.heads != other.heads, "what has no options has other heads"
-    assert all(case.layers == Layers() for case in generate(CLAIMS, mode, "smoke"))
+    assert all(case.layers == Layers() for case in generate(CAPABILITIES, mode, "smoke"))
 
 
-def test_trees_have_a_window_where_windows_in_trees_are_claimed() -> None:
+def test_trees_have_a_window_where_windows_in_trees_are_declared() -> None:
     small = replace(of_rank(ForwardMode.TARGET_VERIFY)[0], window=-1)
     assert small.topk == 1
     assert of_rank(ForwardMode.TARGET_VERIFY, windows={"in_trees": False})[1].window == 7, "a chain is no tree"
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_one_query_head_and_one_kv_head_where_mha_is_claimed(mode: ForwardMode) -> None:
-    def lone(tier: str, **claims: object) -> list[Heads]:
-        cases = generate(CLAIMS.with_changes(**claims), mode, tier)
+def test_one_query_head_and_one_kv_head_where_mha_is_declared(mode: ForwardMode) -> None:
+    def lone(tier: str, **declared: object) -> list[Heads]:
+        cases = generate(CAPABILITIES.with_changes(**declared), mode, tier)
         return [case.heads for case in cases if case.heads.q_heads == case.heads.kv_heads == 1 and not case.rope_dim]
 
     assert lone("core") == [Heads("mha", 1, 1)]
@@ -85,7 +85,7 @@ def test_numbers_of_a_step_have_as_many_layers(count: int) -> None:
 
 def test_all_modes_of_a_mixed_case_have_its_layers() -> None:
     case = parse_case(DECODE.format("-layers3from5").replace("prod", "prod-mixed"))
-    for other in companions(case, set(ForwardMode), 8, 1):
+    for other in co_residents(case, set(ForwardMode), 8, 1):
         assert make_layers(other) == make_layers(case)
 
 

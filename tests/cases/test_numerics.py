@@ -1,4 +1,4 @@
-"""What of a backend's claims the numbers of a case follow, and that equal numbers are one schedule."""
+"""What of a backend's capabilities the numbers of a case follow, and that equal numbers are one schedule."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BF16 = "extend-gqa2x2-d32-bf16-p4-k9.6-n3a3.1-shuffled-gauss-b2prod"
 FP32 = BF16.replace("bf16", "fp32")
 FP8 = BF16.replace("-b2", "-kvfp8e4m3-b2")
 PARTS = BF16.replace("-b2", "-lsewhole-b2")
-CLAIMS = Capabilities(
+CAPABILITIES = Capabilities(
     eager={"extend", "decode"}, kv_dtypes={"same", "fp8_e4m3"}, matmul_dtype="fp8_e4m3", q_scale="per_tensor",
     new_rows_as_given={"extend"}, fp32_products="tf32", lse=LogSumExp(base="2", dtype="model", whole={"extend"}),
 )  # fmt: skip
@@ -30,12 +30,12 @@ CLAIMS = Capabilities(
     ],
 )
 def test_a_case_has_the_numerics_of_what_it_does(case: str, numerics: Numerics) -> None:
-    assert numerics_of(parse_case(case), CLAIMS) == numerics
+    assert numerics_of(parse_case(case), CAPABILITIES) == numerics
     assert numerics_of(parse_case(case), Capabilities(eager={"extend"})) == MODEL
 
 
 def test_new_rows_are_given_in_the_modes_that_are_declared() -> None:
-    others = CLAIMS.with_changes(new_rows_as_given=frozenset({ForwardMode.DECODE}))
+    others = CAPABILITIES.with_changes(new_rows_as_given=frozenset({ForwardMode.DECODE}))
     assert not numerics_of(parse_case(FP8), others).new_rows_as_given
 
 

@@ -13,7 +13,7 @@ from attn_testkit.cases.plans import context_len
 from attn_testkit.contract import Capabilities, ForwardMode
 
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 KINDS: dict[str, tuple[Callable[[Case], bool], set[ForwardMode]]] = {
     "window in another layout": (lambda case: case.kv_layout != "nhd" and case.window >= 0, set(ForwardMode)),
     "window and sinks into lent memory": (lambda case: "lent" in case.variants and case.window >= 0, set(ForwardMode)),
@@ -30,8 +30,8 @@ KINDS: dict[str, tuple[Callable[[Case], bool], set[ForwardMode]]] = {
 }
 
 
-def core(mode: ForwardMode, claims: Capabilities = CLAIMS) -> tuple[Case, ...]:
-    return as_made(claims, mode, "core")
+def core(mode: ForwardMode, declared: Capabilities = CAPABILITIES) -> tuple[Case, ...]:
+    return as_made(declared, mode, "core")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -40,7 +40,7 @@ def test_what_is_tried_alone_is_tried_with_options_of_the_layer_too(kind: str) -
     assert {mode for mode in ForwardMode if any(map(has, core(mode)))} == modes
 
 
-def of_way(word: str) -> Callable[[Case], bool]:
+def of_variant(word: str) -> Callable[[Case], bool]:
     return lambda case: word in case.variants
 
 
@@ -51,9 +51,9 @@ def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_tre
         lambda case: case.layers.groups,
         lambda case: bool(case.layers.shapes),
         lambda case: bool(case.parts),
-        *map(of_way, ("lent", "morerows", "ahead", "withnew")),
+        *map(of_variant, ("lent", "morerows", "ahead", "withnew")),
     ]
-    cases = core(VERIFY, CLAIMS.with_changes(windows={"in_trees": in_trees}))
+    cases = core(VERIFY, CAPABILITIES.with_changes(windows={"in_trees": in_trees}))
     for has in kinds:
         met = {case.window >= 0 for case in cases if has(case) and case.topk > 1}
         assert in_trees in met
@@ -74,41 +74,43 @@ def test_windows_hide_keys_there() -> None:
 def test_every_other_layout_meets_a_window_in_heads_that_differ() -> None:
     for mode in (VERIFY, V1, V2, EXTEND):
         met = [case for case in core(mode) if case.kv_layout != "nhd" and case.window >= 0]
-        assert {case.kv_layout for case in met} == CLAIMS.kv_layouts - {"nhd"}
+        assert {case.kv_layout for case in met} == CAPABILITIES.kv_layouts - {"nhd"}
         assert all(case.heads.kv_heads > 1 for case in met)
 
 
-def test_what_is_not_claimed_is_in_none_of_them() -> None:
-    claims = CLAIMS.with_changes(windows=(), sinks=False, logit_cap=False, kv_dtypes={"same"})
+def test_what_is_not_declared_is_in_none_of_them() -> None:
+    declared = CAPABILITIES.with_changes(windows=(), sinks=False, logit_cap=False, kv_dtypes={"same"})
     for mode in ForwardMode:
-        for case in core(mode, claims):
+        for case in core(mode, declared):
             assert case.window < 0
             assert not case.sinks
             assert case.kv_dtype == "same"
-    assert not any("lent" in case.variants for case in core(DECODE, CLAIMS.with_changes(server={"takes_out": False})))
+    assert not any(
+        "lent" in case.variants for case in core(DECODE, CAPABILITIES.with_changes(server={"takes_out": False}))
+    )
 
 
-def full(claims: Capabilities, mode: ForwardMode) -> list[Case]:
+def full(declared: Capabilities, mode: ForwardMode) -> list[Case]:
     """Cases of codes whose second request takes five eighths of the context."""
-    of_codes = [case for case in core(mode, claims) if case.data == CODES]
-    near = range(claims.max_context_len * 5 // 8, claims.max_context_len * 5 // 8 + 40)
+    of_codes = [case for case in core(mode, declared) if case.data == CODES]
+    near = range(declared.max_context_len * 5 // 8, declared.max_context_len * 5 // 8 + 40)
     return [case for case in of_codes if len(case.prefixes) == 2 and case.prefixes[1] in near]
 
 
 @pytest.mark.parametrize("mode", ForwardMode, ids=str)
 @pytest.mark.parametrize("most", [301, 4096, 5000, 66_000])
 def test_a_request_fills_the_context_and_another_five_eighths_of_it(mode: ForwardMode, most: int) -> None:
-    (found,) = full(CLAIMS.with_changes(max_context_len=most, families={"mqa"}, dtypes={"bf16"}), mode)
+    (found,) = full(CAPABILITIES.with_changes(max_context_len=most, families={"mqa"}, dtypes={"bf16"}), mode)
     assert most - (found.page_size if mode is DRAFT else 0) <= context_len(found) <= most
     assert found.prefixes[0] > most - 100
 
 
 def test_longer_contexts_have_other_long_cases_and_short_ones_need_none() -> None:
     for most in (300, 66_001):
-        assert not full(CLAIMS.with_changes(max_context_len=most, families={"mqa"}, dtypes={"bf16"}), DECODE)
+        assert not full(CAPABILITIES.with_changes(max_context_len=most, families={"mqa"}, dtypes={"bf16"}), DECODE)
 
 
 def test_of_mla_8192_tokens_are_filled_and_no_more() -> None:
-    mla = CLAIMS.with_changes(families={"mla"}, head_dims={512}, dtypes={"bf16"})
+    mla = CAPABILITIES.with_changes(families={"mla"}, head_dims={512}, dtypes={"bf16"})
     assert full(mla.with_changes(max_context_len=8192), DECODE)
     assert not full(mla.with_changes(max_context_len=8193), DECODE)

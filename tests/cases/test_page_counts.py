@@ -12,12 +12,12 @@ from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.page_counts import groups_of_pages, page_count_cases
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
-def found(claims: Capabilities = CLAIMS) -> list[Case]:
-    (small, *_) = [case for case in generate(claims, ForwardMode.DECODE, "core") if case.bs == 132]
-    return list(page_count_cases(claims, small))
+def found(declared: Capabilities = CAPABILITIES) -> list[Case]:
+    (small, *_) = [case for case in generate(declared, ForwardMode.DECODE, "core") if case.bs == 132]
+    return list(page_count_cases(declared, small))
 
 
 def test_each_number_of_pages_has_a_tail_and_powers_of_two_are_full() -> None:
@@ -32,33 +32,33 @@ def test_each_number_of_pages_has_a_tail_and_powers_of_two_are_full() -> None:
 def test_every_group_of_the_array_meets_every_dtype_of_the_pool() -> None:
     cases = found()
     layouts = {case.heads for case in cases}
-    assert {(case.heads, case.kv_dtype) for case in cases} == {(h, d) for h in layouts for d in CLAIMS.kv_dtypes}
-    assert len(cases) == len(layouts) * len(CLAIMS.kv_dtypes)
+    assert {(case.heads, case.kv_dtype) for case in cases} == {(h, d) for h in layouts for d in CAPABILITIES.kv_dtypes}
+    assert len(cases) == len(layouts) * len(CAPABILITIES.kv_dtypes)
     assert {heads.family for heads in layouts} == {"mha", "gqa", "mqa"}
     assert max(heads.q_heads // heads.kv_heads for heads in layouts) == 16
-    assert {case.dtype for case in cases} == set(CLAIMS.dtypes)
+    assert {case.dtype for case in cases} == set(CAPABILITIES.dtypes)
     assert {case.head_dim for case in cases} == {32, 64, 128}
-    assert all(case in generate(CLAIMS, ForwardMode.DECODE, "core") for case in cases)
+    assert all(case in generate(CAPABILITIES, ForwardMode.DECODE, "core") for case in cases)
 
 
 def test_pages_of_one_key_have_no_tails_of_their_own() -> None:
-    for case in found(CLAIMS.with_changes(page_sizes={1})):
+    for case in found(CAPABILITIES.with_changes(page_sizes={1})):
         assert sorted(set(case.prefixes)) == list(range(17))
 
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode is not ForwardMode.DECODE])
 def test_other_modes_have_none(mode: ForwardMode) -> None:
-    small = replace(generate(CLAIMS, mode, "smoke")[0])
-    assert not list(page_count_cases(CLAIMS, small))
+    small = replace(generate(CAPABILITIES, mode, "smoke")[0])
+    assert not list(page_count_cases(CAPABILITIES, small))
 
 
 def test_a_group_that_has_fp8_in_each_number_of_pages_has_it_in_no_short_case_beside() -> None:
     for longest, in_both in ((4096, set()), (280, {2, 8, 16})):
-        claims = CLAIMS.with_changes(
+        declared = CAPABILITIES.with_changes(
             families={"gqa"}, gqa_ratios={2, 4, 8, 16}, page_sizes={16}, max_context_len=longest
         )
-        decodes = generate(claims, ForwardMode.DECODE, "core")
+        decodes = generate(declared, ForwardMode.DECODE, "core")
         short = {c.heads.q_heads // 2 for c in decodes if c.prefixes == (70, 33, 1) and c.kv_dtype != "same"} - {0}
-        assert groups_of_pages(claims) == {2, 8, 16} - in_both
+        assert groups_of_pages(declared) == {2, 8, 16} - in_both
         assert short & {2, 8, 16} == in_both
         assert 4 in short

@@ -1,4 +1,4 @@
-"""Every two claimed values meet in a decode: of heads, head dims, dtypes, page sizes, pool layouts and options."""
+"""Every two declared values meet in a decode: of heads, head dims, dtypes, page sizes, pool layouts and options."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ WIDE = TorchNativeBackend.capabilities.with_changes(
 )  # fmt: skip
 
 
-def found(claims: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> list[Case]:
-    return [case for case in as_made(claims, mode, tier) if case.prefixes == (530, 33, 1)]
+def found(declared: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> list[Case]:
+    return [case for case in as_made(declared, mode, tier) if case.prefixes == (530, 33, 1)]
 
 
 def values(case: Case) -> tuple[object, ...]:
@@ -26,7 +26,7 @@ def values(case: Case) -> tuple[object, ...]:
     return (case.heads, case.head_dim, case.dtype, case.kv_dtype, case.page_size, case.kv_layout, options)
 
 
-def test_each_two_values_of_two_claims_meet() -> None:
+def test_each_two_values_of_two_capabilities_meet() -> None:
     rows = [values(case) for case in found(WIDE)]
     for one, other in combinations(range(7), 2):
         met = {(row[one], row[other]) for row in rows}
@@ -37,15 +37,15 @@ def test_each_two_values_of_two_claims_meet() -> None:
 
 
 def test_mla_has_an_array_of_its_own() -> None:
-    claims = WIDE.with_changes(
+    declared = WIDE.with_changes(
         families={"gqa", "mla"}, gqa_ratios={2, 16, 32, 128}, head_dims={128, 512}, mla_rope_dims={64}
     )
-    rows = [values(case) for case in found(claims) if case.heads.layout.values_in_keys]
+    rows = [values(case) for case in found(declared) if case.heads.layout.values_in_keys]
     assert {(head.q_heads, kv) for head, _, _, kv, *_ in rows} == {  # type: ignore[attr-defined]
         (count, kv) for count in (16, 32, 128) for kv in ("same", "fp8_e4m3")
     }
     assert {dim for _, dim, *_ in rows} == {128, 512}
-    assert {case.rope_dim for case in found(claims)} == {0, 64}
+    assert {case.rope_dim for case in found(declared)} == {0, 64}
 
 
 def test_other_modes_and_smoke_have_none_and_these_came_later() -> None:
@@ -54,8 +54,8 @@ def test_other_modes_and_smoke_have_none_and_these_came_later() -> None:
     assert all(came_later(case) for case in found(WIDE))
 
 
-def test_what_is_not_claimed_is_not_asked_for() -> None:
-    plain = WIDE.with_changes(windows=(), logit_cap=False, sinks=False)
-    assert {values(case)[-1] for case in found(plain)} == {(-1, 0.0, False)}
+def test_what_is_not_declared_is_not_asked_for() -> None:
+    minimal = WIDE.with_changes(windows=(), logit_cap=False, sinks=False)
+    assert {values(case)[-1] for case in found(minimal)} == {(-1, 0.0, False)}
     assert not found(WIDE.with_changes(families={"mqa"}))
     assert not found(WIDE.with_changes(max_context_len=512))

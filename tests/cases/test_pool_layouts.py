@@ -1,4 +1,4 @@
-"""Layouts of the KV pool among the cases: none for who claims the usual one alone, each of the others somewhere."""
+"""Layouts of the KV pool among the cases: none for who declares the usual one alone, each of the others somewhere."""
 
 from __future__ import annotations
 
@@ -12,35 +12,35 @@ from as_made import as_made, without_arrays
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.companions import companions
-from attn_testkit.cases.untried import says_untried, untried
+from attn_testkit.cases.co_residents import co_residents
+from attn_testkit.cases.not_covered import describe_not_covered, not_covered
 from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode, KVPool
 from attn_testkit.examples import MinimalBackend
 
-CLAIMS = MinimalBackend.capabilities
-ALL = CLAIMS.with_changes(kv_layouts=KV_LAYOUTS, kv_dtypes={"same", "fp8_e4m3"})
+CAPABILITIES = MinimalBackend.capabilities
+ALL = CAPABILITIES.with_changes(kv_layouts=KV_LAYOUTS, kv_dtypes={"same", "fp8_e4m3"})
 OTHERS = [name for name in KV_LAYOUTS if name != "nhd"]
 
 
-def without_pairs(claims: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
-    """All cases but those of decode in which layouts meet all else that is claimed (``cases/pair_array.py``)."""
-    return [case for case in as_made(claims, mode, tier) if case.prefixes != (530, 33, 1)]
+def without_pairs(declared: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
+    """All cases but those of decode in which layouts meet all else that is declared (``cases/pair_array.py``)."""
+    return [case for case in as_made(declared, mode, tier) if case.prefixes != (530, 33, 1)]
 
 
-def others(mode: ForwardMode, tier: str, claims: Capabilities = ALL) -> list[Case]:
-    return [case for case in without_pairs(claims, mode, tier) if case.kv_layout != "nhd"]
+def others(mode: ForwardMode, tier: str, declared: Capabilities = ALL) -> list[Case]:
+    return [case for case in without_pairs(declared, mode, tier) if case.kv_layout != "nhd"]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_cases_of_other_layouts_stand_behind_those_that_there_were(mode: ForwardMode, tier: str) -> None:
-    plain = list(without_arrays(CLAIMS, mode, tier))
-    assert not others(mode, tier, CLAIMS)
-    more = without_pairs(CLAIMS.with_changes(kv_layouts={"nhd", "hnd", "own"}), mode, tier)
-    assert [case for case in more if case.kv_layout == "nhd"] == plain
-    behind = {case.kv_layout for case in more if case not in plain}
+    minimal = list(without_arrays(CAPABILITIES, mode, tier))
+    assert not others(mode, tier, CAPABILITIES)
+    more = without_pairs(CAPABILITIES.with_changes(kv_layouts={"nhd", "hnd", "own"}), mode, tier)
+    assert [case for case in more if case.kv_layout == "nhd"] == minimal
+    behind = {case.kv_layout for case in more if case not in minimal}
     assert behind == ({"hnd", "own"} if tier == "core" else behind & {"hnd", "own"})
-    assert len(more) - len(plain) == 1 or tier == "core"
+    assert len(more) - len(minimal) == 1 or tier == "core"
 
 
 def test_smoke_tries_another_layout_in_each_mode() -> None:
@@ -57,11 +57,11 @@ def test_core_tries_each_layout_with_each_kv_dtype_in_pages_and_heads_that_tell_
         assert max(case.prefixes) > 2 * case.page_size
         assert case.heads.kv_heads > 1
         assert parse_case(case.id) == case
-    assert [value for name, value in untried(ALL, mode, cases) if name == "kv_layout"] == ["nhd"]
+    assert [value for name, value in not_covered(ALL, mode, cases) if name == "kv_layout"] == ["nhd"]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_core_has_each_layout_with_all_else_that_is_claimed(mode: ForwardMode) -> None:
+def test_core_has_each_layout_with_all_else_that_is_declared(mode: ForwardMode) -> None:
     wide = TorchNativeBackend.capabilities.with_changes(families={"gqa", "mha"})
     cases = [case for case in as_made(wide, mode, "core") if case.kv_layout != "nhd" and not case.variants]
     of_layout = {name: [case for case in cases if case.kv_layout == name] for name in OTHERS if name in wide.kv_layouts}
@@ -79,50 +79,52 @@ def test_core_has_each_layout_with_all_else_that_is_claimed(mode: ForwardMode) -
     assert min(len({getattr(case, name) for case in found}) for name in ("heads", "head_dim", "page_size")) >= 3
 
 
-def test_layouts_of_mla_keep_its_family_and_few_claims_its_only_values() -> None:
-    of_mla = CLAIMS.with_changes(
+def test_layouts_of_mla_keep_its_family_and_few_capabilities_its_only_values() -> None:
+    of_mla = CAPABILITIES.with_changes(
         families={"mla"}, kv_layouts={"nhd", "hnd"}, head_dims={512}, gqa_ratios={16}, mla_rope_dims={64}
     )
-    mqa = CLAIMS.with_changes(families={"mqa"}, kv_layouts={"nhd", "padded-pages"})
-    for claims in (of_mla, mqa):
-        found = others(ForwardMode.EXTEND, "core", claims)
+    mqa = CAPABILITIES.with_changes(families={"mqa"}, kv_layouts={"nhd", "padded-pages"})
+    for declared in (of_mla, mqa):
+        found = others(ForwardMode.EXTEND, "core", declared)
         assert found
-        assert {case.heads.family for case in found} == claims.families
+        assert {case.heads.family for case in found} == declared.families
 
 
 def test_full_tries_each_layout_in_each_page_size() -> None:
     found = {(case.kv_layout, case.page_size) for case in others(ForwardMode.DECODE, "full")}
-    assert found == {(name, page) for name in OTHERS for page in CLAIMS.page_sizes}
+    assert found == {(name, page) for name in OTHERS for page in CAPABILITIES.page_sizes}
 
 
 @pytest.mark.parametrize("tier", ["smoke", "core"])
-def test_without_the_usual_layout_all_cases_have_the_first_that_is_claimed(tier: str) -> None:
-    plain = without_pairs(CLAIMS, ForwardMode.DECODE, tier)
-    found = without_pairs(CLAIMS.with_changes(kv_layouts={"own", "hnd"}), ForwardMode.DECODE, tier)
-    assert [replace(case, kv_layout="nhd") for case in found[: len(plain)]] == plain
-    assert {case.kv_layout for case in found[: len(plain)]} == {"hnd"}
-    assert {case.kv_layout for case in found[len(plain) :]} == {"own"}
-    assert as_made(CLAIMS.with_changes(kv_layouts=()), ForwardMode.DECODE, tier) == ()
+def test_without_the_usual_layout_all_cases_have_the_first_that_is_declared(tier: str) -> None:
+    minimal = without_pairs(CAPABILITIES, ForwardMode.DECODE, tier)
+    found = without_pairs(CAPABILITIES.with_changes(kv_layouts={"own", "hnd"}), ForwardMode.DECODE, tier)
+    assert [replace(case, kv_layout="nhd") for case in found[: len(minimal)]] == minimal
+    assert {case.kv_layout for case in found[: len(minimal)]} == {"hnd"}
+    assert {case.kv_layout for case in found[len(minimal) :]} == {"own"}
+    assert as_made(CAPABILITIES.with_changes(kv_layouts=()), ForwardMode.DECODE, tier) == ()
 
 
 def test_modes_that_share_an_instance_share_its_pool() -> None:
     case = parse_case("decode-gqa2x2-d32-bf16-p4-k0.5.20-shuffled-gauss-kvhnd-b3prod-mixed")
-    assert {other.kv_layout for other in companions(case, set(ForwardMode), 8)} == {"hnd"}
+    assert {other.kv_layout for other in co_residents(case, set(ForwardMode), 8)} == {"hnd"}
 
 
 def test_a_layout_is_tried_where_it_differs_from_others() -> None:
-    claims = CLAIMS.with_changes(kv_layouts={"nhd", "hnd"})
-    plain = "decode-{heads}-d64-bf16-p{page}-k{keys}-shuffled-gauss-kvhnd-b1prod"
+    declared = CAPABILITIES.with_changes(kv_layouts={"nhd", "hnd"})
+    minimal = "decode-{heads}-d64-bf16-p{page}-k{keys}-shuffled-gauss-kvhnd-b1prod"
 
     def lacking(heads: str = "gqa2x2", page: int = 16, keys: int = 16) -> bool:
-        case = parse_case(plain.format(heads=heads, page=page, keys=keys))
-        return ("kv_layout", "hnd") in untried(claims, ForwardMode.DECODE, [case])
+        case = parse_case(minimal.format(heads=heads, page=page, keys=keys))
+        return ("kv_layout", "hnd") in not_covered(declared, ForwardMode.DECODE, [case])
 
     assert not lacking()
     assert lacking(keys=15), "one page"
     assert lacking(heads="mqa4"), "one KV head"
     assert lacking(page=1), "one slot a page"
-    assert "KV layout hnd" in says_untried(claims, [ForwardMode.DECODE], as_made(CLAIMS, ForwardMode.DECODE, "core"))
+    assert "KV layout hnd" in describe_not_covered(
+        declared, [ForwardMode.DECODE], as_made(CAPABILITIES, ForwardMode.DECODE, "core")
+    )
 
 
 @pytest.mark.parametrize(

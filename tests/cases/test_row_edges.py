@@ -9,12 +9,12 @@ from attn_testkit.cases.case import CODES, Case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CLAIMS: Capabilities = TorchNativeBackend.capabilities.with_changes(gqa_ratios={4, 5, 6, 7})
+CAPABILITIES: Capabilities = TorchNativeBackend.capabilities.with_changes(gqa_ratios={4, 5, 6, 7})
 SEVERAL = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 
 
-def of_edges(mode: ForwardMode, tier: str = "core", claims: Capabilities = CLAIMS) -> list[Case]:
-    return [case for case in generate(claims, mode, tier) if case.prefixes in ((254, 510, 1022), (107, 20))]
+def of_edges(mode: ForwardMode, tier: str = "core", declared: Capabilities = CAPABILITIES) -> list[Case]:
+    return [case for case in generate(declared, mode, tier) if case.prefixes in ((254, 510, 1022), (107, 20))]
 
 
 def seen(case: Case, request: int) -> set[int]:
@@ -33,7 +33,7 @@ def test_rows_of_one_request_have_fewer_keys_than_an_edge_as_many_and_more(mode:
 
 
 def test_decode_has_requests_of_as_many_keys_as_an_edge_and_of_one_more() -> None:
-    edges = [case for case in generate(CLAIMS, ForwardMode.DECODE, "core") if case.data == CODES and case.bs == 6]
+    edges = [case for case in generate(CAPABILITIES, ForwardMode.DECODE, "core") if case.data == CODES and case.bs == 6]
     assert [prefix + 1 for prefix in edges[0].prefixes] == [256, 257, 512, 513, 1024, 1025]
 
 
@@ -50,13 +50,13 @@ def test_full_tries_each_odd_group_and_a_backend_without_one_has_no_such_case() 
     mode = ForwardMode.EXTEND
     groups = [case.heads.q_heads // case.heads.kv_heads for case in of_edges(mode, "full") if case.data != CODES]
     assert groups == [7, 5, 6]
-    without = CLAIMS.with_changes(gqa_ratios={4, 8})
-    assert all(case.data == CODES for case in of_edges(mode, claims=without))
+    without = CAPABILITIES.with_changes(gqa_ratios={4, 8})
+    assert all(case.data == CODES for case in of_edges(mode, declared=without))
 
 
 def test_a_backend_of_one_row_has_no_such_case_in_modes_of_several() -> None:
-    one = CLAIMS.with_changes(max_q_rows=1, max_extend_tokens=1, graph=(), eager={"extend", "decode"}, max_topk=0)
-    assert not of_edges(ForwardMode.EXTEND, claims=one)
+    one = CAPABILITIES.with_changes(max_q_rows=1, max_extend_tokens=1, graph=(), eager={"extend", "decode"}, max_topk=0)
+    assert not of_edges(ForwardMode.EXTEND, declared=one)
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

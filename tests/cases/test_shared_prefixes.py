@@ -9,30 +9,30 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
-def shared(claims: Capabilities, mode: ForwardMode = ForwardMode.DECODE) -> list[Case]:
-    return [case for case in generate(claims, mode, "core") if case.prefixes[:2] == (560, 601)]
+def shared(declared: Capabilities, mode: ForwardMode = ForwardMode.DECODE) -> list[Case]:
+    return [case for case in generate(declared, mode, "core") if case.prefixes[:2] == (560, 601)]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_one_is_plain_and_one_has_all_options_but_a_window_and_several_kv_heads(mode: ForwardMode) -> None:
-    plain, optional = shared(CLAIMS, mode)
-    assert not plain.sinks
-    assert not plain.logit_cap
-    assert plain.kv_dtype == "same"
+    minimal, optional = shared(CAPABILITIES, mode)
+    assert not minimal.sinks
+    assert not minimal.logit_cap
+    assert minimal.kv_dtype == "same"
     assert optional.sinks
     assert optional.logit_cap
     assert optional.kv_dtype != "same"
     assert optional.heads.kv_heads > 1
-    assert plain.window == optional.window == -1, "a window turns a cascade off"
-    assert plain.prefixes == optional.prefixes
-    assert plain.bs >= 8
+    assert minimal.window == optional.window == -1, "a window turns a cascade off"
+    assert minimal.prefixes == optional.prefixes
+    assert minimal.bs >= 8
 
 
-def test_where_no_option_is_claimed_there_is_no_second_one() -> None:
+def test_where_no_option_is_declared_there_is_no_second_one() -> None:
     none = {"sinks": False, "logit_cap": False, "kv_dtypes": {"same"}}
-    assert len(shared(CLAIMS.with_changes(**none))) == 1
+    assert len(shared(CAPABILITIES.with_changes(**none))) == 1
     for name in none:
-        assert len(shared(CLAIMS.with_changes(**{other: none[other] for other in none if other != name}))) == 2
+        assert len(shared(CAPABILITIES.with_changes(**{other: none[other] for other in none if other != name}))) == 2

@@ -20,8 +20,8 @@ from attn_testkit.cases.data import (
     make_step_data,
     pool_image,
 )
+from attn_testkit.cases.foreign_slots import PLACES, marked_slots, place_pattern
 from attn_testkit.cases.patterns import LARGEST_FP8
-from attn_testkit.cases.places import PLACES, marked_slots, place_pattern
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
 from attn_testkit.contract import KVPool
 
@@ -102,13 +102,13 @@ def test_the_slots_of_a_place_hold_a_value_of_one_and_no_others_do(case_id: str,
     schedule, step, _ = first_step(case_id)
     page, dim, pattern = schedule.case.page_size, schedule.case.head_dim, place_pattern(1, name)
     data = make_step_data(schedule, step, pattern)
-    plain, marked = (
+    minimal, marked = (
         pool_image(schedule, step, data, False, after=True, unowned=0.0, marked=word).float() for word in ("", pattern)
     )
-    slots = marked_slots(step, pattern, page, plain.shape[2])
+    slots = marked_slots(step, pattern, page, minimal.shape[2])
     assert bool((marked[:, -1, slots, :, :dim] == 1).all()), "the last part holds the values, MLA's rope behind them"
     marked[:, -1, slots, :, :dim] = 0.0
-    assert torch.equal(marked, plain)
+    assert torch.equal(marked, minimal)
 
 
 @pytest.mark.parametrize("dtype", ["same", "fp8_e4m3"])
@@ -130,10 +130,10 @@ def test_keys_and_values_are_stored_as_the_pool_of_a_server_stores_them(dtype: s
 
 
 def test_layers_differ_in_scale_and_scales_are_one_without_fp8() -> None:
-    plain, fp8 = make_layers(parse_case(IDS[0])), make_layers(parse_case(FP8))
+    minimal, fp8 = make_layers(parse_case(IDS[0])), make_layers(parse_case(FP8))
     base = 1 / math.sqrt(32)
-    assert [layer.scaling for layer in plain] == [0.5 * base, 1.5 * base]
-    assert [(layer.k_scale, layer.v_scale) for layer in plain] == [(1, 1), (1, 1)]
+    assert [layer.scaling for layer in minimal] == [0.5 * base, 1.5 * base]
+    assert [(layer.k_scale, layer.v_scale) for layer in minimal] == [(1, 1), (1, 1)]
     assert [(layer.k_scale, layer.v_scale) for layer in fp8] == [(0.25, 0.5), (0.5, 2)]
     mla = make_layers(parse_case(IDS[4].replace("-gauss", "-gauss-kvfp8e4m3")))
     assert [(layer.k_scale, layer.v_scale) for layer in mla] == [(0.25, 0.25), (0.5, 0.5)]
@@ -158,9 +158,9 @@ def test_sinks_weigh_about_as_much_as_the_keys_of_the_longest_request_in_every_o
 def test_a_large_query_of_an_fp8_pool_moves_its_size_into_the_keys() -> None:
     """Products stay: what the query loses in powers of two, the key gains."""
     case = parse_case("decode-mha2-d64-fp16-p16-k6-shuffled-negative-kvfp8e4m3-b1prod")
-    plain = parse_case("decode-mha2-d64-fp16-p16-k6-shuffled-negative-b1prod")
+    minimal = parse_case("decode-mha2-d64-fp16-p16-k6-shuffled-negative-b1prod")
     logits = []
-    for each in (case, plain):
+    for each in (case, minimal):
         schedule = make_schedule(each)
         data = make_step_data(schedule, schedule.steps[0])
         logits.append(float(data.q[0, 0, 0].double() @ data.keys[0, 0, 0, 0]))

@@ -179,7 +179,7 @@ def test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pag
         if case.mode not in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE):
             assert longest == max(prefix for step in steps for prefix in prefixes(step)) + case.width
         room = schedule.max_context_len - longest
-        if case.pick("context-room"):
+        if case.derived("context-room"):
             assert room == 0
         else:
             assert page < room <= 2 * page
@@ -188,7 +188,7 @@ def test_a_full_context_is_filled_to_its_last_token_and_a_roomy_one_is_whole_pag
 
 def test_a_request_fills_the_context_in_every_mode() -> None:
     for mode in ForwardMode:
-        full = [make_schedule(case) for case in CORE if case.mode is mode and case.pick("context-room")]
+        full = [make_schedule(case) for case in CORE if case.mode is mode and case.derived("context-room")]
         lens = [
             (max(len(r.table_slots) for step in schedule.steps for r in step.requests), schedule.max_context_len)
             for schedule in full
@@ -258,8 +258,8 @@ def test_shared_prefixes_part_late_or_early(lens: str, page: int, late: list[int
     for seed in range(8):
         seeded = case.with_seed(seed)
         step = make_schedule(seeded).steps[0]
-        assert [request.shared for request in step.requests] == (early if seeded.pick("shared-prefixes") else late)
-    assert {case.with_seed(seed).pick("shared-prefixes") for seed in range(8)} == {0, 1}
+        assert [request.shared for request in step.requests] == (early if seeded.derived("shared-prefixes") else late)
+    assert {case.with_seed(seed).derived("shared-prefixes") for seed in range(8)} == {0, 1}
 
 
 def test_a_cached_prefix_lies_where_it_lay_in_earlier_steps_and_the_rest_does_not() -> None:

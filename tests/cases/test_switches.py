@@ -11,16 +11,16 @@ from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
-CLAIMS = MinimalBackend.capabilities
+CAPABILITIES = MinimalBackend.capabilities
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_each_side_of_a_switch_has_a_batch_of_its_own_behind_all_other_cases(mode: ForwardMode, tier: str) -> None:
-    plain = generate(CLAIMS, mode, tier)
-    cases = generate(CLAIMS.with_changes(kernel_changes_at={5, 6, 20}), mode, tier)
-    assert cases[: len(plain)] == plain
-    added = cases[len(plain) :]
+    minimal = generate(CAPABILITIES, mode, tier)
+    cases = generate(CAPABILITIES.with_changes(kernel_changes_at={5, 6, 20}), mode, tier)
+    assert cases[: len(minimal)] == minimal
+    added = cases[len(minimal) :]
     assert [(case.bs, case.bucket) for case in added] == [(n, n) for n in (4, 5, 6, 19, 20)]
     assert [make_schedule(case).max_bs for case in added] == [4, 5, 6, 19, 20]
 

@@ -11,11 +11,11 @@ from attn_testkit.cases.case import Heads
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
-CLAIMS: Capabilities = TorchNativeBackend.capabilities
+CAPABILITIES: Capabilities = TorchNativeBackend.capabilities
 
 
 def of_three(mode: ForwardMode, tier: str = "core", **changed: Any) -> list[Heads]:
-    cases = generate(CLAIMS.with_changes(**changed), mode, tier)
+    cases = generate(CAPABILITIES.with_changes(**changed), mode, tier)
     return [case.heads for case in cases if case.heads.kv_heads == 3]
 
 

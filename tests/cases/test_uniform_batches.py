@@ -9,7 +9,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract import ForwardMode
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
 @pytest.mark.parametrize(
@@ -24,8 +24,8 @@ CLAIMS = TorchNativeBackend.capabilities
 def test_a_lone_prompt_has_more_tiles_of_heads_and_rows_than_there_are_workers(
     families: set[str], ratios: set[int], heads: str
 ) -> None:
-    claims = CLAIMS.with_changes(families=families, gqa_ratios=ratios)
-    (case,) = (case for case in generate(claims, ForwardMode.EXTEND, "core") if case.new == (130,))
+    declared = CAPABILITIES.with_changes(families=families, gqa_ratios=ratios)
+    (case,) = (case for case in generate(declared, ForwardMode.EXTEND, "core") if case.new == (130,))
     assert case.id.split("-")[1] == heads
     assert case.bucket == 10
     if "mha" in families:
@@ -35,7 +35,11 @@ def test_a_lone_prompt_has_more_tiles_of_heads_and_rows_than_there_are_workers(
 
 
 def one_row_each(mode: ForwardMode) -> list[Case]:
-    return [case for case in generate(CLAIMS, mode, "core") if case.parts and set(case.new) == {1} and case.chunks == 1]
+    return [
+        case
+        for case in generate(CAPABILITIES, mode, "core")
+        if case.parts and set(case.new) == {1} and case.chunks == 1
+    ]
 
 
 def test_in_extend_every_request_may_have_one_new_row_where_keys_come_in_parts() -> None:

@@ -10,7 +10,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import draft_topk
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, Outputs, StepInputs, copies_of
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
@@ -19,7 +19,7 @@ DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-b2prod"
 V1_TOP3 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod-s3"
 V1_TOP1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod"
-CLAIMS = Capabilities(eager={"decode"}, graph={"decode"})
+CAPABILITIES = Capabilities(eager={"decode"}, graph={"decode"})
 LIMIT = 0.5
 """Of every element, logit and hidden value; the right answer to all of them is 0."""
 
@@ -85,8 +85,10 @@ def observation(
         pieces += [("before", name, before), ("now", name, now)]
     return with_pool(
         Observation(schedule, step or schedule.steps[0], "a step", copies_of(pieces), **fields),  # type: ignore[arg-type]
-        expected, after, after if pool is None else pool,
-    )  # fmt: skip
+        expected,
+        after,
+        after if pool is None else pool,
+    )
 
 
 def with_pool(seen: Observation, expected: Expected, after: torch.Tensor, held: torch.Tensor) -> Observation:
@@ -110,10 +112,10 @@ def empty_pool(schedule: Schedule) -> torch.Tensor:
     return torch.zeros(2, 2, (schedule.num_pages + 1) * schedule.case.page_size, 1, 2)
 
 
-def judgement(case: str = DECODE, out: torch.Tensor | None = None, row_limit: float = 1e9) -> Judgement:
+def comparison(case: str = DECODE, out: torch.Tensor | None = None, row_limit: float = 1e9) -> Comparison:
     schedule = schedule_of(case)
     expected = expected_zeros(schedule, row_limit=row_limit)
-    return Judgement(observation(schedule, expected, out), expected)
+    return Comparison(observation(schedule, expected, out), expected)
 
 
 def next_above(value: float) -> float:

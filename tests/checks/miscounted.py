@@ -10,7 +10,7 @@ from by_hand import schedule_of
 
 from attn_testkit.cases.data import DTYPES
 from attn_testkit.cases.schedule import Schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.oracle.expect import Expected, expect
 
@@ -24,9 +24,9 @@ class Run(NamedTuple):
     extra: int
 
 
-def judged(
+def evaluated(
     case: str, runs: Sequence[Run] = (), row: int = 0, *, layers: Sequence[int] = (0, 1), heads: slice = slice(None)
-) -> Judgement:
+) -> Comparison:
     """One step in which a row counts ``runs`` wrong, in some layers and heads; all else is right."""
     schedule, expected = started(case)
     return step_of(schedule, expected, wrong_out(expected, runs, row, layers, heads))
@@ -55,7 +55,7 @@ def wrong_out(
     return out
 
 
-def in_parts(expected: Expected, dtype: str, keys: int) -> torch.Tensor:
+def with_kv_splits(expected: Expected, dtype: str, keys: int) -> torch.Tensor:
     """[L, T, Hq, D] float64 of decode rows: splits of so many keys, each rounded to ``dtype``, and merged."""
     out, values = torch.zeros_like(expected.attention), expected.data.values
     group = out.shape[2] // values.shape[3]
@@ -66,8 +66,8 @@ def in_parts(expected: Expected, dtype: str, keys: int) -> torch.Tensor:
     return out
 
 
-def step_of(schedule: Schedule, expected: Expected, out: torch.Tensor) -> Judgement:
+def step_of(schedule: Schedule, expected: Expected, out: torch.Tensor) -> Comparison:
     """``out`` [L, T, Hq, D], rounded to the model's dtype."""
     rounded = out.to(DTYPES[schedule.case.dtype])
     copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(rounded)])
-    return Judgement(Observation(schedule, schedule.steps[0], "a step", copies), expected)
+    return Comparison(Observation(schedule, schedule.steps[0], "a step", copies), expected)

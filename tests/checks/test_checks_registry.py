@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pytest
-from by_hand import CLAIMS
+from by_hand import CAPABILITIES
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.checks import CHECKS, NUMERIC, REPORTED_INSTEAD, Stage, judged
+from attn_testkit.checks import CHECKS, NUMERIC, REPORTED_INSTEAD, Stage, evaluated
 from attn_testkit.contract import Execution, LogSumExp
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 ALONE = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
 FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
-EXACT = CLAIMS.with_changes(
+EXACT = CAPABILITIES.with_changes(
     deterministic=True, batch_invariant=True, needs_cpu_seq_lens=False, lse=LogSumExp("e", whole={"decode"})
 )
 
@@ -50,7 +50,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "leaves-process-alone",
         "no-host-lengths",
         "compiles-once",
-        "claims-honest",
+        "capabilities-honest",
         "refuses-undeclared",
         "repeatable",
         "batch-invariant",
@@ -58,21 +58,21 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
     ]
 
 
-def test_a_case_run_that_came_to_its_end_has_judged_all_that_applies() -> None:
-    done, missing = judged(EXACT, EAGER, Stage.COMPLETED, ())
+def test_a_case_run_that_came_to_its_end_has_evaluated_all_that_applies() -> None:
+    done, missing = evaluated(EXACT, EAGER, Stage.COMPLETED, ())
     assert missing == ()
     assert {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant", "no-host-lengths"} <= set(done)
-    assert not {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "claims-honest"} & set(done)
-    done, missing = judged(EXACT, GRAPH, Stage.COMPLETED, ())
+    assert not {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "capabilities-honest"} & set(done)
+    done, missing = evaluated(EXACT, GRAPH, Stage.COMPLETED, ())
     assert missing == ()
-    assert {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "claims-honest"} <= set(done)
+    assert {"captures-cleanly", "replay-follows-batch", "graph-matches-eager", "capabilities-honest"} <= set(done)
     assert not {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant", "compiles-once"} & set(done)
 
 
 EAGER_ALONE = {"compiles-once", "steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"}
 GRAPH_ALONE = {
     "graph-matches-eager", "captures-cleanly", "replay-follows-batch", "addresses-stable", "padding-inert",
-    "buckets-independent", "claims-honest",
+    "buckets-independent", "capabilities-honest",
 }  # fmt: skip
 
 
@@ -81,19 +81,19 @@ def test_a_check_applies_eagerly_or_in_graphs_or_in_both() -> None:
     assert {id_ for id_, check in CHECKS.items() if not check.applies(EXACT, EAGER)} == GRAPH_ALONE
 
 
-def test_what_is_not_claimed_is_not_listed_at_all() -> None:
-    done, missing = judged(CLAIMS.with_changes(needs_cpu_seq_lens=True), EAGER, Stage.STARTED, ())
+def test_what_is_not_declared_is_not_listed_at_all() -> None:
+    done, missing = evaluated(CAPABILITIES.with_changes(needs_cpu_seq_lens=True), EAGER, Stage.STARTED, ())
     assert not {"repeatable", "batch-invariant", "no-host-lengths"} & {*done, *missing}
 
 
-def test_a_constructor_that_raises_leaves_nothing_judged_but_that() -> None:
-    done, missing = judged(EXACT, GRAPH, Stage.STARTED, {"completes"})
+def test_a_constructor_that_raises_leaves_nothing_evaluated_but_that() -> None:
+    done, missing = evaluated(EXACT, GRAPH, Stage.STARTED, {"completes"})
     assert done == ("completes",)
-    assert set(done) | set(missing) == set(judged(EXACT, GRAPH, Stage.COMPLETED, ())[0])
+    assert set(done) | set(missing) == set(evaluated(EXACT, GRAPH, Stage.COMPLETED, ())[0])
 
 
 def test_nothing_is_called_kept_in_a_case_run_that_has_not_begun() -> None:
-    assert judged(EXACT, EAGER, Stage.STARTED, ())[0] == ()
+    assert evaluated(EXACT, EAGER, Stage.STARTED, ())[0] == ()
 
 
 FROM = [
@@ -107,23 +107,25 @@ FROM = [
 
 
 @pytest.mark.parametrize(("execution", "stage", "new"), FROM, ids=[f"{e}-{s.name}" for e, s, _ in FROM])
-def test_a_check_is_judged_from_its_stage_on_and_not_before(execution: Execution, stage: Stage, new: set[str]) -> None:
-    now, before = judged(EXACT, execution, stage, ())[0], judged(EXACT, execution, Stage(stage - 1), ())[0]
+def test_a_check_is_evaluated_from_its_stage_on_and_not_before(
+    execution: Execution, stage: Stage, new: set[str]
+) -> None:
+    now, before = evaluated(EXACT, execution, stage, ())[0], evaluated(EXACT, execution, Stage(stage - 1), ())[0]
     assert new <= set(now)
     assert not new & set(before)
 
 
-def test_a_failed_check_counts_as_judged_however_early_it_ended() -> None:
-    done, missing = judged(EXACT, GRAPH, Stage.CONSTRUCTED, {"captures-cleanly"})
+def test_a_failed_check_counts_as_evaluated_however_early_it_ended() -> None:
+    done, missing = evaluated(EXACT, GRAPH, Stage.CONSTRUCTED, {"captures-cleanly"})
     assert done == ("captures-cleanly",)
     assert "captures-cleanly" not in missing
-    assert judged(EXACT, EAGER, Stage.COMPLETED, {"captures-cleanly"})[0].count("captures-cleanly") == 1
-    assert judged(EXACT, EAGER, Stage.STARTED, {"of-another-version"})[0] == ("of-another-version",)
+    assert evaluated(EXACT, EAGER, Stage.COMPLETED, {"captures-cleanly"})[0].count("captures-cleanly") == 1
+    assert evaluated(EXACT, EAGER, Stage.STARTED, {"of-another-version"})[0] == ("of-another-version",)
 
 
 @pytest.mark.parametrize("check", [*NUMERIC, *REPORTED_INSTEAD])
-def test_wrong_attention_outputs_hide_what_is_judged_behind_them(check: str) -> None:
-    done, missing = judged(EXACT, GRAPH, Stage.COMPLETED, {check})
+def test_wrong_attention_outputs_hide_what_is_evaluated_behind_them(check: str) -> None:
+    done, missing = evaluated(EXACT, GRAPH, Stage.COMPLETED, {check})
     assert check in done
     assert {"mode-outputs", "graph-matches-eager"} <= set(missing)
     assert {"writes-own-kv", "inputs-unchanged", "matches-oracle"} <= set(done)
@@ -132,33 +134,33 @@ def test_wrong_attention_outputs_hide_what_is_judged_behind_them(check: str) -> 
 
 
 def test_other_failures_hide_nothing() -> None:
-    assert judged(EXACT, GRAPH, Stage.COMPLETED, {"mode-outputs", "writes-own-kv"})[1] == ()
+    assert evaluated(EXACT, GRAPH, Stage.COMPLETED, {"mode-outputs", "writes-own-kv"})[1] == ()
 
 
 def test_what_a_case_cannot_show_is_not_listed_either_way() -> None:
-    assert "batch-invariant" not in {*sum(judged(EXACT, EAGER, Stage.COMPLETED, (), ALONE), ())}
-    assert "batch-invariant" in judged(EXACT, EAGER, Stage.COMPLETED, (), FILLED)[0]
-    assert "padding-inert" not in {*sum(judged(EXACT, GRAPH, Stage.STARTED, (), FILLED), ())}
-    assert "padding-inert" in judged(EXACT, GRAPH, Stage.COMPLETED, (), ALONE)[0]
+    assert "batch-invariant" not in {*sum(evaluated(EXACT, EAGER, Stage.COMPLETED, (), ALONE), ())}
+    assert "batch-invariant" in evaluated(EXACT, EAGER, Stage.COMPLETED, (), FILLED)[0]
+    assert "padding-inert" not in {*sum(evaluated(EXACT, GRAPH, Stage.STARTED, (), FILLED), ())}
+    assert "padding-inert" in evaluated(EXACT, GRAPH, Stage.COMPLETED, (), ALONE)[0]
 
 
 def test_ids_come_in_reading_order() -> None:
     order = list(CHECKS)
-    for ids in judged(EXACT, GRAPH, Stage.CAPTURED, {"finite"}):
+    for ids in evaluated(EXACT, GRAPH, Stage.CAPTURED, {"finite"}):
         assert list(ids) == sorted(ids, key=order.index)
 
 
 def test_a_replay_of_a_mode_in_graphs_alone_is_held_against_no_eager_run() -> None:
-    alone = CLAIMS.with_changes(eager=set(CLAIMS.eager) - {FILLED.mode}, graph={FILLED.mode})
-    done, missing = judged(alone, GRAPH, Stage.COMPLETED, (), FILLED)
+    alone = CAPABILITIES.with_changes(eager=set(CAPABILITIES.eager) - {FILLED.mode}, graph={FILLED.mode})
+    done, missing = evaluated(alone, GRAPH, Stage.COMPLETED, (), FILLED)
     assert missing == ("graph-matches-eager",)
     assert {"matches-oracle", "replay-follows-batch", "buckets-independent"} <= set(done)
-    assert "graph-matches-eager" in judged(CLAIMS, GRAPH, Stage.COMPLETED, (), FILLED)[0]
-    assert judged(alone, GRAPH, Stage.COMPLETED, ())[1] == ()
+    assert "graph-matches-eager" in evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, (), FILLED)[0]
+    assert evaluated(alone, GRAPH, Stage.COMPLETED, ())[1] == ()
 
 
-def test_what_is_not_claimed_is_asked_for_in_graphs_where_nothing_runs_eagerly() -> None:
-    nothing = CLAIMS.with_changes(eager=(), graph={FILLED.mode})
-    assert "refuses-undeclared" in judged(nothing, GRAPH, Stage.COMPLETED, (), FILLED)[0]
-    assert "refuses-undeclared" not in judged(CLAIMS, GRAPH, Stage.COMPLETED, (), FILLED)[0]
-    assert "refuses-undeclared" in judged(CLAIMS, EAGER, Stage.COMPLETED, (), FILLED)[0]
+def test_what_is_not_declared_is_asked_for_in_graphs_where_nothing_runs_eagerly() -> None:
+    nothing = CAPABILITIES.with_changes(eager=(), graph={FILLED.mode})
+    assert "refuses-undeclared" in evaluated(nothing, GRAPH, Stage.COMPLETED, (), FILLED)[0]
+    assert "refuses-undeclared" not in evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, (), FILLED)[0]
+    assert "refuses-undeclared" in evaluated(CAPABILITIES, EAGER, Stage.COMPLETED, (), FILLED)[0]

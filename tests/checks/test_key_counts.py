@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from miscounted import Run, in_parts, judged, started, step_of, wrong_out
+from miscounted import Run, evaluated, started, step_of, with_kv_splits, wrong_out
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.checks import CHECKS, Judgement
+from attn_testkit.checks import CHECKS, Comparison
 from attn_testkit.checks.counted_once import counted_once, miscounts_text
 from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys, key_ratio
 from attn_testkit.checks.miscounts import find_miscounts
@@ -30,8 +30,8 @@ SMALL = "decode-mqa2-d32-bf16-p4-k20.9-shuffled-codes-b2prod"
 N = 4097
 
 
-def said(judgement: Judgement, row: int = 0) -> str:
-    return miscounts_text(find_miscounts(judgement, row))
+def said(comparison: Comparison, row: int = 0) -> str:
+    return miscounts_text(find_miscounts(comparison, row))
 
 
 @pytest.mark.parametrize(
@@ -61,43 +61,43 @@ def said(judgement: Judgement, row: int = 0) -> str:
 )
 @pytest.mark.parametrize("case", [BF16, FP8])
 def test_few_runs_are_named(case: str, runs: list[Run], text: str) -> None:
-    judgement = judged(case, runs)
-    assert not judgement.right
-    assert said(judgement) == text
+    comparison = evaluated(case, runs)
+    assert not comparison.right
+    assert said(comparison) == text
 
 
 def test_what_is_right_is_off_by_next_to_nothing() -> None:
-    assert judged(BF16).right
-    assert float(judged(BF16).key_ratio.max()) < 0.1
-    assert counted_once(judged(BF16)) == []
-    assert find_miscounts(judged(BF16), 0) is None
+    assert evaluated(BF16).right
+    assert float(evaluated(BF16).key_ratio.max()) < 0.1
+    assert counted_once(evaluated(BF16)) == []
+    assert find_miscounts(evaluated(BF16), 0) is None
 
 
 @pytest.mark.parametrize("case", [BF16, VERIFY, WINDOW, SINKS, MLA])
 def test_a_key_that_is_left_out_is_a_whole_key_in_every_mode_and_family(case: str) -> None:
-    judgement = judged(case, [Run(0, 1490, 1490, -1)])
-    assert HALF_A_KEY * float(judgement.key_ratio[:, 0].max()) == pytest.approx(1.0, abs=0.05)
-    assert said(judgement) == "KV token 1490 was left out"
-    assert float(judgement.key_ratio[:, 1:].max()) < 0.2, "other rows are as they should be"
+    comparison = evaluated(case, [Run(0, 1490, 1490, -1)])
+    assert HALF_A_KEY * float(comparison.key_ratio[:, 0].max()) == pytest.approx(1.0, abs=0.05)
+    assert said(comparison) == "KV token 1490 was left out"
+    assert float(comparison.key_ratio[:, 1:].max()) < 0.2, "other rows are as they should be"
 
 
 @pytest.mark.parametrize(("part", "wrong"), [(0.45, False), (0.55, True)])
 def test_the_limit_is_half_a_key(part: float, wrong: bool) -> None:
     schedule, expected = started(BF16)
     out = expected.attention
-    judgement = step_of(schedule, expected, out + part * (wrong_out(expected, [Run(0, 99, 99, 1)], 0) - out))
-    assert bool((judgement.key_ratio[:, 0] > 1).all()) is wrong
-    assert judgement.right is not wrong
-    assert judgement.margin == pytest.approx(2 * part, abs=0.05)
+    comparison = step_of(schedule, expected, out + part * (wrong_out(expected, [Run(0, 99, 99, 1)], 0) - out))
+    assert bool((comparison.key_ratio[:, 0] > 1).all()) is wrong
+    assert comparison.right is not wrong
+    assert comparison.margin == pytest.approx(2 * part, abs=0.05)
 
 
 @pytest.mark.parametrize(("dtype", "keys"), [("bf16", 64), ("bf16", 16), ("fp16", 16)])
 def test_partial_results_that_are_rounded_are_far_from_the_limit(dtype: str, keys: int) -> None:
     """As many parts as channels, and twice as many: by the derivation 0.06 and 0.09 in the root of the mean square."""
     schedule, expected = started(CASE.format(dtype, ""))
-    judgement = step_of(schedule, expected, in_parts(expected, dtype, keys))
-    assert judgement.right
-    error = in_keys(judgement.out, expected)[:, 0]
+    comparison = step_of(schedule, expected, with_kv_splits(expected, dtype, keys))
+    assert comparison.right
+    error = in_keys(comparison.out, expected)[:, 0]
     codes = [codes_of(expected.data, schedule.steps[0].lens, layer, 0).double() for layer in (0, 1)]
     # Of the heads of the first KV head.
     estimates = torch.cat([error[layer, :2] @ codes[layer].mT for layer in (0, 1)]) / 128
@@ -109,15 +109,15 @@ def test_partial_results_that_are_rounded_are_far_from_the_limit(dtype: str, key
 
 def test_one_key_is_named_among_partial_results_that_are_rounded() -> None:
     schedule, expected = started(BF16)
-    out = in_parts(expected, "bf16", 64) + wrong_out(expected, [Run(0, 2222, 2222, -1)], 0) - expected.attention
+    out = with_kv_splits(expected, "bf16", 64) + wrong_out(expected, [Run(0, 2222, 2222, -1)], 0) - expected.attention
     assert said(step_of(schedule, expected, out)) == "KV token 2222 was left out"
 
 
 def test_many_wrong_keys_are_not_named() -> None:
     keys = torch.randperm(4000, generator=torch.Generator().manual_seed(0))[:40].tolist()
-    judgement = judged(BF16, [Run(0, key, key, -1) for key in keys])
-    assert find_miscounts(judgement, 0) is None
-    (finding,) = counted_once(judgement)
+    comparison = evaluated(BF16, [Run(0, key, key, -1) for key in keys])
+    assert find_miscounts(comparison, 0) is None
+    (finding,) = counted_once(comparison)
     assert finding.headline == "request 0: many KV tokens are counted a wrong number of times, or with wrong weights"
 
 
@@ -126,9 +126,9 @@ def test_wrong_weights_are_no_miscount() -> None:
     ramp = torch.linspace(0.5, 1.5, N, dtype=torch.float64)
     out = expected.attention.clone()
     out[:, 0, :2] = torch.einsum("s,lsd->ld", ramp / ramp.sum(), expected.data.values[:, 0, :N, 0])[:, None]
-    judgement = step_of(schedule, expected, out)
-    assert not judgement.right
-    assert find_miscounts(judgement, 0) is None
+    comparison = step_of(schedule, expected, out)
+    assert not comparison.right
+    assert find_miscounts(comparison, 0) is None
 
 
 def test_a_value_that_another_takes_the_place_of_is_not_called_left_out() -> None:
@@ -139,21 +139,21 @@ def test_a_value_that_another_takes_the_place_of_is_not_called_left_out() -> Non
 
 
 def test_keys_that_a_row_may_not_see_are_said_so() -> None:
-    rows = judged(VERIFY, [Run(0, 1503, 1503, 1)], row=1)
+    rows = evaluated(VERIFY, [Run(0, 1503, 1503, 1)], row=1)
     assert said(rows, 1) == "KV token 1503 was read, which the row may not see"
     windows = [layer.sliding_window_size for layer in make_layers(parse_case(WINDOW))]
     for key, text in ((799, "read, which the row may not see"), (800, "counted twice")):
-        found = find_miscounts(judged(WINDOW, [Run(0, key, key, 1)], layers=[windows.index(700)]), 0)
+        found = find_miscounts(evaluated(WINDOW, [Run(0, key, key, 1)], layers=[windows.index(700)]), 0)
         assert miscounts_text(found) == f"KV token {key} was {text}", "row 1500 sees 700 tokens before it"
 
 
 def test_one_head_of_one_layer_is_enough() -> None:
-    judgement = judged(BF16, [Run(0, 99, 99, -1)], layers=[1], heads=slice(2, 3))
-    assert (judgement.key_ratio > 1).nonzero().tolist() == [[1, 0, 2]]
-    assert said(judgement) == "KV token 99 was left out"
-    assert judgement.wrong_rows == (0,)
-    assert judgement.worst_row == 0
-    (finding,) = counted_once(judgement)
+    comparison = evaluated(BF16, [Run(0, 99, 99, -1)], layers=[1], heads=slice(2, 3))
+    assert (comparison.key_ratio > 1).nonzero().tolist() == [[1, 0, 2]]
+    assert said(comparison) == "KV token 99 was left out"
+    assert comparison.wrong_rows == (0,)
+    assert comparison.worst_row == 0
+    (finding,) = counted_once(comparison)
     assert finding.headline == "request 0: KV token 99 was left out"
     assert finding.where == "out[layer 1, request 0, head 2]: the count of a KV token is off by 1.00 (limit 0.5)"
     assert finding.spread.endswith("only head 2 of 4; only layer 1")
@@ -161,20 +161,20 @@ def test_one_head_of_one_layer_is_enough() -> None:
 
 
 def test_what_every_element_shows_is_left_to_the_oracle() -> None:
-    judgement = judged(SMALL, [Run(0, 3, 12, -1)])
-    assert matches_oracle(judgement)
-    assert counted_once(judgement) == []
-    assert said(judgement) == "KV tokens 3..12 were left out", "for diagnosis it is named even so"
+    comparison = evaluated(SMALL, [Run(0, 3, 12, -1)])
+    assert matches_oracle(comparison)
+    assert counted_once(comparison) == []
+    assert said(comparison) == "KV tokens 3..12 were left out", "for diagnosis it is named even so"
 
 
 def test_rows_with_nan_are_left_to_other_checks() -> None:
     schedule, expected = started(BF16)
     out = wrong_out(expected, [Run(0, 99, 99, -1)], 0)
     out[:, 0, :, 5] = torch.nan
-    judgement = step_of(schedule, expected, out)
-    assert not judgement.key_ratio[:, 0].any()
-    assert counted_once(judgement) == []
-    assert find_miscounts(judgement, 0) is None
+    comparison = step_of(schedule, expected, out)
+    assert not comparison.key_ratio[:, 0].any()
+    assert counted_once(comparison) == []
+    assert find_miscounts(comparison, 0) is None
 
 
 def test_a_head_that_nothing_computed_names_no_keys() -> None:
@@ -200,17 +200,17 @@ def test_other_data_have_no_counts() -> None:
     schedule = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
     expected = expect(schedule, schedule.steps[0])
     assert expected.key_sum is None
-    judgement = step_of(schedule, expected, expected.attention)
-    assert not judgement.key_ratio.any()
+    comparison = step_of(schedule, expected, expected.attention)
+    assert not comparison.key_ratio.any()
     with pytest.raises(ValueError, match="codes"):
-        find_miscounts(judgement, 0)
+        find_miscounts(comparison, 0)
 
 
-def test_it_is_shown_by_cases_of_codes_alone_and_judged_behind_the_oracle() -> None:
+def test_it_is_shown_by_cases_of_codes_alone_and_evaluated_behind_the_oracle() -> None:
     check = CHECKS["keys-counted-once"]
     assert check.shown_by(parse_case(BF16))
     assert not check.shown_by(parse_case(BF16.replace("codes", "mean")))
     assert check.behind_outputs
     assert check.run is not None
-    judgement = judged(BF16, [Run(0, 1, 1, 1)])
-    assert len(check.run(judgement, judgement.observed.schedule, Capabilities(eager={"decode"}, graph=()))) == 1
+    comparison = evaluated(BF16, [Run(0, 1, 1, 1)])
+    assert len(check.run(comparison, comparison.observed.schedule, Capabilities(eager={"decode"}, graph=()))) == 1

@@ -10,7 +10,7 @@ import torch
 from by_hand import schedule_of
 
 from attn_testkit.cases.data import make_layers
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.log_sum_exp import log_sum_exp
 from attn_testkit.checks.lse_patterns import LseEvidence
 from attn_testkit.checks.observation import Observation, copies_of
@@ -27,13 +27,13 @@ LARGE = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-negative-lseprefi
 FP8 = schedule_of("decode-gqa2x2-d32-fp16-p4-k9.4.6-shuffled-gauss-kvfp8e4m3-cap1.5-lsewhole-b3prod")
 NATURAL = LogSumExp("e", whole={"decode"})
 BINARY = LogSumExp("2", whole={"decode"})
-NEW, PART_OF_PREFIX = 0, 1
+NEW, SPLIT_OF_PREFIX = 0, 1
 EMPTY = 1
 """The request without a prefix."""
 
 
-def judged(
-    schedule: object, lse: torch.Tensor, claims: LogSumExp = NATURAL, finite: torch.Tensor | None = None
+def evaluated(
+    schedule: object, lse: torch.Tensor, declared: LogSumExp = NATURAL, finite: torch.Tensor | None = None
 ) -> list[Finding]:
     """``lse`` [L, T, P, Hq] as it came; ``finite`` [L, T, P]."""
     expected = right(schedule)
@@ -42,7 +42,7 @@ def judged(
     pieces += [("finite parts", str(i), each) for i, each in enumerate(finite)]
     step = schedule.steps[0]  # type: ignore[attr-defined]
     observed = Observation(schedule, step, "a step", copies_of(pieces))  # type: ignore[arg-type]
-    return log_sum_exp(Judgement(observed, expected), schedule.case, claims)  # type: ignore[attr-defined]
+    return log_sum_exp(Comparison(observed, expected), schedule.case, declared)  # type: ignore[attr-defined]
 
 
 def right(schedule: object) -> Expected:
@@ -61,33 +61,33 @@ def limits(schedule: object) -> torch.Tensor:
     return limit
 
 
-def hint(schedule: object, lse: torch.Tensor, claims: LogSumExp = NATURAL) -> str:
-    (finding,) = judged(schedule, lse, claims)
+def hint(schedule: object, lse: torch.Tensor, declared: LogSumExp = NATURAL) -> str:
+    (finding,) = evaluated(schedule, lse, declared)
     assert (finding.check, finding.step) == ("log-sum-exp", "a step")
     return finding.hint
 
 
 def test_what_is_right_is_right_and_minus_infinity_is_exact() -> None:
     lse = sums(PREFIX)
-    assert judged(PREFIX, lse) == []
-    assert (lse[:, EMPTY, PART_OF_PREFIX] == -torch.inf).all()
-    assert (limits(PREFIX)[:, EMPTY, PART_OF_PREFIX] == 0).all()
-    lse[0, EMPTY, PART_OF_PREFIX, 2] = -1e30
-    (finding,) = judged(PREFIX, lse)
+    assert evaluated(PREFIX, lse) == []
+    assert (lse[:, EMPTY, SPLIT_OF_PREFIX] == -torch.inf).all()
+    assert (limits(PREFIX)[:, EMPTY, SPLIT_OF_PREFIX] == 0).all()
+    lse[0, EMPTY, SPLIT_OF_PREFIX, 2] = -1e30
+    (finding,) = evaluated(PREFIX, lse)
     assert finding.headline == "request 1: the prefix has no key, but its log-sum-exp is -1e+30 instead of -inf"
     assert finding.hint == "a KV split without keys must have -inf: anything else gives it weight in a merge"
 
 
-@pytest.mark.parametrize(("part", "request_"), [(NEW, 0), (NEW, 2), (PART_OF_PREFIX, 0)])
+@pytest.mark.parametrize(("part", "request_"), [(NEW, 0), (NEW, 2), (SPLIT_OF_PREFIX, 0)])
 def test_the_limit_is_met_on_both_sides(part: int, request_: int) -> None:
     at = 1, request_, part, 3
     for sign in (-1, 1):
         for factor, wrong in ((0.99, 0), (1.01, 1)):
             lse = sums(PREFIX)
             lse[at] += sign * factor * limits(PREFIX)[at]
-            assert len(judged(PREFIX, lse)) == wrong
+            assert len(evaluated(PREFIX, lse)) == wrong
     lse[at] = sums(PREFIX)[at] + 30 * limits(PREFIX)[at]
-    (finding,) = judged(PREFIX, lse)
+    (finding,) = evaluated(PREFIX, lse)
     name = "the new rows" if part == NEW else "the prefix"
     assert (
         finding.headline == f"request {request_}: the log-sum-exp of {name} differs from the oracle, 30x over the limit"
@@ -100,7 +100,7 @@ def test_the_limit_is_met_on_both_sides(part: int, request_: int) -> None:
 def test_what_is_not_finite_is_wrong_where_there_is_a_key(value: float) -> None:
     lse = sums(PREFIX)
     lse[0, 0, NEW, 0] = value
-    (finding,) = judged(PREFIX, lse)
+    (finding,) = evaluated(PREFIX, lse)
     assert finding.headline.endswith(f"is {value:.4g}")
     assert ("-inf minus -inf" in finding.hint) is math.isnan(value)
 
@@ -120,8 +120,8 @@ def test_an_infinite_one_is_an_exponential_whose_maximum_was_left_in_where_logit
 
 
 def test_base_2_is_compared_as_base_2() -> None:
-    assert judged(PREFIX, sums(PREFIX) / math.log(2), BINARY) == []
-    (finding,) = judged(PREFIX, sums(PREFIX), BINARY)
+    assert evaluated(PREFIX, sums(PREFIX) / math.log(2), BINARY) == []
+    (finding,) = evaluated(PREFIX, sums(PREFIX), BINARY)
     assert "in base 2" in finding.where
 
 
@@ -139,12 +139,12 @@ def test_usual_mistakes_are_named() -> None:
 
 def test_another_order_of_heads_is_named_where_each_wrong_head_has_that_of_another_wrong_one() -> None:
     lse = sums(SQUARE)
-    turned = lse.clone()
-    turned[0, 1:, 0] = lse[0, 1:, 0][:, [0, 2, 3, 1]]
-    told = "right in another order of heads: head 1 has that of head 2, head 2 has that of head 3 and so on"
-    assert hint(SQUARE, turned).startswith(told), "a row that is right may have any order"
-    turned[0, 3, 0, 3] = lse[0, 3, 0, 0]
-    assert hint(SQUARE, turned) == "", "one of them has that of no other wrong head"
+    other_strides = lse.clone()
+    other_strides[0, 1:, 0] = lse[0, 1:, 0][:, [0, 2, 3, 1]]
+    reported = "right in another order of heads: head 1 has that of head 2, head 2 has that of head 3 and so on"
+    assert hint(SQUARE, other_strides).startswith(reported), "a row that is right may have any order"
+    other_strides[0, 3, 0, 3] = lse[0, 3, 0, 0]
+    assert hint(SQUARE, other_strides) == "", "one of them has that of no other wrong head"
 
 
 @pytest.mark.parametrize(("counts", "said"), [((9, 1, 4, 3), "the first 4 of its 7"), ((0, 3, 7, 6), "none of its 10")])
@@ -164,7 +164,7 @@ def test_a_request_without_kv_tokens_before_those_that_count_none_is_named(
     missing: tuple[int, ...], said: bool
 ) -> None:
     lse = sums(PREFIX)
-    lse[:, missing, PART_OF_PREFIX] = -torch.inf
+    lse[:, missing, SPLIT_OF_PREFIX] = -torch.inf
     assert hint(PREFIX, lse).startswith("right for no KV token")
     assert ("request 1 before it has none there" in hint(PREFIX, lse)) is said
 
@@ -178,9 +178,9 @@ def test_a_rounded_one_is_named_and_any_number_that_rounding_does_not_explain_is
 
 @pytest.mark.parametrize(("factor", "said"), [(448.0, True), (1 / 256, True), (1.6, True), (1.4, False), (2e6, False)])
 def test_one_factor_of_every_sum_is_named(factor: float, said: bool) -> None:
-    told = hint(SQUARE, sums(SQUARE) + math.log(factor))
-    assert told.startswith(f"off by {math.log(factor):.4g} in every row and head, as if") is said
-    assert (f"multiplied by {factor:.4g}: a factor" in told) is said
+    reported = hint(SQUARE, sums(SQUARE) + math.log(factor))
+    assert reported.startswith(f"off by {math.log(factor):.4g} in every row and head, as if") is said
+    assert (f"multiplied by {factor:.4g}: a factor" in reported) is said
 
 
 def test_a_factor_of_all_sums_but_one_is_not_named() -> None:
@@ -229,23 +229,23 @@ def test_nan_in_the_output_of_an_empty_part_is_found_where_the_kit_merges() -> N
     for schedule, found in ((PREFIX, 1), (OWN, 0)):
         lse = sums(schedule)
         finite = torch.ones(lse.shape[0], lse.shape[1], 2, dtype=torch.bool)
-        finite[1, EMPTY, PART_OF_PREFIX] = False
-        findings = judged(schedule, lse, finite=finite)
+        finite[1, EMPTY, SPLIT_OF_PREFIX] = False
+        findings = evaluated(schedule, lse, finite=finite)
         assert len(findings) == found
         assert all("0 * NaN is NaN" in finding.hint for finding in findings)
-        finite[1, EMPTY, PART_OF_PREFIX] = True
-        finite[1, 0, PART_OF_PREFIX] = False
-        assert judged(schedule, lse, finite=finite) == [], "a part with keys: its NaN is in the merged output"
+        finite[1, EMPTY, SPLIT_OF_PREFIX] = True
+        finite[1, 0, SPLIT_OF_PREFIX] = False
+        assert evaluated(schedule, lse, finite=finite) == [], "a part with keys: its NaN is in the merged output"
 
 
-@pytest.mark.parametrize(("claims", "one"), [(NATURAL, math.log(2)), (BINARY, 1 / math.log(2))])
-def test_parts_that_are_merged_in_the_other_base_are_told(claims: LogSumExp, one: float) -> None:
+@pytest.mark.parametrize(("declared", "one"), [(NATURAL, math.log(2)), (BINARY, 1 / math.log(2))])
+def test_parts_that_are_merged_in_the_other_base_are_reported(declared: LogSumExp, one: float) -> None:
     lse = sums(OWN)
     lse[:, :, 2] = torch.logaddexp(lse[:, :, 0] * one, lse[:, :, 1] * one) / one
-    stored = lse / math.log(2) if claims.base == "2" else lse
-    assert "KV splits are merged as if they were in the other base than declared" in hint(OWN, stored, claims)
+    stored = lse / math.log(2) if declared.base == "2" else lse
+    assert "KV splits are merged as if they were in the other base than declared" in hint(OWN, stored, declared)
     stored[:, :, 0] = stored[:, :, 2]
-    assert "in the other base" not in hint(OWN, stored, claims), "it is a part that is wrong"
+    assert "in the other base" not in hint(OWN, stored, declared), "it is a part that is wrong"
 
 
 def test_what_a_backend_merges_is_held_against_all_keys() -> None:
@@ -253,16 +253,16 @@ def test_what_a_backend_merges_is_held_against_all_keys() -> None:
     assert lse.shape[2] == 3
     torch.testing.assert_close(lse[:, :, 2], torch.logaddexp(lse[:, :, 0], lse[:, :, 1]))
     lse[0, 0, 2, 0] += 1
-    (finding,) = judged(OWN, lse)
+    (finding,) = evaluated(OWN, lse)
     assert "the merged result of merge_state" in finding.headline
 
 
 def test_a_step_that_came_without_them_is_no_pass() -> None:
     lse = sums(PREFIX)
     for cut in (lse[:1], lse[:, :, :1], lse[:, :2]):
-        (finding,) = judged(PREFIX, cut)
+        (finding,) = evaluated(PREFIX, cut)
         assert finding.headline == "the step has no log-sum-exps"
 
 
-def test_the_claims_of_the_models_dtype_widen_the_limit() -> None:
+def test_the_capabilities_of_the_models_dtype_widen_the_limit() -> None:
     assert (limits(SQUARE.with_numerics(lse_dtype="model")) >= limits(SQUARE)).all()

@@ -171,7 +171,7 @@ def test_damage_to_freed_memory_is_reported() -> None:
     assert addresses_stable(observation(SCHEDULE, expected, damaged=("a block",)))[0].where == "a block"
 
 
-def judged_writes(slots: list[int], value: float) -> bool:
+def evaluated_writes(slots: list[int], value: float) -> bool:
     """A step that is to write 1 into two slots, and writes ``value`` into ``slots``."""
     seen = observation(SCHEDULE, expected_zeros(SCHEDULE))
     assert seen.inputs is not None
@@ -182,8 +182,8 @@ def judged_writes(slots: list[int], value: float) -> bool:
 
 
 def test_the_slots_of_the_step_are_written_all_of_them_and_with_their_numbers() -> None:
-    assert judged_writes([PAGE, PAGE + 1], 1.0)
-    assert judged_writes([0, PAGE, PAGE + 1], 1.0), "padding may write page 0"
-    assert not judged_writes([PAGE], 1.0)
-    assert not judged_writes([PAGE, PAGE + 1, PAGE + 2], 1.0)
-    assert not judged_writes([PAGE, PAGE + 1], 1.5)
+    assert evaluated_writes([PAGE, PAGE + 1], 1.0)
+    assert evaluated_writes([0, PAGE, PAGE + 1], 1.0), "padding may write page 0"
+    assert not evaluated_writes([PAGE], 1.0)
+    assert not evaluated_writes([PAGE, PAGE + 1, PAGE + 2], 1.0)
+    assert not evaluated_writes([PAGE, PAGE + 1], 1.5)

@@ -20,7 +20,7 @@ from by_hand import (
 )
 
 from attn_testkit.cases.data import draft_topk
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.outputs import mode_outputs
 from attn_testkit.oracle.expect import Expected
 from attn_testkit.results import Finding
@@ -33,7 +33,7 @@ def findings(case: str, expected: Expected | None = None, **fields: torch.Tensor
     schedule = schedule_of(case)
     expected = expected_zeros(schedule) if expected is None else expected
     outputs = replace(right_outputs(schedule, expected), **fields)  # type: ignore[arg-type]
-    return mode_outputs(Judgement(observation(schedule, expected, outputs=outputs), expected), schedule.case)
+    return mode_outputs(Comparison(observation(schedule, expected, outputs=outputs), expected), schedule.case)
 
 
 def changed(tensor: torch.Tensor, value: float, *at: int) -> torch.Tensor:

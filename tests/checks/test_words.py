@@ -8,7 +8,7 @@ from types import SimpleNamespace as Of
 import pytest
 import torch
 from by_hand import (
-    CLAIMS,
+    CAPABILITIES,
     DECODE,
     V1_TOP1,
     V1_TOP3,
@@ -22,7 +22,7 @@ from by_hand import (
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
-from attn_testkit.checks import CHECKS, Stage, judged
+from attn_testkit.checks import CHECKS, Stage, evaluated
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
 from attn_testkit.checks.memory import writes_own_kv
 from attn_testkit.checks.misplaced import _group_alone, _neighbours, _scaled, _some_heads
@@ -168,46 +168,50 @@ def test_what_has_no_heads_names_none() -> None:
 GRAPH, EAGER = Execution.GRAPH, Execution.EAGER
 
 
-def test_a_check_was_judged_from_its_stage_on_and_is_listed_as_not_judged_before() -> None:
+def test_a_check_was_evaluated_from_its_stage_on_and_is_listed_as_not_evaluated_before() -> None:
     for execution in (EAGER, GRAPH):
-        applies = [check.id for check in CHECKS.values() if check.applies(CLAIMS, execution)]
+        applies = [check.id for check in CHECKS.values() if check.applies(CAPABILITIES, execution)]
         for stage in Stage:
-            done, left = judged(CLAIMS, execution, stage, [])
+            done, left = evaluated(CAPABILITIES, execution, stage, [])
             assert sorted((*done, *left), key=list(CHECKS).index) == applies
-            assert list(done) == [check for check in applies if CHECKS[check].judged_from <= stage]
+            assert list(done) == [check for check in applies if CHECKS[check].evaluated_from <= stage]
             assert list(left) == [check for check in applies if check not in done]
 
 
 @pytest.mark.parametrize("failed", ["matches-oracle", "finite", "output-written", "reads-own-kv", "padding-inert"])
-def test_with_wrong_outputs_what_lies_behind_them_was_not_judged(failed: str) -> None:
-    done, left = judged(CLAIMS, GRAPH, Stage.COMPLETED, [failed])
+def test_with_wrong_outputs_what_lies_behind_them_was_not_evaluated(failed: str) -> None:
+    done, left = evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, [failed])
     assert failed in done
-    assert set(left) == {c.id for c in CHECKS.values() if c.behind_outputs and c.applies(CLAIMS, GRAPH)} - {failed}
-    assert judged(CLAIMS, GRAPH, Stage.COMPLETED, ["writes-own-kv"])[1] == ()
+    assert set(left) == {c.id for c in CHECKS.values() if c.behind_outputs and c.applies(CAPABILITIES, GRAPH)} - {
+        failed
+    }
+    assert evaluated(CAPABILITIES, GRAPH, Stage.COMPLETED, ["writes-own-kv"])[1] == ()
 
 
-def test_a_failed_check_was_judged_at_any_stage_and_one_that_is_unknown_comes_last() -> None:
-    done, left = judged(CLAIMS, EAGER, Stage.STARTED, ["zzz", "finite", "completes", "aaa"])
+def test_a_failed_check_was_evaluated_at_any_stage_and_one_that_is_unknown_comes_last() -> None:
+    done, left = evaluated(CAPABILITIES, EAGER, Stage.STARTED, ["zzz", "finite", "completes", "aaa"])
     assert done == ("completes", "finite", "aaa", "zzz")
     assert "finite" not in left
 
 
 def test_what_a_case_cannot_show_is_neither() -> None:
-    claims = CLAIMS.with_changes(batch_invariant=True, deterministic=True)
+    declared = CAPABILITIES.with_changes(batch_invariant=True, deterministic=True)
     one = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b2prod")
     two = parse_case(DECODE)
     small = parse_case(DECODE.replace("prod", "small"))
-    assert "batch-invariant" in judged(claims, EAGER, Stage.COMPLETED, [], two)[0]
-    assert "batch-invariant" not in sum(judged(claims, EAGER, Stage.COMPLETED, [], one), ())
-    assert "padding-inert" in judged(claims, GRAPH, Stage.COMPLETED, [], two)[0]
-    assert "padding-inert" not in sum(judged(claims, GRAPH, Stage.COMPLETED, [], small), ())
+    assert "batch-invariant" in evaluated(declared, EAGER, Stage.COMPLETED, [], two)[0]
+    assert "batch-invariant" not in sum(evaluated(declared, EAGER, Stage.COMPLETED, [], one), ())
+    assert "padding-inert" in evaluated(declared, GRAPH, Stage.COMPLETED, [], two)[0]
+    assert "padding-inert" not in sum(evaluated(declared, GRAPH, Stage.COMPLETED, [], small), ())
     for check, changes in (("repeatable", {"deterministic": False}), ("batch-invariant", {"batch_invariant": False})):
-        assert check in judged(claims, EAGER, Stage.COMPLETED, [])[0]
-        assert check not in judged(claims.with_changes(**changes), EAGER, Stage.COMPLETED, [])[0]
-        assert check not in judged(claims, GRAPH, Stage.COMPLETED, [])[0]
-    without = claims.with_changes(needs_cpu_seq_lens=True)
-    assert "no-host-lengths" not in judged(without, EAGER, Stage.COMPLETED, [])[0]
-    assert "no-host-lengths" in judged(claims.with_changes(needs_cpu_seq_lens=False), EAGER, Stage.COMPLETED, [])[0]
+        assert check in evaluated(declared, EAGER, Stage.COMPLETED, [])[0]
+        assert check not in evaluated(declared.with_changes(**changes), EAGER, Stage.COMPLETED, [])[0]
+        assert check not in evaluated(declared, GRAPH, Stage.COMPLETED, [])[0]
+    without = declared.with_changes(needs_cpu_seq_lens=True)
+    assert "no-host-lengths" not in evaluated(without, EAGER, Stage.COMPLETED, [])[0]
+    assert (
+        "no-host-lengths" in evaluated(declared.with_changes(needs_cpu_seq_lens=False), EAGER, Stage.COMPLETED, [])[0]
+    )
 
 
 # What a slot holds instead.
@@ -288,7 +292,7 @@ def padding_hint(*slots: int, bucket: int, replay: bool = True) -> str:
     return finding.hint
 
 
-def test_slots_that_rows_of_padding_may_have_written_are_told_as_that() -> None:
+def test_slots_that_rows_of_padding_may_have_written_are_reported_as_that() -> None:
     live, stray = SCHEDULE.steps[0].bs, [slot for slot in range(PAGE, 9 * PAGE) if slot not in OWNED][:2]
     said = "the new tokens are in the right slots, but other slots were written too (2), probably by padded rows (2)."
     assert padding_hint(*stray, bucket=live + 2).startswith(said)
@@ -398,10 +402,10 @@ def test_new_rows_that_are_wrong_in_one_further_kv_group_alone_name_its_slots(
 ) -> None:
     got, want, new = torch.zeros(3, 2, 4, 1, 1), torch.zeros(3, 2, 4, 1, 1), torch.tensor([1, 2])
     got[list(layers), 0, 1] = 1.0
-    told = _group_alone(Of(schedule=GROUPS), got, want, new)
-    assert bool(told) is said
+    reported = _group_alone(Of(schedule=GROUPS), got, want, new)
+    assert bool(reported) is said
     if said:
-        assert told.startswith(", only in the layers of KV group 1")
+        assert reported.startswith(", only in the layers of KV group 1")
 
 
 def test_a_row_of_nan_that_is_not_an_unowned_slots_was_made_with_what_was_there() -> None:

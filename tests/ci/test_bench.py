@@ -132,7 +132,10 @@ def test_functions_of_the_kit_count_with_all_that_they_call_and_others_by_themse
 def test_every_sample_belongs_to_one_step_and_one_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(CI))
     parts = importlib.import_module("bench_profile").parts
-    judge, eager = ("/x/attn_testkit/running/case_runs/judge.py", "_judged"), ("/x/runner_modes/eager.py", "run_eager")
+    judge, eager = (
+        ("/x/attn_testkit/running/case_runs/evaluate.py", "_judged"),
+        ("/x/runner_modes/eager.py", "run_eager"),
+    )
     stacks = [
         ([("/t/torch/functional.py", "einsum"), ("/x/attn_testkit/backends/mine.py", "forward"), eager, judge], 5),
         ([("/x/attn_testkit/emulation/recorder.py", "take"), ("/x/runner_modes/harness.py", "load"), eager, judge], 2),

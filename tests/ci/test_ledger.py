@@ -34,7 +34,7 @@ def test_every_changed_key_of_every_dtype_and_pool_is_found_and_named(ledger: Mo
         assert found == "15/15"
 
 
-def test_what_was_tried_until_an_interrupt_is_a_row_and_progress_is_told(
+def test_what_was_tried_until_an_interrupt_is_a_row_and_progress_is_reported(
     ledger: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, calls = ledger.find_miscounts, []

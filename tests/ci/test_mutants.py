@@ -277,7 +277,7 @@ def test_a_test_that_cannot_run_here_is_left_out(toy):
     assert mutate(folder, "--without", "tests/test_core.py::test_elsewhere")[0] == 1
 
 
-def test_only_the_survivors_of_before_are_judged_again(toy):
+def test_only_the_survivors_of_before_are_evaluated_again(toy):
     folder = toy()
     mutate(folder)
     (folder / "out.json").rename(folder / "before.json")

@@ -147,7 +147,9 @@ def test_every_bug_is_one_of_those_that_are_put_into_the_class(results: ModuleTy
         (("--backend", "fa3"), "'fa3' is not one of"),
     ],
 )
-def test_wrong_usage_is_told_before_anything_runs(script: ModuleType, options: tuple[str, ...], message: str) -> None:
+def test_wrong_usage_is_reported_before_anything_runs(
+    script: ModuleType, options: tuple[str, ...], message: str
+) -> None:
     result = CliRunner().invoke(script.main, options)
     assert result.exit_code == 2
     assert message in result.output
@@ -157,7 +159,7 @@ def test_wrong_usage_is_told_before_anything_runs(script: ModuleType, options: t
     ("installed", "message"),
     [("", "SGLang is not installed here"), (OLDER, f"SGLang {OLDER} is installed"), ("0.6.0", "SGLang 0.6.0 is")],
 )
-def test_another_environment_is_told_which_one_to_make(
+def test_another_environment_is_reported_which_one_to_make(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, installed: str, message: str
 ) -> None:
     def version(name: str) -> str:
@@ -172,7 +174,7 @@ def test_another_environment_is_told_which_one_to_make(
     assert f"build/servers/sglang-{CURRENT}/bin/python ci/side_by_side.py" in result.output
 
 
-def test_a_bug_is_looked_for_where_it_shows_and_in_what_the_class_claims(
+def test_a_bug_is_looked_for_where_it_shows_and_in_what_the_class_declares(
     script: ModuleType, results: ModuleType
 ) -> None:
     of_ours = importlib.import_module("side.ours")
@@ -183,10 +185,10 @@ def test_a_bug_is_looked_for_where_it_shows_and_in_what_the_class_claims(
     )
     wanted = [(decode, "eager"), (decode, "graph"), (windowed, "graph"), (verify, "graph")]
     modes = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
-    claims = Capabilities(
+    declared = Capabilities(
         eager=modes, graph=modes, families={"mha"}, head_dims={16}, page_sizes={16}, dtypes={"fp16"}, max_q_rows=3,
         max_topk=1,
     )  # fmt: skip
     fresh = next(bug for bug in results.BUGS if bug.name == "FreshTensor")
-    assert of_ours.claimed(claims, wanted, fresh) == [(decode, "graph")]
-    assert of_ours.claimed(claims, wanted, None) == [(decode, "eager"), (decode, "graph"), (verify, "graph")]
+    assert of_ours.supported(declared, wanted, fresh) == [(decode, "graph")]
+    assert of_ours.supported(declared, wanted, None) == [(decode, "eager"), (decode, "graph"), (verify, "graph")]

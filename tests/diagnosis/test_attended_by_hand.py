@@ -14,13 +14,13 @@ from wrong_steps import observed, v1, wrong_at
 
 from attn_testkit.cases.case import CODES, parse_case
 from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.places import PLACES
+from attn_testkit.cases.foreign_slots import PLACES
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis import attended_keys
 from attn_testkit.diagnosis.attended_keys import (
-    _heads_astray,
+    _misrouted_heads,
     _place_to_ask,
     _read,
     _requests_to_ask,
@@ -78,19 +78,26 @@ def even(lens: list[int], of: Callable[[int, int], bool] = lambda key, head: Tru
     return lambda request, key, head: 1 / lens[request] if of(key, head) else 0.0
 
 
-def found(judgement: Judgement, backend: Backend, in_graph: bool = False) -> Any:
-    return find_attended(backend, backend.schedule, judgement, in_graph=in_graph)  # type: ignore[arg-type]
+def found(comparison: Comparison, backend: Backend, in_graph: bool = False) -> Any:
+    return find_attended(backend, backend.schedule, comparison, in_graph=in_graph)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
 def test_a_right_row_is_asked_in_as_many_runs_as_its_tokens_need(in_graph: bool) -> None:
     schedule = schedule_of()
     backend = Backend(schedule, even(schedule.steps[0].lens))
-    told = found(wrong_at(schedule, (0, 2, 1)), backend, in_graph)
-    assert told.right
-    assert (told.request, told.row, told.head, told.heads, told.length, told.window) == (2, 0, 1, (), 41, -1)
-    assert told.total == pytest.approx(1)
-    assert told.text == "request 2 attended to the right KV tokens, 0..40"
+    reported = found(wrong_at(schedule, (0, 2, 1)), backend, in_graph)
+    assert reported.right
+    assert (reported.request, reported.row, reported.head, reported.heads, reported.length, reported.window) == (
+        2,
+        0,
+        1,
+        (),
+        41,
+        -1,
+    )
+    assert reported.total == pytest.approx(1)
+    assert reported.text == "request 2 attended to the right KV tokens, 0..40"
     how = "graph" if in_graph else "eager"
     assert backend.asked[:2] == [(how, "probe.2.0", 0.0), (how, "probe.2.32", 0.0)]
     assert {pattern for _, pattern, _ in backend.asked[2:]} == {f"place.2.{name}" for name in PLACES}, (
@@ -112,13 +119,13 @@ def test_weight_that_went_elsewhere_is_asked_for_where_some_is_missing() -> None
     backend = Backend(
         schedule, even(lens, lambda key, head: key < 20), tail=0.3, others=0.2, page0=0.0122, unowned=0.0121
     )  # half a token of 41 is 0.01219
-    told = found(wrong_at(schedule, (0, 2, 1)), backend)
-    assert told.elsewhere == pytest.approx({"tail": 0.3, "others": 0.2, "page0": 0.0122})
-    assert (sorted(told.used), sorted(told.wanted)) == (list(range(20)), list(range(41)))
-    assert told.total == pytest.approx(20 / 41 + 0.5122)
-    assert "30% of its weight went to slots behind its last" in told.text
-    assert "1.2% of its weight went to page 0" in told.text
-    assert told.text.startswith("request 2 attended to KV tokens 0..19, expected 0..40")
+    reported = found(wrong_at(schedule, (0, 2, 1)), backend)
+    assert reported.elsewhere == pytest.approx({"tail": 0.3, "others": 0.2, "page0": 0.0122})
+    assert (sorted(reported.used), sorted(reported.wanted)) == (list(range(20)), list(range(41)))
+    assert reported.total == pytest.approx(20 / 41 + 0.5122)
+    assert "30% of its weight went to slots behind its last" in reported.text
+    assert "1.2% of its weight went to page 0" in reported.text
+    assert reported.text.startswith("request 2 attended to KV tokens 0..19, expected 0..40")
 
 
 @pytest.mark.parametrize(("layer", "scale"), [(0, 0.5), (1, 2.0)])
@@ -126,25 +133,27 @@ def test_what_no_request_owns_is_multiplied_by_the_reader_of_an_fp8_pool(layer: 
     case = DECODE.format("-kvfp8e4m3").replace("fp32", "bf16")
     schedule = make_schedule(parse_case(case))
     backend = Backend(schedule, even(schedule.steps[0].lens, lambda key, head: key < 20), tail=0.1, others=0.1)
-    told = found(wrong_at(schedule, (layer, 2, 1)), backend)
-    assert told.elsewhere == pytest.approx({"tail": 0.1 / scale, "others": 0.1})
+    reported = found(wrong_at(schedule, (layer, 2, 1)), backend)
+    assert reported.elsewhere == pytest.approx({"tail": 0.1 / scale, "others": 0.1})
 
 
 def test_a_place_that_the_backend_will_not_say_has_no_weight() -> None:
     schedule = schedule_of()
     backend = Backend(schedule, even(schedule.steps[0].lens, lambda key, head: key < 20), tail=torch.nan, page0=0.3)
-    told = found(wrong_at(schedule, (0, 2, 1)), backend)
-    assert told.elsewhere == pytest.approx({"page0": 0.3})
+    reported = found(wrong_at(schedule, (0, 2, 1)), backend)
+    assert reported.elsewhere == pytest.approx({"page0": 0.3})
 
 
 def test_heads_that_attend_to_others_are_named_where_the_rest_is_right() -> None:
     schedule = schedule_of()
     lens = schedule.steps[0].lens
-    told = found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(lens, lambda key, head: key > 5 or head != 1)))
-    assert (told.head, told.heads) == (1, (1,))
-    assert told.text.startswith("request 2 head 1 attended to KV tokens 6..40, expected 0..40")
-    told = found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(lens, lambda key, head: key > 5)))
-    assert told.heads == ()
+    reported = found(
+        wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(lens, lambda key, head: key > 5 or head != 1))
+    )
+    assert (reported.head, reported.heads) == (1, (1,))
+    assert reported.text.startswith("request 2 head 1 attended to KV tokens 6..40, expected 0..40")
+    reported = found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(lens, lambda key, head: key > 5)))
+    assert reported.heads == ()
 
 
 def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_right() -> None:
@@ -156,11 +165,11 @@ def test_another_request_is_asked_where_the_headlines_has_hardly_a_token_or_is_r
     assert _requests_to_ask(wrong_at(schedule)) == []
     three = wrong_at(schedule, (0, 1, 0), (0, 2, 0))
     three.out[0, 0, 0] += 99
-    assert _requests_to_ask(Judgement(observed(schedule, three.out), three.expected)) == [2], "1 has a prefix of two"
+    assert _requests_to_ask(Comparison(observed(schedule, three.out), three.expected)) == [2], "1 has a prefix of two"
     lens = schedule.steps[0].lens
-    judgement = wrong_at(schedule, (0, 2, 0))
-    judgement.out[0, 3, 0] += 99
-    fresh = Judgement(observed(schedule, judgement.out), judgement.expected)
+    comparison = wrong_at(schedule, (0, 2, 0))
+    comparison.out[0, 3, 0] += 99
+    fresh = Comparison(observed(schedule, comparison.out), comparison.expected)
     assert _requests_to_ask(fresh) == [3, 2]
     only_two = lambda request, key, head: 0.0 if request == 2 and key < 3 else 1 / lens[request]  # noqa: E731
     assert found(fresh, Backend(schedule, only_two)).request == 2, "request 3 attended to the right ones"
@@ -173,24 +182,24 @@ def test_tokens_that_any_row_of_a_request_sees_are_counted() -> None:
     for prefix, asked in ((2, 0), (3, 1)):
         case = f"target-verify-gqa2x2-d32-fp32-p4-k1.{prefix}-t0.0.1-shuffled-gauss-b2prod"
         schedule = make_schedule(parse_case(case))
-        judgement = wrong_at(schedule, (0, 5, 0))
-        judgement.out[0, 0, 0] += 99
-        assert judgement.expected.data.visible[0].sum(1).tolist() == [2, 3, 3, 4], "its first row has hardly a token"
-        assert _requests_to_ask(Judgement(observed(schedule, judgement.out), judgement.expected)) == [asked]
+        comparison = wrong_at(schedule, (0, 5, 0))
+        comparison.out[0, 0, 0] += 99
+        assert comparison.expected.data.visible[0].sum(1).tolist() == [2, 3, 3, 4], "its first row has hardly a token"
+        assert _requests_to_ask(Comparison(observed(schedule, comparison.out), comparison.expected)) == [asked]
 
 
 def test_long_requests_are_asked_at_both_ends() -> None:
     schedule = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k9.300-shuffled-gauss-b2prod"))
     lens = schedule.steps[0].lens
     backend = Backend(schedule, even(lens), tail=0.5)
-    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    reported = found(wrong_at(schedule, (0, 1, 0)), backend)
     assert [p for _, p, _ in backend.asked if p.startswith("probe")] == [
         f"probe.1.{n}" for n in (0, 32, 64, 224, 256, 288)
     ]
-    assert (told.not_asked[0], told.not_asked[-1], told.total) == (96, 223, None)
-    assert told.normalised
-    assert told.elsewhere == {"tail": 0.5}
-    assert told.text.startswith(
+    assert (reported.not_asked[0], reported.not_asked[-1], reported.total) == (96, 223, None)
+    assert reported.normalised
+    assert reported.elsewhere == {"tail": 0.5}
+    assert reported.text.startswith(
         "request 1 attended to the right KV tokens of those asked about, 0..95, 224..300 (96..223 not asked about)"
     )
     exact = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k9.191-shuffled-gauss-b2prod"))
@@ -204,27 +213,27 @@ def test_of_a_long_request_codes_name_the_few_tokens_that_are_wrong_in_one_run()
     schedule = make_schedule(parse_case(LONG))
     lens = schedule.steps[0].lens
     backend = Backend(schedule, lambda request, key, head: 0.0 if key in (150, 151) else 1 / (lens[request] - 2))
-    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    reported = found(wrong_at(schedule, (0, 1, 0)), backend)
     assert [pattern for _, pattern, _ in backend.asked] == [CODES, *(f"place.1.{name}" for name in PLACES)]
-    assert told.text == "request 1 attended to KV tokens 0..149, 152..300, expected 0..300"
-    assert (told.not_asked, told.head, told.heads, told.right) == ([], 0, (), False)
+    assert reported.text == "request 1 attended to KV tokens 0..149, 152..300, expected 0..300"
+    assert (reported.not_asked, reported.head, reported.heads, reported.right) == ([], 0, (), False)
 
 
 @pytest.mark.parametrize(("weight", "said"), [(0.49 / 301, False), (0.51 / 301, True)])
 def test_what_stands_in_the_place_of_a_token_that_codes_miss_is_asked_for(weight: float, said: bool) -> None:
     schedule = make_schedule(parse_case(LONG))
     backend = Backend(schedule, lambda request, key, head: 0.0 if key == 300 else 1 / 300, page0=weight)
-    told = found(wrong_at(schedule, (0, 1, 0)), backend)
-    assert ("page0" in told.elsewhere) is said
-    assert sorted(told.wanted - told.used) == [300]
+    reported = found(wrong_at(schedule, (0, 1, 0)), backend)
+    assert ("page0" in reported.elsewhere) is said
+    assert sorted(reported.wanted - reported.used) == [300]
 
 
 def test_where_codes_find_a_token_twice_no_place_is_asked_for() -> None:
     schedule = make_schedule(parse_case(LONG))
     backend = Backend(schedule, lambda request, key, head: (2 if key == 7 else 1) / 302, page0=1.0)
-    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    reported = found(wrong_at(schedule, (0, 1, 0)), backend)
     assert [pattern for _, pattern, _ in backend.asked] == [CODES]
-    assert (sorted(told.doubled), told.elsewhere) == ([7], {})
+    assert (sorted(reported.doubled), reported.elsewhere) == ([7], {})
 
 
 def test_what_codes_cannot_name_is_asked_token_by_token() -> None:
@@ -232,10 +241,10 @@ def test_what_codes_cannot_name_is_asked_token_by_token() -> None:
     lens = schedule.steps[0].lens
     # As if every other token had twice its weight.
     backend = Backend(schedule, lambda request, key, head: (key % 2) * 2 / lens[request])
-    told = found(wrong_at(schedule, (0, 1, 0)), backend)
+    reported = found(wrong_at(schedule, (0, 1, 0)), backend)
     assert len(backend.asked) > 6
-    assert 1 in told.used
-    assert 2 not in told.used
+    assert 1 in reported.used
+    assert 2 not in reported.used
 
 
 @pytest.mark.parametrize(
@@ -272,17 +281,17 @@ def test_own_are_tokens_of_the_request_alone() -> None:
 
 def test_with_sinks_nobody_knows_the_sum() -> None:
     schedule = schedule_of("-sink")
-    told = found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(schedule.steps[0].lens)))
-    assert (told.total, told.right) == (None, True)
+    reported = found(wrong_at(schedule, (0, 2, 1)), Backend(schedule, even(schedule.steps[0].lens)))
+    assert (reported.total, reported.right) == (None, True)
 
 
 def test_the_layer_that_sees_most_is_asked() -> None:
     schedule = schedule_of("-w4")
     windows = [layer.sliding_window_size for layer in attended_keys.make_layers(schedule.case)]
     most = max(range(2), key=lambda i: windows[i] if windows[i] >= 0 else 10**6)
-    told = found(wrong_at(schedule, (0, 2, 1), (1, 2, 3)), Backend(schedule, even(schedule.steps[0].lens)))
-    assert told.window == windows[most]
-    assert told.head == (1, 3)[most]
+    reported = found(wrong_at(schedule, (0, 2, 1), (1, 2, 3)), Backend(schedule, even(schedule.steps[0].lens)))
+    assert reported.window == windows[most]
+    assert reported.head == (1, 3)[most]
     narrow = found(wrong_at(schedule, (1 - most, 2, 1)), Backend(schedule, even(schedule.steps[0].lens)))
     assert narrow.window == windows[1 - most] == 4
     assert sorted(narrow.wanted) == list(range(36, 41))
@@ -290,10 +299,10 @@ def test_the_layer_that_sees_most_is_asked() -> None:
 
 def test_the_first_wrong_row_of_the_request_is_asked_in_the_layer_and_head_that_is_wrong() -> None:
     schedule = v1()
-    judgement = wrong_at(schedule, (1, 4, 3, 7), (0, 0, 1))
-    assert judgement.expected.data.row_request.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
-    assert _place_to_ask(schedule, judgement, 1) == (1, 4, 3)
-    assert _place_to_ask(schedule, judgement, 0) == (0, 0, 1)
+    comparison = wrong_at(schedule, (1, 4, 3, 7), (0, 0, 1))
+    assert comparison.expected.data.row_request.tolist() == [0, 0, 1, 1, 1, 2, 2, 2]
+    assert _place_to_ask(schedule, comparison, 1) == (1, 4, 3)
+    assert _place_to_ask(schedule, comparison, 0) == (0, 0, 1)
 
 
 @pytest.mark.parametrize(("windows", "layer"), [((0, -1), 1), ((-1, 0), 0), ((0, 3), 1), ((4, 3), 0), ((-1, -1), 0)])
@@ -307,9 +316,9 @@ def test_a_layer_without_a_window_sees_most_and_one_of_the_row_alone_least(
 
 def test_nan_is_asked_about_before_other_wrong_values() -> None:
     schedule = schedule_of()
-    judgement = wrong_at(schedule, (0, 2, 1))
-    judgement.out[1, 2, 3] = torch.nan
-    fresh = Judgement(observed(schedule, judgement.out), judgement.expected)
+    comparison = wrong_at(schedule, (0, 2, 1))
+    comparison.out[1, 2, 3] = torch.nan
+    fresh = Comparison(observed(schedule, comparison.out), comparison.expected)
     assert found(fresh, Backend(schedule, even(schedule.steps[0].lens))).head == 3
 
 
@@ -317,8 +326,8 @@ def test_the_first_wrong_row_of_the_layer_that_sees_most_is_asked_about() -> Non
     schedule = make_schedule(parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a3x2-shuffled-gauss-w4one-b2prod"))
     windowed = [layer.sliding_window_size >= 0 for layer in make_layers(schedule.case)].index(True)
     whole = 1 - windowed
-    judgement = wrong_at(schedule, (windowed, 0, 1), (whole, 2, 3), (whole, 1, 2))
-    assert _place_to_ask(schedule, judgement, 0) == (whole, 1, 2), "row 0 is wrong behind a window alone"
+    comparison = wrong_at(schedule, (windowed, 0, 1), (whole, 2, 3), (whole, 1, 2))
+    assert _place_to_ask(schedule, comparison, 0) == (whole, 1, 2), "row 0 is wrong behind a window alone"
     assert _place_to_ask(schedule, wrong_at(schedule, (windowed, 0, 1)), 0) == (windowed, 0, 1)
 
 
@@ -341,25 +350,31 @@ def test_the_first_wrong_row_of_the_layer_that_sees_most_is_asked_about() -> Non
     ],
 )
 def test_what_counts_as_used_and_as_counted_twice(weights: dict[int, float], used: set[int], doubled: set[int]) -> None:
-    told = _read(1, 2, weights, frozenset(range(9)), {"tail": 0.1}, 0.9)
-    assert (told.used, told.doubled) == (used, doubled)
-    assert (told.request, told.row, told.looked_at, told.length, told.total) == (1, 2, set(weights), len(weights), 0.9)
-    assert told.wanted == set(weights) - {9}
-    assert (told.head, told.heads, told.window) == (0, (), -1), "until somebody says which head was asked"
-    assert not told.right
-    assert ("counted more than once" in told.text) is bool(doubled)
-    assert not doubled or f"; KV tokens {ranges(sorted(doubled))} counted more than once" in told.text
+    reported = _read(1, 2, weights, frozenset(range(9)), {"tail": 0.1}, 0.9)
+    assert (reported.used, reported.doubled) == (used, doubled)
+    assert (reported.request, reported.row, reported.looked_at, reported.length, reported.total) == (
+        1,
+        2,
+        set(weights),
+        len(weights),
+        0.9,
+    )
+    assert reported.wanted == set(weights) - {9}
+    assert (reported.head, reported.heads, reported.window) == (0, (), -1), "until somebody says which head was asked"
+    assert not reported.right
+    assert ("counted more than once" in reported.text) is bool(doubled)
+    assert not doubled or f"; KV tokens {ranges(sorted(doubled))} counted more than once" in reported.text
 
 
 def test_heads_are_astray_where_others_are_not() -> None:
     keys, wanted = [0, 1, 2], frozenset({0, 1})
     right, wrong, small = [0.5, 0.5, 0.0], [0.5, 0.0, 0.5], [0.5, 0.5, 0.125]
-    assert _heads_astray(torch.tensor([right, wrong, small]), keys, wanted) == (1,)
-    assert _heads_astray(torch.tensor([right, [0.5, 0.5, 0.126]]), keys, wanted) == (1,)
-    assert _heads_astray(torch.tensor([wrong, wrong]), keys, wanted) == ()
-    assert _heads_astray(torch.tensor([right, [0.0, 0.0, 0.0]]), keys, wanted) == (1,)
+    assert _misrouted_heads(torch.tensor([right, wrong, small]), keys, wanted) == (1,)
+    assert _misrouted_heads(torch.tensor([right, [0.5, 0.5, 0.126]]), keys, wanted) == (1,)
+    assert _misrouted_heads(torch.tensor([wrong, wrong]), keys, wanted) == ()
+    assert _misrouted_heads(torch.tensor([right, [0.0, 0.0, 0.0]]), keys, wanted) == (1,)
     tiny = torch.tensor([wrong, [1.1e-6, 1.1e-6, 0.9e-6], [0.9e-6, 0.9e-6, 0.0]])
-    assert _heads_astray(tiny, keys, wanted) == (0, 2), "what is so small is not looked at"
+    assert _misrouted_heads(tiny, keys, wanted) == (0, 2), "what is so small is not looked at"
 
 
 def test_ranges_of_tokens() -> None:
@@ -372,12 +387,12 @@ def test_ranges_of_tokens() -> None:
 def test_evidence_says_nothing_that_was_not_found() -> None:
     schedule = schedule_of()
     plain = Evidence(schedule, wrong_at(schedule, (0, 2, 1)), None, [], in_graph=False)
-    assert (plain.swapped, plain.right_when_fresh, plain.reads_foreign, plain.before) == ((), False, False, None)
+    assert (plain.misrouted, plain.right_when_fresh, plain.reads_foreign, plain.before) == ((), False, False, None)
     assert replace(plain, right_when_fresh=True).before is schedule.steps[0]
     alone = replace(plain, right_when_alone=True)
     assert alone.before is None, "it is the first"
     assert len(schedule.steps) > 2
-    later = replace(alone, judgement=Judgement(replace(plain.observed, step=schedule.steps[2]), plain.expected))
+    later = replace(alone, comparison=Comparison(replace(plain.observed, step=schedule.steps[2]), plain.expected))
     assert later.before is schedule.steps[1]
     assert (plain.wrong, plain.rows, plain.lens) == ([2], [2], [4, 10, 41])
 

@@ -12,7 +12,7 @@ from wrong_steps import observed, wrong_at
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import Schedule, Step, make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.changed_case import DRAWS, ChangedCases, with_keys_up_to
@@ -30,8 +30,8 @@ Wrong = Callable[[Case], bool | None]
 class Backend:
     """Right, wrong or raising, as the case has it."""
 
-    def __init__(self, wrong: Wrong, claims: Callable[[Case], bool] = lambda case: True) -> None:
-        self.wrong, self.claims, self.asked = wrong, claims, list[str]()
+    def __init__(self, wrong: Wrong, declared: Callable[[Case], bool] = lambda case: True) -> None:
+        self.wrong, self.declared, self.asked = wrong, declared, list[str]()
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
         return True
@@ -85,8 +85,8 @@ def test_what_raises_is_neither_right_nor_wrong() -> None:
     assert not asked_of(lambda case: True if case.logit_cap else None).right_without("cap")
 
 
-def test_nothing_is_asked_for_that_is_not_claimed() -> None:
-    asked = asked_of(lambda case: case.logit_cap > 0, claims=lambda case: case.logit_cap > 0)
+def test_nothing_is_asked_for_that_is_not_declared() -> None:
+    asked = asked_of(lambda case: case.logit_cap > 0, declared=lambda case: case.logit_cap > 0)
     assert not asked.right_without("cap")
 
 
@@ -156,8 +156,8 @@ def evidence(case: str = CASE, used: int | None = None, worst: float = 9.0, **kn
         **{"right_up_to": 0, "right_up_to_without_sinks": 0, "right_with_fewer": False, **known},
         right_without=lambda name: name in without,
     )
-    judgement = wrong_at(schedule, (0, 0, 0), value=worst)
-    return Evidence(schedule, judgement, attended, [], in_graph=False, changed=changed)  # type: ignore[arg-type]
+    comparison = wrong_at(schedule, (0, 0, 0), value=worst)
+    return Evidence(schedule, comparison, attended, [], in_graph=False, changed=changed)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -178,14 +178,14 @@ def test_right_keys_are_right_without_something_that_makes_weights(name: str, sa
 
 
 def test_two_features_without_either_of_which_it_is_right_are_both_named() -> None:
-    told = right_without(evidence(without=("cap", "sinks")))
-    assert "right without the soft cap" in told
-    assert "; right without sinks" in told
+    reported = right_without(evidence(without=("cap", "sinks")))
+    assert "right without the soft cap" in reported
+    assert "; right without sinks" in reported
 
 
 def test_the_data_say_what_to_look_at_where_they_are_there_to_show_it() -> None:
-    told = right_without(evidence(CASE.replace("gauss", "cliff"), without=("data",)))
-    assert "wrong with those of this case (cliff): look at rescaling of partial sums" in told
+    reported = right_without(evidence(CASE.replace("gauss", "cliff"), without=("data",)))
+    assert "wrong with those of this case (cliff): look at rescaling of partial sums" in reported
 
 
 def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:
@@ -200,7 +200,7 @@ def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:
     )
 
 
-def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out() -> None:
+def test_a_boundary_of_tokens_is_reported_as_a_merge_or_as_splits_that_are_left_out() -> None:
     assert later_tiles(evidence()) == ""
     merged = later_tiles(evidence(right_up_to=16))
     assert merged.startswith("right if requests are cut to 16 KV tokens, and wrong from 17 on: look at rescaling")
@@ -213,7 +213,7 @@ def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out(
     seen = full.expected.data.visible.clone()
     seen[..., 16:] = False
     out = attend_with_limit(full.schedule, replace(full.expected.data, visible=seen))[0].out
-    capacity = replace(full, judgement=Judgement(observed(full.schedule, out), full.expected))
+    capacity = replace(full, comparison=Comparison(observed(full.schedule, out), full.expected))
     assert later_tiles(capacity).startswith("KV tokens from 16 on are missing: a fixed capacity of 16, or later splits")
     sinks = later_tiles(evidence(right_up_to_without_sinks=16))
     assert sinks.startswith("without sinks right if requests are cut to 16 KV tokens, and wrong from 17 on")
@@ -222,9 +222,9 @@ def test_a_boundary_of_tokens_is_told_as_a_merge_or_as_splits_that_are_left_out(
     assert hints(evidence(right_up_to=16, used=32)) == [left_out]
 
 
-def test_a_batch_that_is_right_without_one_of_its_like_is_told_by_its_size() -> None:
-    told = right_with_fewer_requests(evidence(right_with_fewer=True))
-    assert "right with 2 requests, and wrong with 3" in told
+def test_a_batch_that_is_right_without_one_of_its_like_is_reported_by_its_size() -> None:
+    reported = right_with_fewer_requests(evidence(right_with_fewer=True))
+    assert "right with 2 requests, and wrong with 3" in reported
     assert right_with_fewer_requests(evidence()) == ""
 
 
@@ -247,9 +247,9 @@ def test_nothing_is_said_where_a_graph_a_place_or_a_slot_is_to_blame_or_nothing_
         assert pattern(Evidence(**values)) == ""
 
 
-def test_an_error_that_rounding_makes_is_not_told_by_other_numbers() -> None:
+def test_an_error_that_rounding_makes_is_not_reported_by_other_numbers() -> None:
     small = evidence(**ALL, worst=2e-6)
-    assert 1 < small.judgement.margin < 5
+    assert 1 < small.comparison.margin < 5
     assert right_without(small) == ""
 
 
@@ -291,17 +291,17 @@ RANK = "decode-gqa2x2-d32-fp32-p16-k5.9-shuffled-gauss-w4-cap1.5-sink-layers3fro
         (lambda case: case.window >= 0, "nothing is raised without a sliding window"),
     ],
 )
-def test_what_raises_with_one_thing_alone_is_told_by_it(has: Callable[[Case], Any], said: str) -> None:
+def test_what_raises_with_one_thing_alone_is_reported_by_it(has: Callable[[Case], Any], said: str) -> None:
     assert said in raising(RANK, lambda case: None if has(case) else False)
 
 
-def test_what_raises_always_or_in_no_eager_run_is_told_by_nothing() -> None:
+def test_what_raises_always_or_in_no_eager_run_is_reported_by_nothing() -> None:
     assert raising(RANK, lambda case: None) == ""
     assert raising(RANK, lambda case: False) == ""
     assert raising(RANK, lambda case: False, in_graph=True, graph=object()) == "", "no other mode uses the instance"
 
 
-def test_what_raises_beside_other_modes_alone_is_told_by_them() -> None:
+def test_what_raises_beside_other_modes_alone_is_reported_by_them() -> None:
     mixed = RANK.replace("-layers3from5", "") + "-mixed"
     assert "on an instance that no other mode uses" in raising(mixed, lambda case: False, in_graph=True, graph=object())
     assert raising(mixed, lambda case: False, in_graph=True) == ""

@@ -17,7 +17,7 @@ from attn_testkit.diagnosis.hints.batch import length_threshold
 from attn_testkit.diagnosis.hints.heads import some_dims, some_heads
 from attn_testkit.diagnosis.hints.keys import key_range, window_of_another_layer
 from attn_testkit.diagnosis.hints.rows import rows_of_others
-from attn_testkit.diagnosis.swapped_rows import SwappedRow
+from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
 
 WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-w4-b3prod")
@@ -56,7 +56,7 @@ def test_a_window_that_narrows_new_tokens_alone_is_named() -> None:
     assert told_of_windows(WINDOW, out) == "", "a row that is right is not right for that"
 
 
-def test_no_window_at_all_is_not_told_as_one_of_new_tokens() -> None:
+def test_no_window_at_all_is_not_reported_as_one_of_new_tokens() -> None:
     assert told_of_windows(WINDOW, sees(WINDOW, "everything")) == ""
     # Of three new tokens all lie within the window: nothing tells the two apart.
     assert torch.equal(sees(SHORT, "the prefix"), sees(SHORT, "everything"))
@@ -87,18 +87,18 @@ def test_one_token_before_the_window_is_no_window_at_all_where_other_rows_say_so
     assert key_range(evidence(schedule, out, attended=asked, in_graph=in_graph)).startswith(text)
 
 
-def test_what_another_layers_window_shares_with_none_at_all_is_told_as_both() -> None:
+def test_what_another_layers_window_shares_with_none_at_all_is_reported_as_both() -> None:
     schedule = schedule_of("decode-gqa2x2-d32-fp32-p4-k40.3.21-shuffled-gauss-w4one-b4prod")
     out = right(schedule)
     out[:, 1] += 9.0
 
-    def told(window: int, used: range) -> str:
+    def reported(window: int, used: range) -> str:
         mine = attended(schedule, 1, used=used, wanted=range(1, 4), window=window)
         return window_of_another_layer(evidence(schedule, out, attended=mine))
 
     # The other layer's window of 4 sees all four KV tokens of request 1.
-    assert "the row attended to what it sees without a window, or with one of 4, which another" in told(2, range(4))
-    assert told(2, range(2, 4)) == ""
+    assert "the row attended to what it sees without a window, or with one of 4, which another" in reported(2, range(4))
+    assert reported(2, range(2, 4)) == ""
 
 
 @pytest.mark.parametrize(
@@ -155,24 +155,24 @@ def test_rows_at_a_multiple_of_their_number_are_written_by_other_strides(
     def place(row: int) -> tuple[int, int]:
         return (0, row) if row < 12 else (1, row - 12)
 
-    swapped = tuple(SwappedRow(*place(row), *place(of_row)) for row, of_row in rows)
-    text = rows_of_others(evidence(PLAIN, right(PLAIN) + 9.0, swapped=swapped))
+    misrouted = tuple(MisroutedRow(*place(row), *place(of_row)) for row, of_row in rows)
+    text = rows_of_others(evidence(PLAIN, right(PLAIN) + 9.0, misrouted=misrouted))
     assert bool(said) is ("written by the strides of another tensor" in text)
     assert said in text
 
 
 def test_heads_that_lack_the_whole_prefix_lack_it_in_a_merge() -> None:
-    def told(used: Any, row: int = 0) -> str:
+    def reported(used: Any, row: int = 0) -> str:
         mine = replace(attended(PLAIN, 0, row, used=used), heads=(1,), head=1)
         return some_heads(evidence(PLAIN, right(PLAIN) + 9.0, attended=mine))
 
     merge = "their part of the prefix is lost in the merge with the new tokens"
-    assert merge in told(range(20, 24), row=3), "the new tokens alone"
-    assert merge in told(range(20), row=3), "the prefix alone"
-    assert merge not in told(range(21), row=3)
-    assert merge not in told(range(19), row=3)
-    assert merge not in told((), row=3)
-    assert merge not in told({*range(20, 24), 30}, row=3), "a later token too"
+    assert merge in reported(range(20, 24), row=3), "the new tokens alone"
+    assert merge in reported(range(20), row=3), "the prefix alone"
+    assert merge not in reported(range(21), row=3)
+    assert merge not in reported(range(19), row=3)
+    assert merge not in reported((), row=3)
+    assert merge not in reported({*range(20, 24), 30}, row=3), "a later token too"
 
 
 CHAIN = schedule_of("target-verify-gqa3x2-d32-fp32-p4-k9.0.5-chain7-shuffled-gauss-b3prod")
@@ -236,9 +236,9 @@ def without_dims(schedule: Schedule, first: int, end: int) -> torch.Tensor:
     ],
 )
 def test_dims_that_are_left_out_of_logits_are_named(schedule: Schedule, first: int, end: int, text: str) -> None:
-    told = assumed(evidence(schedule, without_dims(schedule, first, end), attended=attended(schedule, 0)))
-    assert text in told
-    assert bool(told) is bool(text)
+    reported = assumed(evidence(schedule, without_dims(schedule, first, end), attended=attended(schedule, 0)))
+    assert text in reported
+    assert bool(reported) is bool(text)
 
 
 def test_a_run_of_wrong_dims_is_a_tile_and_what_it_holds_is_named() -> None:

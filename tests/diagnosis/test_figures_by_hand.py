@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from attn_testkit.checks.judgement import Ratios
+from attn_testkit.checks.comparison import Ratios
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.figures import error_map, key_map
 from attn_testkit.results import KeyMap
 
 
-def judged(element: torch.Tensor, row: torch.Tensor | None = None, requests: list[int] | None = None) -> Any:
+def evaluated(element: torch.Tensor, row: torch.Tensor | None = None, requests: list[int] | None = None) -> Any:
     """A judgement of nothing but ratios. ``element`` [L, T, Hq, Dv], ``row`` [L, T, Hq]."""
     rows = element.shape[1]
     row = torch.zeros(element.shape[:3]) if row is None else row
@@ -29,7 +29,7 @@ def test_a_cell_is_the_largest_ratio_of_a_row_and_head_over_layers_and_dims_and_
     element, row = torch.zeros(2, 3, 2, 4), torch.zeros(2, 3, 2)
     element[0, 0, 1, 3], element[1, 0, 1, 0] = 2.0, 1.5
     row[1, 2, 0] = 1.25
-    step = judged(element, row, [0, 0, 5])
+    step = evaluated(element, row, [0, 0, 5])
     assert error_map(step).ratios == ((0.0, 2.0), (0.0, 0.0), (1.25, 0.0))
     step.key_ratio[1, 1, 1] = 1.75
     found = error_map(step)
@@ -40,7 +40,7 @@ def test_a_cell_is_the_largest_ratio_of_a_row_and_head_over_layers_and_dims_and_
 def test_numbers_are_short_and_nan_is_more_than_any():
     element = torch.zeros(1, 1, 3, 1)
     element[0, 0, :, 0] = torch.tensor([1.23456, 987654.0, torch.inf])
-    assert error_map(judged(element)).ratios == ((1.23, 988000.0, 1e9),)
+    assert error_map(evaluated(element)).ratios == ((1.23, 988000.0, 1e9),)
 
 
 @pytest.mark.parametrize(
@@ -49,18 +49,18 @@ def test_numbers_are_short_and_nan_is_more_than_any():
 def test_of_more_rows_or_heads_than_fit_neighbours_share_a_cell_that_holds_the_largest(count, cells, each):
     element = torch.arange(count, dtype=torch.float64).reshape(1, count, 1, 1)
     largest = tuple(float(min(start + each, count) - 1) for start in range(0, count, each))
-    by_row = error_map(judged(element))
+    by_row = error_map(evaluated(element))
     assert len(by_row.ratios) == cells == len(largest)
     assert tuple(ratio for (ratio,) in by_row.ratios) == largest
     assert by_row.requests == tuple(range(0, count, each))
     assert by_row.rows == count
-    (by_head,) = error_map(judged(element.transpose(1, 2))).ratios
+    (by_head,) = error_map(evaluated(element.transpose(1, 2))).ratios
     assert by_head == largest
 
 
 def test_a_map_is_small_in_a_record():
     element = torch.full((2, 132, 128, 8), 123456.0)
-    assert len(json.dumps(asdict(error_map(judged(element))), separators=(",", ":"))) < 10_000
+    assert len(json.dumps(asdict(error_map(evaluated(element))), separators=(",", ":"))) < 10_000
 
 
 ASKED = AttendedKeys(

@@ -12,7 +12,7 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis import hints as package
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
@@ -45,7 +45,7 @@ def evidence(attended: AttendedKeys | None, errors: float = 2.0, schedule: Sched
     out[0, 0, 0, 0] = errors
     copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))])
     seen = Observation(schedule, step, "", copies)
-    return Evidence(schedule, Judgement(seen, expected), attended, [], in_graph=False)
+    return Evidence(schedule, Comparison(seen, expected), attended, [], in_graph=False)
 
 
 def attended(used: range | set[int], **fields: object) -> AttendedKeys:
@@ -124,9 +124,9 @@ def test_kv_tokens_whose_weights_do_not_sum_to_one_are_heavier_and_not_counted_t
     assert found.weighed_otherwise is heavier
     assert ("KV tokens 299 have more weight than others" in found.text) is heavier
     assert ("KV tokens 299 counted more than once" in found.text) is not heavier
-    told = key_range(evidence(found))
-    assert told.startswith("KV tokens 299 have more weight than others, and all of them sum to") is heavier
-    assert told.startswith("KV tokens are counted more than once") is not heavier
+    reported = key_range(evidence(found))
+    assert reported.startswith("KV tokens 299 have more weight than others, and all of them sum to") is heavier
+    assert reported.startswith("KV tokens are counted more than once") is not heavier
     assert not replace(found, elsewhere={"tail": 0.1}).weighed_otherwise
     assert not replace(found, doubled=frozenset()).weighed_otherwise
     assert not replace(found, used=frozenset({1})).weighed_otherwise
@@ -146,9 +146,9 @@ def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
     doubled: Sequence[int], part: str
 ) -> None:
     found = attended(range(LENGTH), doubled=frozenset(doubled))
-    in_parts = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p1-k299.40-shuffled-gauss-lsepages2own-b2prod"))
-    told = key_range(evidence(found, schedule=in_parts))
-    assert told.startswith(f"all KV tokens of {part} have more weight than those of other KV splits") is bool(part)
+    with_kv_splits = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p1-k299.40-shuffled-gauss-lsepages2own-b2prod"))
+    reported = key_range(evidence(found, schedule=with_kv_splits))
+    assert reported.startswith(f"all KV tokens of {part} have more weight than those of other KV splits") is bool(part)
     assert "counted more than once" in key_range(evidence(found)), "this case has no parts"
 
 
@@ -162,9 +162,9 @@ def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
     ],
 )
 def test_the_end_of_a_prefix_is_no_split_that_is_skipped(missing: set[int], said: str) -> None:
-    told = key_range(evidence(attended(set(range(LENGTH)) - missing)))
-    assert told.startswith(said)
-    assert ("as many as it has new rows" in told) is (missing == {298})
+    reported = key_range(evidence(attended(set(range(LENGTH)) - missing)))
+    assert reported.startswith(said)
+    assert ("as many as it has new rows" in reported) is (missing == {298})
 
 
 def test_the_text_says_what_was_attended_to_and_what_was_expected() -> None:
@@ -248,9 +248,9 @@ def test_a_silenced_hint_is_not_asked_and_one_that_does_not_fit_silences_nobody(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     first, second = named("first", Level.PATTERN, "second"), named("second", Level.PLACE)
-    for fits, told in ((True, ["first"]), (False, ["second"])):
+    for fits, reported in ((True, ["first"]), (False, ["second"])):
         monkeypatch.setattr(package, "ORDER", (replace(first, when=lambda _, fits=fits: fits), second))
-        assert hints(evidence(None)) == told
+        assert hints(evidence(None)) == reported
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_an_assumption_gives_the_first_text_whose_answer_every_wrong_row_has(
     out[:, row if row is not None else slice(None)] = 0.5 if row else 0.0
     copies = copies_of([("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))])
     seen = Observation(SCHEDULE, SCHEDULE.steps[0], "", copies)
-    found = Evidence(SCHEDULE, Judgement(seen, expected), None, [], in_graph=False)
+    found = Evidence(SCHEDULE, Comparison(seen, expected), None, [], in_graph=False)
 
     def suppose(e: Evidence) -> Iterator[Supposed]:
         data = e.expected.data
@@ -294,8 +294,8 @@ def test_every_pattern_that_fits_is_a_hint_and_the_most_telling_comes_first() ->
 )
 def test_tiles_that_all_read_the_first_one_of_their_page_look_like_a_length(used: int, tiled: bool) -> None:
     pages_of_64 = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p64-k299.40-shuffled-gauss-b2prod"))
-    told = key_range(evidence(attended(range(used)), schedule=pages_of_64))
-    assert ("whose offset in the page is ignored" in told) is tiled
+    reported = key_range(evidence(attended(range(used)), schedule=pages_of_64))
+    assert ("whose offset in the page is ignored" in reported) is tiled
 
 
 def test_a_shift_of_a_later_row_may_be_the_masks() -> None:

@@ -30,7 +30,7 @@ def with_lens(schedule: Schedule, lens: list[int]) -> torch.Tensor:
     return with_data(schedule, query_positions=positions, visible=seen).nan_to_num(0.0)
 
 
-def told(schedule: Schedule, lens: list[int], **more: Any) -> str:
+def reported(schedule: Schedule, lens: list[int], **more: Any) -> str:
     asked = {"attended": attended(schedule, 1, used=(0,)), **more}
     return lengths_of_others(evidence(schedule, with_lens(schedule, lens), **asked))
 
@@ -49,7 +49,7 @@ def told(schedule: Schedule, lens: list[int], **more: Any) -> str:
     ids=["first", "others", "later", "one alone", "off by one", "one of nobody", "no prefix"],
 )
 def test_lengths_of_others_are_named_where_each_wrong_request_has_one(lens: list[int], text: str) -> None:
-    said = told(DECODE, lens)
+    said = reported(DECODE, lens)
     assert text in said
     assert bool(said) is bool(text)
 
@@ -58,20 +58,20 @@ def test_all_longer_ones_cut_to_a_tile_are_no_length_of_another() -> None:
     for last, said in ((15, False), (14, True)):
         schedule = schedule_of(f"decode-gqa2x2-d32-fp32-p4-k{last}.29.40.5-shuffled-gauss-b4prod")
         lens = [last + 1, last + 1, last + 1, 6]
-        assert bool(told(schedule, lens)) is said
+        assert bool(reported(schedule, lens)) is said
 
 
 def test_new_rows_are_the_least_that_a_length_may_be() -> None:
-    assert "every wrong request is right with the length of request 2, 5" in told(EXTEND, [5, 5, 5, 5])
-    assert told(EXTEND, [1, 1, 2, 3]) == "", "all have their new rows alone: the prefix is lost"
+    assert "every wrong request is right with the length of request 2, 5" in reported(EXTEND, [5, 5, 5, 5])
+    assert reported(EXTEND, [1, 1, 2, 3]) == "", "all have their new rows alone: the prefix is lost"
 
 
 def test_nothing_is_asked_where_something_else_is_known_or_numbers_are_missing() -> None:
     lens = [4, 4, 4, 4, 4]
-    assert told(DECODE, lens, attended=None)
-    assert told(DECODE, lens, attended=attended(DECODE, 1)) == "", "the right KV tokens"
-    assert told(DECODE, lens, attended=replace(attended(DECODE, 1, used=(0,)), elsewhere={"others": 1.0})) == ""
-    assert told(DECODE, lens, attended=attended(DECODE, 1, used=(0,), heads=(1,))) == ""
+    assert reported(DECODE, lens, attended=None)
+    assert reported(DECODE, lens, attended=attended(DECODE, 1)) == "", "the right KV tokens"
+    assert reported(DECODE, lens, attended=replace(attended(DECODE, 1, used=(0,)), elsewhere={"others": 1.0})) == ""
+    assert reported(DECODE, lens, attended=attended(DECODE, 1, used=(0,), heads=(1,))) == ""
     assert lengths_of_others(evidence(DECODE, right(DECODE))) == ""
     spoilt = with_lens(DECODE, lens)
     spoilt[0, 1, 0, 0] = torch.nan

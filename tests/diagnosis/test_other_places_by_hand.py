@@ -11,15 +11,15 @@ from wrong_steps import assumed, observed
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.checks import Judgement
-from attn_testkit.checks.judgement import BITS
+from attn_testkit.checks import Comparison
+from attn_testkit.checks.comparison import BITS
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.diagnosis.hints.assumed_keys import entered_at_query_offsets, rows_of_a_later_tile
 from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_other_heads, some_heads
 from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed, window_of_another_layer
 from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
-from attn_testkit.diagnosis.swapped_rows import SwappedRow
+from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import expect
 
@@ -38,10 +38,10 @@ def right(schedule: Schedule) -> torch.Tensor:
 
 
 def evidence(schedule: Schedule, out: torch.Tensor, **more: Any) -> Evidence:
-    judgement = Judgement(
+    comparison = Comparison(
         observed(schedule, out, replay=more.pop("replay", False)), expect(schedule, schedule.steps[0])
     )
-    return Evidence(schedule, judgement, **{"attended": None, "passed": [], "in_graph": False, **more})
+    return Evidence(schedule, comparison, **{"attended": None, "passed": [], "in_graph": False, **more})
 
 
 def attended(
@@ -98,7 +98,7 @@ def test_results_that_lie_at_another_stride_of_heads_are_named() -> None:
     assert results_of_other_heads(found).endswith("request 0 head 1 holds the result of request 1 head 0 and so on")
 
 
-def test_results_of_other_heads_are_not_told_of_noise_of_one_row_or_where_a_row_is_known() -> None:
+def test_results_of_other_heads_are_not_reported_of_noise_of_one_row_or_where_a_row_is_known() -> None:
     noise = right(DECODE)
     noise[:, 0] += 9.0
     same_row = right(DECODE)
@@ -108,7 +108,7 @@ def test_results_of_other_heads_are_not_told_of_noise_of_one_row_or_where_a_row_
     assert results_of_other_heads(evidence(DECODE, noise)) == ""
     assert results_of_other_heads(evidence(DECODE, same_row)) == "", "in one row: a matter of heads, not of strides"
     assert results_of_other_heads(evidence(DECODE, rows))
-    assert results_of_other_heads(evidence(DECODE, rows, swapped=(SwappedRow(0, 0, 1, 0),))) == ""
+    assert results_of_other_heads(evidence(DECODE, rows, misrouted=(MisroutedRow(0, 0, 1, 0),))) == ""
     rows[0, 2] += 9.0
     assert results_of_other_heads(evidence(DECODE, rows)) == "", "one row is nobody's"
 
@@ -121,7 +121,7 @@ def test_the_query_of_another_head_is_named_head_by_head() -> None:
     assert "of head 3 in head 2 and so on" in assumed(evidence(DECODE, many))
 
 
-def test_heads_that_are_nobodys_are_not_told_by_those_that_are_somebodys() -> None:
+def test_heads_that_are_nobodys_are_not_reported_by_those_that_are_somebodys() -> None:
     out = with_data(DECODE, q=expect(DECODE, DECODE.steps[0]).data.q[:, :, [0, 1, 2, 4, 5, 5]])
     out[0, 0, 0] += 9.0
     assert assumed(evidence(DECODE, out)) == ""
@@ -146,14 +146,14 @@ def tiles_of(tile: int) -> torch.Tensor:
         (2, "of the request (tiles of 2 rows): the result is right if row i sees what row i % 2 should"),
     ],
 )
-def test_rows_that_are_counted_from_their_tile_are_told_by_it(tile: int, said: str) -> None:
+def test_rows_that_are_counted_from_their_tile_are_reported_by_it(tile: int, said: str) -> None:
     short = attended(ROWS, 0, tile, used=range(5))
     found = evidence(ROWS, tiles_of(tile), attended=short)
     assert rows_of_a_later_tile(found).endswith(said)
     assert hints(found) == [rows_of_a_later_tile(found)]
     assert rows_of_a_later_tile(replace(found, attended=attended(ROWS, 0))) == "", "the right KV tokens"
     assert rows_of_a_later_tile(replace(found, in_graph=True)) == ""
-    assert rows_of_a_later_tile(replace(found, swapped=(SwappedRow(0, 0, 1, 0),))) == ""
+    assert rows_of_a_later_tile(replace(found, misrouted=(MisroutedRow(0, 0, 1, 0),))) == ""
 
 
 def test_a_length_that_is_off_in_every_row_is_no_tile() -> None:
@@ -176,22 +176,22 @@ def entered(schedule: Schedule, starts: list[int]) -> torch.Tensor:
     return with_data(schedule, **changed)
 
 
-def test_a_list_of_tokens_that_is_entered_at_query_offsets_is_told_as_that() -> None:
-    theirs = (SwappedRow(1, 0, 0, None, 10),)
-    found = evidence(DECODE, entered(DECODE, [0, 1, 2]), swapped=theirs)
+def test_a_list_of_tokens_that_is_entered_at_query_offsets_is_reported_as_that() -> None:
+    theirs = (MisroutedRow(1, 0, 0, None, 10),)
+    found = evidence(DECODE, entered(DECODE, [0, 1, 2]), misrouted=theirs)
     assert "right for KV tokens from the offset of a" in entered_at_query_offsets(found)
     assert hints(found) == [entered_at_query_offsets(found)]
-    assert entered_at_query_offsets(replace(found, swapped=())) == "", "nothing of another request was seen"
+    assert entered_at_query_offsets(replace(found, misrouted=())) == "", "nothing of another request was seen"
     other = replace(attended(DECODE, 1), elsewhere={"others": 1.0})
-    assert entered_at_query_offsets(replace(found, swapped=(), attended=other))
+    assert entered_at_query_offsets(replace(found, misrouted=(), attended=other))
 
 
-def test_other_offsets_into_the_list_are_not_told_as_those_of_queries() -> None:
-    theirs = (SwappedRow(1, 0, 0, None, 10),)
-    assert entered_at_query_offsets(evidence(DECODE, entered(DECODE, [0, 2, 4]), swapped=theirs)) == ""
+def test_other_offsets_into_the_list_are_not_reported_as_those_of_queries() -> None:
+    theirs = (MisroutedRow(1, 0, 0, None, 10),)
+    assert entered_at_query_offsets(evidence(DECODE, entered(DECODE, [0, 2, 4]), misrouted=theirs)) == ""
     noise = right(DECODE)
     noise[:, 1] += 9.0
-    assert entered_at_query_offsets(evidence(DECODE, noise, swapped=theirs)) == ""
+    assert entered_at_query_offsets(evidence(DECODE, noise, misrouted=theirs)) == ""
 
 
 def wrong_rows(*rows: int) -> torch.Tensor:
@@ -274,7 +274,7 @@ def test_tokens_of_the_prefix_that_count_twice_are_no_new_ones() -> None:
     assert "new ones both from the pool and from k, v" in key_range(evidence(ROWS, out, attended=new))
 
 
-def test_new_tokens_that_open_a_page_are_told_by_the_page() -> None:
+def test_new_tokens_that_open_a_page_are_reported_by_the_page() -> None:
     out = right(ROWS)
     out[:, 0] += 9.0
     fresh = attended(ROWS, 0, used={0, 1, 2, 3, 4, 8})
@@ -310,6 +310,6 @@ def test_one_token_alone_at_a_replay_is_the_length_at_capture(
 def test_zeros_that_earlier_steps_leave_are_no_kernel_that_is_lacking() -> None:
     zeros = torch.zeros_like(right(DECODE))
     assert "may find no kernel for this case" in nothing_computed(evidence(DECODE, zeros))
-    told = nothing_computed(evidence(DECODE, zeros, right_when_fresh=True))
-    assert "is left from before" in told
-    assert "may find no kernel for this case" not in told
+    reported = nothing_computed(evidence(DECODE, zeros, right_when_fresh=True))
+    assert "is left from before" in reported
+    assert "may find no kernel for this case" not in reported

@@ -13,7 +13,7 @@ from wrong_steps import assumed
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
@@ -29,7 +29,7 @@ def evidence(out: torch.Tensor, schedule: Schedule = SCHEDULE, **more: Any) -> E
     step = schedule.steps[0]
     seen = Observation(schedule, step, "", copies)
     values = {"attended": None, "passed": [], "in_graph": False, **more}
-    return Evidence(schedule, Judgement(seen, expect(schedule, step)), **values)
+    return Evidence(schedule, Comparison(seen, expect(schedule, step)), **values)
 
 
 def attended(*layer_changes: Any, schedule: Schedule = SCHEDULE, **data_changes: Any) -> torch.Tensor:
@@ -125,9 +125,9 @@ MISTAKES = [
 
 @pytest.mark.parametrize(("out", "text"), [m[1:] for m in MISTAKES], ids=[m[0] for m in MISTAKES])
 def test_a_mistake_is_named_by_what_the_numbers_are_right_for(out: torch.Tensor, text: str) -> None:
-    told = assumed(evidence(out))
-    assert text in told
-    assert bool(told) is bool(text)
+    reported = assumed(evidence(out))
+    assert text in reported
+    assert bool(reported) is bool(text)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +214,9 @@ def test_another_kv_head_is_named_where_heads_are_no_groups(places: list[int], t
     changed = {
         name: lambda data, name=name: getattr(data, name)[:, :, :, places] for name in ("stored_keys", "stored_values")
     }
-    told = assumed(evidence(attended(schedule=NO_GROUPS, **changed), NO_GROUPS))
-    assert text in told
-    assert bool(told) is bool(text)
+    reported = assumed(evidence(attended(schedule=NO_GROUPS, **changed), NO_GROUPS))
+    assert text in reported
+    assert bool(reported) is bool(text)
 
 
 def test_no_kv_head_is_named_where_a_head_has_that_of_none() -> None:
@@ -248,8 +248,8 @@ def test_scales_that_reach_one_of_two_calls_are_named(names: str, said: str, who
     out = attended(schedule=TWO_CALLS, **changed)
     heavy = AttendedKeys(0, 0, frozenset({0, 1}), frozenset({0, 1}), frozenset({1}), frozenset({0, 1}), 2, {}, 0.8)
     for asked in (None, heavy, replace(heavy, total=1.94)):
-        told = assumed(evidence(out, TWO_CALLS, attended=asked))
-        assert f"right without {said} for KV tokens of {whose}, and with them for" in told, told
+        reported = assumed(evidence(out, TWO_CALLS, attended=asked))
+        assert f"right without {said} for KV tokens of {whose}, and with them for" in reported, reported
     assert assumed(evidence(out, TWO_CALLS, attended=replace(heavy, total=1.0))) == "", "1 counts twice"
     out[:, 0] += 1
     assert assumed(evidence(out, TWO_CALLS)) == "", "and something else is wrong"

@@ -15,13 +15,13 @@ from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.attended_keys import AttendedKeys, _read, _right_dims
 from attn_testkit.diagnosis.hints import hints, keys, rows
 from attn_testkit.diagnosis.hints.assumed_keys import positions_of_another_request, rows_without_prefix
-from attn_testkit.diagnosis.hints.assumed_places import other_query_heads
+from attn_testkit.diagnosis.hints.assumed_slots import other_query_heads
 from attn_testkit.diagnosis.hints.evidence import SMALL_ERROR
 from attn_testkit.diagnosis.hints.heads import some_heads
 from attn_testkit.diagnosis.hints.keys import key_range, stored_elsewhere, weighs_a_little
 from attn_testkit.diagnosis.hints.rows import uneven_offsets
 from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
-from attn_testkit.diagnosis.swapped_rows import SwappedRow
+from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
 
 EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n12a12.1.3-shuffled-gauss-b3prod")
@@ -43,7 +43,7 @@ def with_starts(schedule: Schedule, start: list[int], causal: bool = True) -> to
     return with_data(schedule, query_positions=positions, **({"visible": seen} if causal else {})).nan_to_num(0.0)
 
 
-def told(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
+def reported(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
     return positions_of_another_request(
         evidence(schedule, out, **{"attended": attended(schedule, 1, used=(0,)), **more})
     )
@@ -63,7 +63,7 @@ def told(schedule: Schedule, out: torch.Tensor, **more: Any) -> str:
     ],
 )
 def test_positions_that_are_counted_from_elsewhere_are_named(start: list[int], text: str) -> None:
-    said = told(EXTEND, with_starts(EXTEND, start))
+    said = reported(EXTEND, with_starts(EXTEND, start))
     assert text in said
     assert bool(said) is bool(text)
 
@@ -79,15 +79,15 @@ def test_rows_that_count_their_keys_from_the_first_one_are_named_whatever_else_t
     said = told_without_prefix(EXTEND, out)
     assert said.endswith("the result is right if row i attends to KV tokens 0..i, as if there were no prefix")
     asked = attended(EXTEND, 0, row=2, used=range(3))
-    swapped = tuple(SwappedRow(0, row, 1, row) for row in range(2))
-    found = evidence(EXTEND, out, attended=asked, swapped=swapped)
+    misrouted = tuple(MisroutedRow(0, row, 1, row) for row in range(2))
+    found = evidence(EXTEND, out, attended=asked, misrouted=misrouted)
     assert hints(found)[0] == said
     # Requests whose rows take another path are right.
     out[:, 12:] = right(EXTEND)[:, 12:]
     assert told_without_prefix(EXTEND, out) == said
 
 
-def test_rows_that_count_from_elsewhere_or_are_the_first_of_theirs_are_not_told_as_without_prefix() -> None:
+def test_rows_that_count_from_elsewhere_or_are_the_first_of_theirs_are_not_reported_as_without_prefix() -> None:
     out = with_starts(EXTEND, [0, 0, 0])
     assert told_without_prefix(EXTEND, out, attended=None) == ""
     assert told_without_prefix(EXTEND, out, in_graph=True) == ""
@@ -102,41 +102,41 @@ def test_rows_that_count_from_elsewhere_or_are_the_first_of_theirs_are_not_told_
 
 
 def test_positions_that_windows_alone_go_by_are_named_and_no_window_at_all_is_none() -> None:
-    said = told(WINDOW, with_starts(WINDOW, [20, 20, 20], causal=False))
+    said = reported(WINDOW, with_starts(WINDOW, [20, 20, 20], causal=False))
     assert "if the positions by which windows begin are counted from the prefix of request 0 or the" in said
-    early = told(WINDOW, with_starts(WINDOW, [9, 9, 9], causal=False))
+    early = reported(WINDOW, with_starts(WINDOW, [9, 9, 9], causal=False))
     assert "counted from the prefix of request 1" not in early, "of three requests the second is none of those asked"
     no_prefix = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-w4-b3prod")
-    said = told(no_prefix, with_starts(no_prefix, [0, 0, 0], causal=False))
+    said = reported(no_prefix, with_starts(no_prefix, [0, 0, 0], causal=False))
     assert "begin are counted from 0, as if there were no prefix in every request" in said
-    assert told(no_prefix, with_starts(no_prefix, [-99, -99, -99], causal=False)) == ""
+    assert reported(no_prefix, with_starts(no_prefix, [-99, -99, -99], causal=False)) == ""
 
 
 def test_windows_of_all_rows_that_are_the_last_rows_are_named() -> None:
     data = expect(WINDOW, WINDOW.steps[0]).data
     last = torch.tensor([[23], [10], [7]]).expand_as(data.query_positions)
     out = with_data(WINDOW, query_positions=last).nan_to_num(0.0)
-    assert told(WINDOW, out).startswith("all rows of a request use the window of its last row")
+    assert reported(WINDOW, out).startswith("all rows of a request use the window of its last row")
     out[:, 4] = right(WINDOW)[:, 4]
-    assert told(WINDOW, out) == "", "a row that is right is not"
+    assert reported(WINDOW, out) == "", "a row that is right is not"
 
 
-def test_what_explains_the_wrong_rows_and_not_the_right_ones_is_not_told() -> None:
+def test_what_explains_the_wrong_rows_and_not_the_right_ones_is_not_reported() -> None:
     out = with_starts(EXTEND, [3, 3, 3])
-    assert told(EXTEND, out)
+    assert reported(EXTEND, out)
     out[:, 12] = right(EXTEND)[:, 12]
-    assert told(EXTEND, out) == "", "request 1 is right"
+    assert reported(EXTEND, out) == "", "request 1 is right"
 
 
 def test_of_one_row_a_request_another_position_is_another_length() -> None:
     decode = schedule_of("decode-gqa2x2-d32-fp32-p4-k3.9.5-shuffled-gauss-b3prod")
-    assert told(decode, with_starts(decode, [3, 3, 3])) == ""
+    assert reported(decode, with_starts(decode, [3, 3, 3])) == ""
 
 
 def test_positions_are_asked_about_where_a_row_read_other_keys_than_its_own() -> None:
     out = with_starts(EXTEND, [3, 3, 3])
-    assert told(EXTEND, out, attended=None) == ""
-    assert told(EXTEND, out, attended=attended(EXTEND, 1)) == ""
+    assert reported(EXTEND, out, attended=None) == ""
+    assert reported(EXTEND, out, attended=attended(EXTEND, 1)) == ""
 
 
 def test_positions_that_are_named_leave_strides_and_lengths_unsaid() -> None:
@@ -162,8 +162,8 @@ def test_a_stride_that_leads_elsewhere_than_the_row_read_is_not_blamed() -> None
     schedule = schedule_of("extend-gqa2x2-d32-fp32-p4-k3x2.5-n4a4.2.3-shuffled-gauss-b3prod")
     out = right(schedule)
     out[:, 4:] += 9.0
-    astray = attended(schedule, 2, used=())
-    assert "a uniform stride of 4 gets wrong" in uneven_offsets(evidence(schedule, out, attended=astray))
+    misrouted = attended(schedule, 2, used=())
+    assert "a uniform stride of 4 gets wrong" in uneven_offsets(evidence(schedule, out, attended=misrouted))
     own = replace(attended(schedule, 2, used=range(2)), total=1.0)
     assert uneven_offsets(evidence(schedule, out, attended=own)) == ""
 
@@ -213,7 +213,7 @@ def test_rows_whose_masked_tokens_weigh_a_little_do_not_share_anything() -> None
 def test_dims_that_are_not_computed_name_no_token_where_at_least_half_are_right(first: int, asked: int) -> None:
     out = right(PLAIN)
     out[1, :, :, first:] = 9.0
-    found = evidence(PLAIN, out).judgement
+    found = evidence(PLAIN, out).comparison
     assert _right_dims(found, 1, 32) == asked
     assert _right_dims(found, 0, 32) == 32, "nothing is wrong in this layer"
 
@@ -229,7 +229,7 @@ def test_dims_that_are_not_computed_name_no_token_where_at_least_half_are_right(
         (range(17), "KV tokens before the window are visible"),
     ],
 )
-def test_what_lies_before_a_window_is_told_by_what_lies_between(extra: Any, text: str) -> None:
+def test_what_lies_before_a_window_is_reported_by_what_lies_between(extra: Any, text: str) -> None:
     due = range(29, 41)
     mine = attended(FEW, 0, used={*extra, *due}, wanted=due)
     told_so = key_range(evidence(FEW, right(FEW), attended=mine))
@@ -281,11 +281,11 @@ def test_rows_of_zeros_are_not_right_for_any_mistake() -> None:
 
 def test_where_the_error_is_small_another_head_may_be_near_by_chance() -> None:
     want = expect(PLAIN, PLAIN.steps[0])
-    swapped = with_data(PLAIN, q=want.data.q[:, :, [0, 1, 2, 2]])
-    found = evidence(PLAIN, swapped)
-    assert found.judgement.margin > SMALL_ERROR
+    misrouted = with_data(PLAIN, q=want.data.q[:, :, [0, 1, 2, 2]])
+    found = evidence(PLAIN, misrouted)
+    assert found.comparison.margin > SMALL_ERROR
     for margin, said in ((SMALL_ERROR, True), (SMALL_ERROR - 0.1, False)):
-        with mock.patch.dict(vars(found.judgement), margin=margin):
+        with mock.patch.dict(vars(found.comparison), margin=margin):
             assert bool(other_query_heads(found)) is said
 
 

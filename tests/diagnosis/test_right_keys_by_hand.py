@@ -12,7 +12,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import AttentionLayer
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
@@ -37,7 +37,7 @@ WITHOUT_MAXIMUM = (
 MINUS_INFINITY = "a finite value used as minus infinity (all logits of this case are near -6e4)"
 
 
-def told(
+def reported(
     case: str = DECODE,
     *wrong: int,
     errors: float = 99.0,
@@ -64,7 +64,7 @@ def told(
     asked = frozenset(range(length - not_asked))
     right = frozenset(range(len(asked) if seen is None else seen))
     attended = AttendedKeys(0, 0, right, right, frozenset(), asked, length, {}, total, window=window)
-    return right_keys(Evidence(schedule, Judgement(observed, expected), attended, [], in_graph=False, **more))
+    return right_keys(Evidence(schedule, Comparison(observed, expected), attended, [], in_graph=False, **more))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def told(
 )
 def test_suspects_are_what_the_case_has_the_likeliest_first(case: str, suspects: list[str]) -> None:
     rows = range(make_schedule(parse_case(case)).steps[0].tokens)
-    assert told(case, *rows) == SUSPECTS + ", ".join(suspects)
+    assert reported(case, *rows) == SUSPECTS + ", ".join(suspects)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_suspects_are_what_the_case_has_the_likeliest_first(case: str, suspects:
 def test_rescaling_is_suspected_where_only_rows_of_more_than_a_tile_are_wrong(
     lens: str, wrong: tuple[int, ...], said: str | None
 ) -> None:
-    found = told(DECODE.replace("k40.9.3", lens), *wrong)
+    found = reported(DECODE.replace("k40.9.3", lens), *wrong)
     assert found == SUSPECTS + (f"{RESCALING} or splits are merged ({said}), scale" if said else "scale")
 
 
@@ -127,31 +127,31 @@ def test_the_strides_of_q_are_suspected_where_it_is_a_view_and_row_0_alone_is_ri
     view: bool, wrong: tuple[int, ...], said: bool
 ) -> None:
     case = DECODE.replace("k40.9.3", "k9.7.6" if view else "k12.6.5")
-    assert (parse_case(case).pick("qkv-memory") == 0) is view
-    assert told(case, *wrong) == SUSPECTS + (f"{STRIDES}, scale" if said else "scale")
+    assert (parse_case(case).derived("qkv-memory") == 0) is view
+    assert reported(case, *wrong) == SUSPECTS + (f"{STRIDES}, scale" if said else "scale")
 
 
 def test_a_lone_row_says_nothing_of_strides() -> None:
     lone = (DECODE.replace("k40.9.3", f"k{n}") for n in range(1, 9))
-    view = next(each for each in lone if parse_case(each).pick("qkv-memory") == 0)
-    assert told(view, 0) == SUSPECTS + "scale"
+    view = next(each for each in lone if parse_case(each).derived("qkv-memory") == 0)
+    assert reported(view, 0) == SUSPECTS + "scale"
 
 
 def test_where_no_row_is_wrong_no_length_is_suspected() -> None:
-    assert RESCALING not in told(DECODE.replace("gauss", "negative"), errors=0.0)
+    assert RESCALING not in reported(DECODE.replace("gauss", "negative"), errors=0.0)
 
 
 def test_where_foreign_slots_are_read_nothing_is_suspected_of_the_numbers() -> None:
-    assert told(reads_foreign=True) == ""
+    assert reported(reads_foreign=True) == ""
 
 
 def test_in_a_cliff_the_lengths_that_are_wrong_add_nothing() -> None:
-    assert told(DECODE.replace("gauss", "cliff")) == f"{SUSPECTS}{CLIFF}, {LARGE}, scale"
+    assert reported(DECODE.replace("gauss", "cliff")) == f"{SUSPECTS}{CLIFF}, {LARGE}, scale"
 
 
 @pytest.mark.parametrize(("data", "small"), [("gauss", True), ("peaked", True), ("negative", False)])
 def test_a_small_error_is_rounding_unless_every_logit_is_near_minus_infinity(data: str, small: bool) -> None:
-    found = told(DECODE.replace("gauss", data), errors=4.0)
+    found = reported(DECODE.replace("gauss", data), errors=4.0)
     assert found.startswith("the right KV tokens, and an error of only 4 times the limit: probably precision") is small
     assert found.startswith(SUSPECTS) is not small
 
@@ -169,9 +169,9 @@ def test_nan_with_tokens_hidden_behind_a_window_is_called_an_overflow_where_logi
 ) -> None:
     case = DECODE.replace("gauss", data)
     hidden = f"a NaN where logits are large: look at {look_at}" if look_at else ""
-    assert told(case, errors=torch.nan, window=4, seen=5) == hidden
-    assert told(case, errors=torch.nan, window=4, seen=5, replay=True) == "", "it may be of another replay"
-    assert told(case, errors=torch.nan, replay=True) == ""
+    assert reported(case, errors=torch.nan, window=4, seen=5) == hidden
+    assert reported(case, errors=torch.nan, window=4, seen=5, replay=True) == "", "it may be of another replay"
+    assert reported(case, errors=torch.nan, replay=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -187,22 +187,22 @@ def test_nan_with_tokens_hidden_behind_a_window_is_called_an_overflow_where_logi
 def test_a_window_hides_tokens_where_fewer_should_be_seen_than_were_asked_about(
     fields: dict[str, int], hidden: bool
 ) -> None:
-    found = told(DECODE, errors=torch.nan, **fields)
+    found = reported(DECODE, errors=torch.nan, **fields)
     assert (found == "") is hidden
     assert found.startswith(SUSPECTS) is not hidden
-    assert told(DECODE, **fields).startswith(SUSPECTS), "a number hides nothing"
+    assert reported(DECODE, **fields).startswith(SUSPECTS), "a number hides nothing"
 
 
 def test_weights_that_do_not_sum_to_one_are_named_with_what_the_case_has() -> None:
-    assert told(total=0.5) == (
+    assert reported(total=0.5) == (
         "weights of the right KV tokens sum to 0.5 instead of 1: look at a denominator that counts masked KV tokens or "
         "misses some, saturation, or partial results that are combined wrongly"
     )
     fp8 = DECODE.replace("fp32", "bf16").replace("-b4", "-kvfp8e4m3-b4")
-    assert "instead of 1: look at FP8 scales, a denominator that" in told(fp8, total=0.5)
+    assert "instead of 1: look at FP8 scales, a denominator that" in reported(fp8, total=0.5)
     cap = DECODE.replace("-b4", "-cap1.5-b4")
-    assert "or misses some (a soft cap comes before the mask), saturation" in told(cap, total=0.5)
-    assert told(total=None).startswith(SUSPECTS)
+    assert "or misses some (a soft cap comes before the mask), saturation" in reported(cap, total=0.5)
+    assert reported(total=None).startswith(SUSPECTS)
 
 
 @pytest.mark.parametrize(
@@ -225,7 +225,7 @@ def test_a_sum_of_weights_that_some_kv_tokens_of_value_0_give_says_how_many(
     count: int, total: float, more: int
 ) -> None:
     said = f"as if there were {more} more of logit 0 and value 0"
-    found = told(seen=count, total=total)
+    found = reported(seen=count, total=total)
     assert (said in found) is bool(more)
     assert ("instead of 1" in found) is not more
 
@@ -243,8 +243,8 @@ def said_of_scaling(
     others = [replace(layer, scaling=own) for layer, own in zip(layers, scaling(layers), strict=True)]
     out, _ = attend_with_limit(schedule, make_step_data(schedule, step), layers=others)
     copies = copies_of([("attention", str(layer), each.float()) for layer, each in enumerate(out.out.unbind(0))])
-    judgement = Judgement(Observation(schedule, step, "", copies), expect(schedule, step))
-    return other_scaling(Evidence(schedule, judgement, attended, [], in_graph=False))
+    comparison = Comparison(Observation(schedule, step, "", copies), expect(schedule, step))
+    return other_scaling(Evidence(schedule, comparison, attended, [], in_graph=False))
 
 
 @pytest.mark.parametrize("case", [DECODE, DECODE.replace("-b4", "-w4-cap1.5-sink-layers3from5-b4")])

@@ -11,7 +11,7 @@ import torch
 from attn_testkit.checks.describe import index_ranges
 from attn_testkit.contract import ForwardMode, HeadShape
 from attn_testkit.diagnosis.hints import batch, heads, keys, rows
-from attn_testkit.diagnosis.swapped_rows import SwappedRow
+from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 
 
 def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
@@ -56,13 +56,13 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
     return Of(**{**values, **fields})
 
 
-def mine(request: int, row: int, of: int, of_row: int | None = None, **fields: Any) -> SwappedRow:
-    return SwappedRow(request, row, of, of_row, **fields)
+def mine(request: int, row: int, of: int, of_row: int | None = None, **fields: Any) -> MisroutedRow:
+    return MisroutedRow(request, row, of, of_row, **fields)
 
 
 ONE_EACH = [request(prefix=4), request(prefix=7)]
 TWO_EACH = [request(2, 4), request(2, 7)]
-SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
+SWAPS: list[tuple[str, Any, tuple[MisroutedRow, ...], str]] = [
     (
         "copied",
         ONE_EACH,
@@ -120,14 +120,16 @@ SWAPS: list[tuple[str, Any, tuple[SwappedRow, ...], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("requests", "swapped", "text"), [s[1:] for s in SWAPS], ids=[s[0] for s in SWAPS])
-def test_whose_rows_they_are_says_what_was_mixed_up(requests: Any, swapped: tuple[SwappedRow, ...], text: str) -> None:
+@pytest.mark.parametrize(("requests", "misrouted", "text"), [s[1:] for s in SWAPS], ids=[s[0] for s in SWAPS])
+def test_whose_rows_they_are_says_what_was_mixed_up(
+    requests: Any, misrouted: tuple[MisroutedRow, ...], text: str
+) -> None:
     lens = [r.prefix + r.new for r in requests]
-    assert text in rows.rows_of_others(evidence(lens, requests=requests, swapped=swapped))
+    assert text in rows.rows_of_others(evidence(lens, requests=requests, misrouted=misrouted))
 
 
 @pytest.mark.parametrize(
-    ("mode", "accepted", "swapped", "said"),
+    ("mode", "accepted", "misrouted", "said"),
     [
         (ForwardMode.DRAFT_EXTEND_V2, 1, mine(0, 0, 1, 0, copied=True), True),
         (ForwardMode.DRAFT_EXTEND_V2, 2, mine(0, 0, 1, 0, copied=True), False),
@@ -137,25 +139,25 @@ def test_whose_rows_they_are_says_what_was_mixed_up(requests: Any, swapped: tupl
     ids=["packed", "all are accepted", "another mode", "inside a request"],
 )
 def test_offsets_of_draft_extend_v2_may_be_those_of_accepted_rows(
-    mode: ForwardMode, accepted: int, swapped: SwappedRow, said: bool
+    mode: ForwardMode, accepted: int, misrouted: MisroutedRow, said: bool
 ) -> None:
     requests = [request(2, 4), request(2, 7)]
     for each in requests:
         each.accepted = accepted
-    found = evidence([6, 9], requests=requests, swapped=(swapped,), schedule=Of(case=case(mode=mode)))
+    found = evidence([6, 9], requests=requests, misrouted=(misrouted,), schedule=Of(case=case(mode=mode)))
     text = rows.rows_of_others(found)
     assert ("probably the running sum of accepted counts, though in this mode each request has 2 rows" in text) is said
 
 
 def test_two_swapped_rows_are_named() -> None:
     swaps = tuple(mine(i, 0, 1 - i, 0) for i in (0, 1))
-    text = rows.rows_of_others(evidence([5, 8], swapped=swaps))
+    text = rows.rows_of_others(evidence([5, 8], misrouted=swaps))
     assert text.endswith(": request 0 holds the result of request 1, request 1 holds the result of request 0")
-    third = rows.rows_of_others(evidence([5, 8], swapped=(*swaps, swaps[0])))
+    third = rows.rows_of_others(evidence([5, 8], misrouted=(*swaps, swaps[0])))
     assert third.endswith("of request 0 and so on")
     assert rows.rows_of_others(evidence([5, 8])) == ""
     mixed = (mine(0, 0, 1, 0, copied=True), mine(1, 0, 0, 0))
-    assert "hold the same values as each other" not in rows.rows_of_others(evidence([5, 8], swapped=mixed))
+    assert "hold the same values as each other" not in rows.rows_of_others(evidence([5, 8], misrouted=mixed))
 
 
 def test_a_swapped_row_is_named_with_what_tells_it_apart() -> None:
@@ -298,17 +300,17 @@ def test_other_modes_have_no_uneven_rows() -> None:
 
 
 def test_what_the_step_before_has_in_common() -> None:
-    def told(before: list[int], lens: list[int], wrong: list[int]) -> str:
+    def reported(before: list[int], lens: list[int], wrong: list[int]) -> str:
         return batch.kept_from_before(evidence(lens, wrong, before=Of(lens=before, bs=len(before), requests=before)))
 
-    assert "has the same lengths and other requests" in told([3, 9], [9, 3], [0])
-    assert "the step before: it had up to 8 KV tokens, and only longer requests" in told([3, 8], [9, 3], [0])
-    assert told([3, 9], [9, 4], [0]) == ""
-    assert "the step before: it had up to 9" in told([3, 9], [2, 10, 11], [1, 2])
-    assert told([3, 9], [2, 10, 9], [1, 2]) == ""
-    assert told([3, 9], [2, 4, 5], [2]).endswith("only requests from 2 on are wrong, and that step had 2")
-    assert told([3, 9], [2, 4, 5], [1, 2]) == ""
-    assert told([3, 9], [9, 3], []) == ""
+    assert "has the same lengths and other requests" in reported([3, 9], [9, 3], [0])
+    assert "the step before: it had up to 8 KV tokens, and only longer requests" in reported([3, 8], [9, 3], [0])
+    assert reported([3, 9], [9, 4], [0]) == ""
+    assert "the step before: it had up to 9" in reported([3, 9], [2, 10, 11], [1, 2])
+    assert reported([3, 9], [2, 10, 9], [1, 2]) == ""
+    assert reported([3, 9], [2, 4, 5], [2]).endswith("only requests from 2 on are wrong, and that step had 2")
+    assert reported([3, 9], [2, 4, 5], [1, 2]) == ""
+    assert reported([3, 9], [9, 3], []) == ""
     assert batch.kept_from_before(evidence([3], [0])) == ""
     same = evidence([3, 9], [0])
     same.before = same.step
@@ -325,19 +327,19 @@ def finite(**bad: bool) -> Any:
 
 
 def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
-    def told(judgement: Any, **fields: Any) -> str:
-        return heads.part_of_a_head(evidence([5], [0], judgement=judgement, **fields))
+    def reported(comparison: Any, **fields: Any) -> str:
+        return heads.part_of_a_head(evidence([5], [0], comparison=comparison, **fields))
 
-    assert told(finite()).startswith("only a part of a head's values is NaN or Inf")
-    assert told(finite(whole=True)) == ""
-    assert told(finite(part=False)) == ""
-    assert told(finite(), reads_foreign=True) == ""
+    assert reported(finite()).startswith("only a part of a head's values is NaN or Inf")
+    assert reported(finite(whole=True)) == ""
+    assert reported(finite(part=False)) == ""
+    assert reported(finite(), reads_foreign=True) == ""
     for data in ("peaked", "negative", "cliff"):
-        assert told(finite(), schedule=Of(case=case(data=data))) == ""
+        assert reported(finite(), schedule=Of(case=case(data=data))) == ""
 
 
 @pytest.mark.parametrize(
-    ("q_heads", "kv_heads", "astray", "text"),
+    ("q_heads", "kv_heads", "misrouted", "text"),
     [
         (
             4,
@@ -363,12 +365,14 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
         (4, 2, (), ""),
     ],
 )
-def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, astray: Any, text: str) -> None:
+def test_heads_that_differ_say_how_heads_are_packed(q_heads: int, kv_heads: int, misrouted: Any, text: str) -> None:
     schedule = Of(case=case(q_heads=q_heads, kv_heads=kv_heads))
     none: frozenset[int] = frozenset()
-    attended = Of(heads=astray, shape=None, elsewhere={}, used=none, wanted=none)
+    attended = Of(heads=misrouted, shape=None, elsewhere={}, used=none, wanted=none)
     found = heads.some_heads(evidence([5], [0], schedule=schedule, attended=attended))
-    which = f"only head{'s' * (len(astray) > 1)} {index_ranges(astray)} of {q_heads} attended to the wrong KV tokens"
+    which = (
+        f"only head{'s' * (len(misrouted) > 1)} {index_ranges(misrouted)} of {q_heads} attended to the wrong KV tokens"
+    )
     assert text in found
     assert found.startswith(which) is bool(found) is bool(text)
     assert heads.some_heads(evidence([5], [0])) == ""
@@ -428,8 +432,8 @@ def test_a_tile_of_rows_begins_at_one_place_in_all_requests() -> None:
 def test_dims_to_the_last_are_a_padded_head(first: int, last: int, data: str, said: bool) -> None:
     wrong = torch.zeros(1, 2, 2, 32, dtype=torch.bool)
     wrong[0, 1, 1, first:last] = True
-    judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
-    found = heads.some_dims(evidence([5], [0], judgement=judgement, schedule=Of(case=case(data=data))))
+    comparison = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
+    found = heads.some_dims(evidence([5], [0], comparison=comparison, schedule=Of(case=case(data=data))))
     assert bool(found) is said
     if said:
         assert found.startswith(f"only dims from {first} on are wrong: probably a head dim of 32")
@@ -450,8 +454,8 @@ def test_dims_to_the_last_are_a_padded_head(first: int, last: int, data: str, sa
 def test_four_dims_of_every_head_are_what_one_thread_loads(dims: list[int], size: int, said: str) -> None:
     wrong = torch.zeros(1, 2, 2, size, dtype=torch.bool)
     wrong[..., dims] = True
-    judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
-    found = heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[HeadShape(4, 2, size)]))
+    comparison = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
+    found = heads.some_dims(evidence([5], [0], comparison=comparison, wrong_shapes=[HeadShape(4, 2, size)]))
     assert found.startswith(said)
     assert bool(found) is bool(said)
 
@@ -460,38 +464,38 @@ def test_a_few_dims_say_nothing() -> None:
     for count, size in ((7, 23), (8, 24)):
         wrong = torch.zeros(1, 1, 1, size, dtype=torch.bool)
         wrong[..., 16:] = True
-        judgement = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
+        comparison = Of(wrong=wrong, finite=torch.ones_like(wrong), exists=torch.ones_like(wrong))
         shapes = [HeadShape(4, 2, size)]
-        assert bool(heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=shapes))) is (count == 8)
-    assert heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=[])) == ""
+        assert bool(heads.some_dims(evidence([5], [0], comparison=comparison, wrong_shapes=shapes))) is (count == 8)
+    assert heads.some_dims(evidence([5], [0], comparison=comparison, wrong_shapes=[])) == ""
     two = [*shapes, HeadShape(4, 2, size // 2)]
-    assert heads.some_dims(evidence([5], [0], judgement=judgement, wrong_shapes=two)) == "", "of which head dim?"
+    assert heads.some_dims(evidence([5], [0], comparison=comparison, wrong_shapes=two)) == "", "of which head dim?"
     none = Of(wrong=torch.zeros(1, 1, 1, 32, dtype=torch.bool), finite=torch.ones(1, 1, 1, 32, dtype=torch.bool))
-    assert heads.some_dims(evidence([5], judgement=none, wrong_shapes=shapes)) == ""
+    assert heads.some_dims(evidence([5], comparison=none, wrong_shapes=shapes)) == ""
     nan = Of(wrong=wrong, finite=~wrong, exists=torch.ones_like(wrong))
-    assert heads.some_dims(evidence([5], judgement=nan, wrong_shapes=shapes)) == "", "part of a head says so"
+    assert heads.some_dims(evidence([5], comparison=nan, wrong_shapes=shapes)) == "", "part of a head says so"
 
 
 def test_a_length_from_which_on_replays_are_wrong() -> None:
-    def told(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True) -> str:
+    def reported(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True) -> str:
         return batch.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
 
     def read(**elsewhere: float) -> str:
         asked = Of(elsewhere=elsewhere, used=frozenset({0}), wanted=frozenset({0, 1}))
         return batch.length_threshold(evidence([3, 9], [1], in_graph=True, attended=asked))
 
-    assert read() == read(others=1.0) == told([3, 9], [1]), "a stride of the capture leads to others"
+    assert read() == read(others=1.0) == reported([3, 9], [1]), "a stride of the capture leads to others"
     assert read(page0=0.1) == read(unowned=0.1) == "", "what is too short reads too little, and not what is nobody's"
-    assert told([3, 9], [1]).endswith("requests of up to 3 KV tokens are right, of 9 and more are wrong")
-    assert told([3, 9], [1], in_graph=False) == ""
-    assert told([3, 9], [0]) == ""
-    assert told([3, 3], [1]) == ""
-    assert told([9], [0]) == ""
-    assert told([5, 3, 9], [1, 2]) == "", "one that is shorter than a right one is wrong too"
-    assert told([9], []) == ""
-    assert "up to 8" in told([9], [0], [Of(replay=True, step=Of(lens=[8]))])
-    assert told([9], [0], [Of(replay=True, step=Of(lens=[9]))]) == ""
-    assert told([9], [0], [Of(replay=False, step=Of(lens=[8]))]) == ""
+    assert reported([3, 9], [1]).endswith("requests of up to 3 KV tokens are right, of 9 and more are wrong")
+    assert reported([3, 9], [1], in_graph=False) == ""
+    assert reported([3, 9], [0]) == ""
+    assert reported([3, 3], [1]) == ""
+    assert reported([9], [0]) == ""
+    assert reported([5, 3, 9], [1, 2]) == "", "one that is shorter than a right one is wrong too"
+    assert reported([9], []) == ""
+    assert "up to 8" in reported([9], [0], [Of(replay=True, step=Of(lens=[8]))])
+    assert reported([9], [0], [Of(replay=True, step=Of(lens=[9]))]) == ""
+    assert reported([9], [0], [Of(replay=False, step=Of(lens=[8]))]) == ""
 
 
 @pytest.mark.parametrize(
@@ -529,7 +533,7 @@ def test_all_but_request_0_are_at_a_stride(lens: list[int], wrong: list[int], sa
 @pytest.mark.parametrize(("unwritten", "said"), [((1, 2), True), ((1,), False), ((), False)])
 def test_requests_behind_the_first_that_nobody_computed_are_no_stride(unwritten: tuple[int, ...], said: bool) -> None:
     found = evidence([3, 4, 5], [1, 2], rows=[1, 2])
-    found.judgement.unwritten[0, list(unwritten), 3, 31] = True
+    found.comparison.unwritten[0, list(unwritten), 3, 31] = True
     text = batch.later_requests(found)
     assert text.endswith("request 0 is computed and no other is") is said
     found.reads_foreign = True
@@ -542,8 +546,8 @@ def test_a_row_with_the_request_of_its_number_is_a_table_by_rows() -> None:
     three = [request(3, 4), request(3, 7), request(3, 9)]
 
     def text(*of: int) -> str:
-        swapped = tuple(mine(0, row, other, None, keys=5 + row) for row, other in enumerate(of, 1))
-        return rows.rows_of_others(evidence([7, 10, 12], requests=three, swapped=swapped))
+        misrouted = tuple(mine(0, row, other, None, keys=5 + row) for row, other in enumerate(of, 1))
+        return rows.rows_of_others(evidence([7, 10, 12], requests=three, misrouted=misrouted))
 
     assert said in text(1, 2)
     assert said not in text(1)
@@ -562,18 +566,18 @@ def test_requests_from_a_number_on(wrong: Any, said: bool) -> None:
 
 
 def test_only_padded_replays() -> None:
-    def told(padded: int, *passed: tuple[bool, int], in_graph: bool = True) -> bool:
+    def reported(padded: int, *passed: tuple[bool, int], in_graph: bool = True) -> bool:
         seen = [Of(replay=replay, padded=n) for replay, n in passed]
         found = evidence([5], [0], observed=Of(padded=padded), passed=seen, in_graph=in_graph)
         return bool(rows.only_padded(found))
 
-    assert told(1, (True, 0))
-    assert told(2, (True, 0), (False, 3))
-    assert not told(1, (True, 0), in_graph=False), "in eager it is wrong too, where nothing is padded"
-    assert not told(0, (True, 0))
-    assert not told(1)
-    assert not told(1, (False, 0))
-    assert not told(1, (True, 0), (True, 1))
+    assert reported(1, (True, 0))
+    assert reported(2, (True, 0), (False, 3))
+    assert not reported(1, (True, 0), in_graph=False), "in eager it is wrong too, where nothing is padded"
+    assert not reported(0, (True, 0))
+    assert not reported(1)
+    assert not reported(1, (False, 0))
+    assert not reported(1, (True, 0), (True, 1))
 
 
 # Hints about KV tokens.
@@ -629,7 +633,7 @@ def test_where_the_weight_went(elsewhere: dict[str, float], used: Any, text: str
     found = of_keys(attended(used, range(5), elsewhere=elsewhere))
     assert text in keys.elsewhere(found)
     assert bool(keys.elsewhere(found)) is bool(text)
-    found.swapped = (mine(0, 0, 1, 0),)
+    found.misrouted = (mine(0, 0, 1, 0),)
     assert keys.elsewhere(found) == ""
     assert keys.elsewhere(evidence([5])) == ""
 
@@ -665,7 +669,7 @@ def test_new_tokens_that_are_mixed_up(used: set[int], new: int, layout: str, sai
     assert keys.own_rows_mixed(evidence([4])) == ""
 
 
-def test_a_branch_that_attends_to_another_ones_draft_is_told_as_that_even_of_one_row() -> None:
+def test_a_branch_that_attends_to_another_ones_draft_is_reported_as_that_even_of_one_row() -> None:
     branch = request(1, 3)
     branch.draft = Of()
     found = of_keys(attended({0, 1, 2, 4}, range(4)), [branch])
@@ -690,7 +694,7 @@ def test_a_branch_that_attends_to_another_ones_draft_is_told_as_that_even_of_one
     ],
 )
 @pytest.mark.parametrize("page", [1, 2])
-def test_keys_that_are_missing_by_their_slots_are_told_from_those_missing_by_their_place(
+def test_keys_that_are_missing_by_their_slots_are_reported_from_those_missing_by_their_place(
     used: set[int], said: bool, page: int
 ) -> None:
     found = of_keys(attended(used, range(7)))
@@ -859,14 +863,14 @@ KEYS: list[tuple[str, Any, dict[str, Any], str]] = [
 def test_what_was_attended_to_says_what_is_wrong(found: Any, more: dict[str, Any], text: str) -> None:
     requests = [request(3, 3, more["topk"])] if "topk" in more else None
     schedule = Of(case=case(page_size=more.get("page", 4)))
-    told = keys.key_range(of_keys(found, requests, more.get("window", False), schedule=schedule))
-    assert text in told
-    assert bool(told) is bool(text)
+    reported = keys.key_range(of_keys(found, requests, more.get("window", False), schedule=schedule))
+    assert text in reported
+    assert bool(reported) is bool(text)
 
 
 def test_what_says_nothing_of_keys() -> None:
     found = of_keys(attended(range(4), range(5)))
-    found.swapped = (mine(0, 0, 1, 0),)
+    found.misrouted = (mine(0, 0, 1, 0),)
     assert keys.key_range(found) == ""
     assert keys.key_range(evidence([5])) == ""
 
@@ -874,11 +878,11 @@ def test_what_says_nothing_of_keys() -> None:
 @pytest.mark.parametrize(("length", "bits"), [(60000, False), (65536, False), (65537, True), (70000, True)])
 def test_where_not_all_was_asked_about_a_range_is_said(length: int, bits: bool) -> None:
     asked = {*range(96), *range(length - 96, length)}
-    told = keys.key_range(of_keys(attended(range(96), asked, length=length, not_asked=[*range(96, length - 96)])))
-    assert told.startswith(
+    reported = keys.key_range(of_keys(attended(range(96), asked, length=length, not_asked=[*range(96, length - 96)])))
+    assert reported.startswith(
         f"KV tokens are missing from somewhere between 96 and {length - 96} on: probably a fixed capacity"
     )
-    assert ("16 bits" in told) is bits
+    assert ("16 bits" in reported) is bits
     near = keys.key_range(of_keys(attended(range(95), range(96), length=length, not_asked=[97])))
     assert near.startswith("the last KV token is missing")
 
@@ -916,5 +920,5 @@ def test_what_requests_have_in_common_is_named_where_exactly_that_is_missing(
     mine = request(prefix=8)
     mine.shared = shared
     found = attended(set(range(9)) - set(missing), range(9))
-    told = keys.key_range(of_keys(found, [mine]))
-    assert ("that it shares with other requests are missing" in told) is said
+    reported = keys.key_range(of_keys(found, [mine]))
+    assert ("that it shares with other requests are missing" in reported) is said

@@ -11,7 +11,7 @@ from test_other_places_by_hand import attended, evidence, right, schedule_of, wi
 from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.hints import hints
-from attn_testkit.diagnosis.hints.batch import last_request_not_written, only_empty_parts
+from attn_testkit.diagnosis.hints.batch import last_request_not_written, only_empty_splits
 from attn_testkit.diagnosis.hints.heads import columns_not_written
 from attn_testkit.diagnosis.hints.keys import elsewhere, key_range
 from attn_testkit.diagnosis.hints.numbers import right_keys
@@ -53,18 +53,18 @@ def test_the_last_request_that_is_not_written_is_an_entry_too_few() -> None:
 def test_values_of_a_head_that_are_not_written_are_named_with_what_the_others_hold() -> None:
     every = (slice(None), slice(None), slice(None))
     plain = evidence(VERIFY, unwritten(VERIFY, (*every, slice(32, 64))))
-    told = columns_not_written(plain)
-    assert told == (
+    reported = columns_not_written(plain)
+    assert reported == (
         "a grid over a head's values is too small, or a tile of them has a wrong offset: values 32-63 of 64 of a head "
         "are never written"
     )
-    assert hints(plain) == [told]
+    assert hints(plain) == [reported]
     nan = evidence(VERIFY, unwritten(VERIFY, (*every, slice(32, 64))), reads_foreign=True)
     assert columns_not_written(nan) == ""
     out = unwritten(VERIFY, (*every, slice(32, 64)))
     out[..., :32] = right(VERIFY)[..., 32:]
-    told = columns_not_written(evidence(VERIFY, out))
-    assert told.endswith("never written, and the others hold what those 32 behind them should")
+    reported = columns_not_written(evidence(VERIFY, out))
+    assert reported.endswith("never written, and the others hold what those 32 behind them should")
     out = unwritten(VERIFY, (*every, slice(0, 32)))
     out[..., 32:] = right(VERIFY)[..., :32]
     assert columns_not_written(evidence(VERIFY, out)).endswith("hold what those 32 before them should")
@@ -77,7 +77,7 @@ def test_values_of_a_head_that_are_not_written_are_named_with_what_the_others_ho
 def of_requests(*wrong: int) -> str:
     out = right(RANKS)
     out[:, list(wrong)] += 9
-    return only_empty_parts(evidence(RANKS, out))
+    return only_empty_splits(evidence(RANKS, out))
 
 
 @pytest.mark.parametrize(
@@ -94,9 +94,9 @@ def of_requests(*wrong: int) -> str:
 def test_requests_without_a_part_or_behind_such_are_named_where_they_alone_are_wrong(
     wrong: tuple[int, ...], said: str
 ) -> None:
-    told = of_requests(*wrong)
-    assert told.endswith(said)
-    assert bool(told) is bool(said)
+    reported = of_requests(*wrong)
+    assert reported.endswith(said)
+    assert bool(reported) is bool(said)
 
 
 def test_a_window_leaves_a_part_without_kv_tokens_in_its_own_layer() -> None:
@@ -105,11 +105,11 @@ def test_a_window_leaves_a_part_without_kv_tokens_in_its_own_layer() -> None:
     for layer, said in ((own, True), (1 - own, False)):
         out = right(schedule)
         out[layer, [0, 1, 2, 4, 5]] += 9
-        told = only_empty_parts(evidence(schedule, out))
-        assert told.endswith("only requests without a KV token in rank 1 of 2 are wrong") is said
+        reported = only_empty_splits(evidence(schedule, out))
+        assert reported.endswith("only requests without a KV token in rank 1 of 2 are wrong") is said
 
 
-def test_values_that_are_rounded_to_fp8_on_their_way_are_told_from_wrong_weights() -> None:
+def test_values_that_are_rounded_to_fp8_on_their_way_are_reported_from_wrong_weights() -> None:
     rounded = right(VERIFY).to(torch.float8_e4m3fn).float()
     same = attended(VERIFY, 0)
     said = "the output is rounded to FP8"
@@ -124,10 +124,10 @@ def test_zeros_beside_right_steps_of_the_case_are_no_matter_of_what_these_have_a
     zeros = evidence(VERIFY, torch.zeros_like(right(VERIFY)))
     assert "head dim" in nothing_computed(zeros)
     beside = evidence(VERIFY, torch.zeros_like(right(VERIFY)), passed=[zeros.observed])
-    told = nothing_computed(beside)
-    assert "and other steps of the case are right" in told
-    assert "head dim" not in told
-    assert "one new row" not in told
+    reported = nothing_computed(beside)
+    assert "and other steps of the case are right" in reported
+    assert "head dim" not in reported
+    assert "one new row" not in reported
     lone = schedule_of("extend-gqa2x2-d32-fp32-p4-k0-n1a1-shuffled-gauss-b1prod")
     beside = evidence(lone, torch.zeros_like(right(lone)), passed=[zeros.observed])
     assert nothing_computed(beside).endswith("returns early: here one new row, and no KV token before it")
@@ -144,7 +144,7 @@ def test_a_page_of_one_slot_is_never_partly_full(page: int, said: bool) -> None:
 DRAFT = schedule_of("draft-decode-gqa2x2-d32-fp32-p2-k7.8-topk3steps6-shared-gauss-b2small")
 
 
-def test_what_a_branch_of_a_draft_reads_is_told_by_its_own_pages() -> None:
+def test_what_a_branch_of_a_draft_reads_is_reported_by_its_own_pages() -> None:
     wanted = (*range(7), 12)
     tail = attended(DRAFT, 0, 5, used=range(6), wanted=wanted, elsewhere_of={"tail": 0.25})
     found = evidence(DRAFT, right(DRAFT), attended=tail)

@@ -12,15 +12,15 @@ from wrong_steps import observed, v1
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import new_kv
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.checks import Judgement
-from attn_testkit.checks.judgement import BITS
+from attn_testkit.checks import Comparison
+from attn_testkit.checks.comparison import BITS
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.diagnosis.hints.keys import stored_elsewhere
 from attn_testkit.diagnosis.hints.numbers import computed_nan
 from attn_testkit.diagnosis.hints.values import nothing_computed, one_row_each, rows_of_other_layers
-from attn_testkit.diagnosis.swapped_rows import SwappedRow
+from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
 
 WINDOW = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k5.6.20-shuffled-gauss-w4-b3prod"))
@@ -29,8 +29,8 @@ SHORT = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.4.5-shuffled-gaus
 
 def evidence(out: torch.Tensor, schedule: Schedule | None = None, **more: Any) -> Evidence:
     schedule = schedule or v1()
-    judgement = Judgement(observed(schedule, out), expect(schedule, schedule.steps[0]))
-    return Evidence(schedule, judgement, None, [], **{"in_graph": False, **more})
+    comparison = Comparison(observed(schedule, out), expect(schedule, schedule.steps[0]))
+    return Evidence(schedule, comparison, None, [], **{"in_graph": False, **more})
 
 
 def right(schedule: Schedule | None = None) -> torch.Tensor:
@@ -62,20 +62,20 @@ def test_zeros_at_every_replay_are_a_counter_that_no_replay_resets() -> None:
     zeros = torch.zeros_like(right())
     step_of, replayed = expect(schedule, schedule.steps[0]), observed(schedule, zeros, replay=True)
 
-    def told(passed: bool | None, out: torch.Tensor = zeros, in_graph: bool = True) -> str:
+    def reported(passed: bool | None, out: torch.Tensor = zeros, in_graph: bool = True) -> str:
         """``passed``: whether the step that is right is a replay; None: none is."""
         seen = [] if passed is None else [observed(schedule, right(), replay=passed)]
-        judgement = Judgement(replace(replayed, copies=observed(schedule, out).copies), step_of)
-        return nothing_computed(Evidence(schedule, judgement, None, seen, in_graph=in_graph))
+        comparison = Comparison(replace(replayed, copies=observed(schedule, out).copies), step_of)
+        return nothing_computed(Evidence(schedule, comparison, None, seen, in_graph=in_graph))
 
-    assert said in told(False)
-    assert said in told(None)
-    assert said not in told(True), "another replay is right"
-    assert "other steps of the case are right" in told(True)
-    assert said not in told(False, in_graph=False), "in eager it is wrong too"
+    assert said in reported(False)
+    assert said in reported(None)
+    assert said not in reported(True), "another replay is right"
+    assert "other steps of the case are right" in reported(True)
+    assert said not in reported(False, in_graph=False), "in eager it is wrong too"
     some = right()
     some[:, 1] = 0.0
-    assert said not in told(False, some), "other rows are computed"
+    assert said not in reported(False, some), "other rows are computed"
 
 
 def test_zeros_in_all_layers_but_the_first_are_what_the_first_used_up() -> None:
@@ -86,19 +86,19 @@ def test_zeros_in_all_layers_but_the_first_are_what_the_first_used_up() -> None:
     assert nothing_computed(evidence(out)).startswith("nothing computed the wrong rows, which are all zeros")
 
 
-def test_nan_that_is_computed_is_told_by_the_window_or_the_parts_of_the_case() -> None:
-    def told(schedule: Schedule, *wrong: int, **more: Any) -> str:
+def test_nan_that_is_computed_is_reported_by_the_window_or_the_parts_of_the_case() -> None:
+    def reported(schedule: Schedule, *wrong: int, **more: Any) -> str:
         out = right(schedule)
         out[:, list(wrong)] = torch.nan
         return computed_nan(evidence(out, schedule, **{"computes_nan": True, **more}))
 
-    assert told(WINDOW, 1, 2).endswith("only requests longer than it are wrong")
-    assert told(WINDOW, 1, 2, computes_nan=False) == "", "whether something foreign was read is not known"
-    assert told(SHORT, 0, 1, 2).endswith("; or an overflow"), "a request of no more than the window is wrong"
-    assert told(SHORT, 2).endswith("only requests longer than it are wrong")
-    assert told(SHORT, 1).endswith("; or an overflow"), "with the row's own, 5 KV tokens are the window of 4"
+    assert reported(WINDOW, 1, 2).endswith("only requests longer than it are wrong")
+    assert reported(WINDOW, 1, 2, computes_nan=False) == "", "whether something foreign was read is not known"
+    assert reported(SHORT, 0, 1, 2).endswith("; or an overflow"), "a request of no more than the window is wrong"
+    assert reported(SHORT, 2).endswith("only requests longer than it are wrong")
+    assert reported(SHORT, 1).endswith("; or an overflow"), "with the row's own, 5 KV tokens are the window of 4"
     parts = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p4-k11.1-shuffled-gauss-lsetokens3-b2prod"))
-    assert "in this case some requests have no KV token in one of the splits" in told(parts, 0)
+    assert "in this case some requests have no KV token in one of the splits" in reported(parts, 0)
 
 
 @pytest.mark.parametrize(
@@ -141,14 +141,14 @@ def test_a_row_with_a_result_of_another_layer_says_whose() -> None:
     )
     out[0, 3] = want[1, 1]
     assert "of layer 1 and so on" in rows_of_other_layers(evidence(out))
-    swapped = (SwappedRow(1, 0, 0, 0),)
-    assert rows_of_other_layers(evidence(out, swapped=swapped)) == "", "it is known to be a row of its own layer"
+    misrouted = (MisroutedRow(1, 0, 0, 0),)
+    assert rows_of_other_layers(evidence(out, misrouted=misrouted)) == "", "it is known to be a row of its own layer"
     out[0, 4] += 9.0
     assert rows_of_other_layers(evidence(out)) == "", "a wrong row is nobody's"
     codes = make_schedule(parse_case("decode-gqa2x2-d64-fp32-p16-k4097.300.33-reversed-codes-b4prod"))
     found = evidence(right(codes), codes)
-    found.judgement.key_ratio[0, 1] = 2.0
-    assert found.judgement.wrong_rows == (1,)
+    found.comparison.key_ratio[0, 1] = 2.0
+    assert found.comparison.wrong_rows == (1,)
     assert rows_of_other_layers(found) == "", "its layers have the same numbers, and a count alone is wrong"
     own = right()
     own[0, 2] = want[0, 0]
@@ -168,7 +168,7 @@ def pooled(change: Any, wrong: tuple[int, ...], schedule: Schedule | None = None
     attention = [("attention", str(layer), each) for layer, each in enumerate(out.unbind(0))]
     copies = copies_of([*attention, ("pool", "slots", slots), ("pool", "rows", rows)])  # type: ignore[list-item]
     seen = Observation(schedule, step, "", copies)
-    return Evidence(schedule, Judgement(seen, expected), None, [], in_graph=False)
+    return Evidence(schedule, Comparison(seen, expected), None, [], in_graph=False)
 
 
 def as_due(slots: torch.Tensor, rows: torch.Tensor, step: Any) -> Any:
@@ -238,7 +238,7 @@ def test_where_the_pool_was_not_looked_at_or_nothing_was_to_be_stored_it_is_not_
     known = pooled(not_stored, (1,))
     assert hints(known) == [stored_elsewhere(known)], "and nothing else, as it follows"
     step = replace(known.step, stored=True)
-    stored = replace(known, judgement=Judgement(replace(known.observed, step=step), known.expected))
+    stored = replace(known, comparison=Comparison(replace(known.observed, step=step), known.expected))
     assert stored_elsewhere(stored) == ""
     out = right()
     out[:, 0] += 9.0

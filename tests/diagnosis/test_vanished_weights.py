@@ -41,7 +41,7 @@ def test_weights_that_are_lost_are_named_with_and_without_their_denominator(coun
     assert "fp8_e4m3_unscaled" in first
 
 
-def test_no_other_mistake_and_no_other_data_are_told_so() -> None:
+def test_no_other_mistake_and_no_other_data_are_reported_so() -> None:
     right = expect(FAINT, FAINT.steps[0]).attention
     mistakes = [
         of_large_keys(3.0),

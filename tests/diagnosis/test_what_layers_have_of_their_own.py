@@ -36,11 +36,11 @@ def windowed(case: str) -> int:
     return [layer.sliding_window_size >= 0 for layer in make_layers(parse_case(case))].index(True)
 
 
-def told(case: str, *without: str, layers: tuple[int, ...] = (0, 1), **more: Any) -> Evidence:
+def reported(case: str, *without: str, layers: tuple[int, ...] = (0, 1), **more: Any) -> Evidence:
     schedule = make_schedule(parse_case(case))
-    judgement = wrong_at(schedule, *((layer, 0, 0) for layer in layers))
+    comparison = wrong_at(schedule, *((layer, 0, 0) for layer in layers))
     values: dict[str, Any] = {"changed": Changed(*without), **more}
-    return Evidence(schedule, judgement, None, [], **{"in_graph": False, **values})
+    return Evidence(schedule, comparison, None, [], **{"in_graph": False, **values})
 
 
 @pytest.mark.parametrize(
@@ -50,31 +50,31 @@ def told(case: str, *without: str, layers: tuple[int, ...] = (0, 1), **more: Any
         (GROUPS, "groups", "right if all layers share one KV group, and wrong with two"),
     ],
 )
-def test_it_is_told_where_the_case_is_right_without(case: str, feature: str, said: str) -> None:
-    found = told(case, feature)
+def test_it_is_reported_where_the_case_is_right_without(case: str, feature: str, said: str) -> None:
+    found = reported(case, feature)
     assert said in hints(found)[-1]
-    assert right_with_other_layers(told(case)) == "", "wrong without as well"
-    assert right_with_other_layers(told(PLAIN, feature)) == "", "the case has nothing of the kind"
+    assert right_with_other_layers(reported(case)) == "", "wrong without as well"
+    assert right_with_other_layers(reported(PLAIN, feature)) == "", "the case has nothing of the kind"
     assert right_with_other_layers(replace(found, in_graph=True)) == ""
     assert right_with_other_layers(replace(found, changed=None)) == ""
 
 
 @pytest.mark.parametrize(("layers", "group"), [((0,), 0), ((0, 2), 0), ((1,), 1), ((1, 2), None)])
 def test_the_kv_group_whose_layers_alone_are_wrong_is_named(layers: tuple[int, ...], group: int | None) -> None:
-    said = right_with_other_layers(told(GROUPS, "groups", layers=layers))
+    said = right_with_other_layers(reported(GROUPS, "groups", layers=layers))
     assert ("in layers of KV group" in said) is (group is not None)
     assert group is None or f"in layers of KV group {group} alone" in said
 
 
-def test_a_window_is_told_where_its_layers_alone_are_wrong_and_others_slots_are_read() -> None:
+def test_a_window_is_reported_where_its_layers_alone_are_wrong_and_others_slots_are_read() -> None:
     own = windowed(WINDOW)
     said = "right without a sliding window; with one, only the layers that have it (4) are wrong"
-    found = told(WINDOW, "window", layers=(own,), reads_foreign=True)
+    found = reported(WINDOW, "window", layers=(own,), reads_foreign=True)
     assert right_with_other_layers(found).endswith(said)
     assert right_with_other_layers(replace(found, reads_foreign=False)) == "", "a range, and no table"
-    assert right_with_other_layers(told(WINDOW, "window", layers=(1 - own,), reads_foreign=True)) == ""
-    assert right_with_other_layers(told(WINDOW, "window", reads_foreign=True)) == ""
-    assert right_with_other_layers(told(WINDOW, layers=(own,), reads_foreign=True)) == ""
+    assert right_with_other_layers(reported(WINDOW, "window", layers=(1 - own,), reads_foreign=True)) == ""
+    assert right_with_other_layers(reported(WINDOW, "window", reads_foreign=True)) == ""
+    assert right_with_other_layers(reported(WINDOW, layers=(own,), reads_foreign=True)) == ""
 
 
 @pytest.mark.parametrize("case", [SHAPES, GROUPS])

@@ -6,7 +6,7 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
-from attn_testkit.checks import Judgement
+from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.hints import ORDER, Evidence
 from attn_testkit.diagnosis.hints.hint import Level
@@ -36,10 +36,10 @@ def observed(schedule: Schedule, out: torch.Tensor, replay: bool = False) -> Obs
     return Observation(schedule, schedule.steps[0], "", copies, replay=replay)
 
 
-def wrong_at(schedule: Schedule, *places: tuple[int, ...], value: float = 9.0) -> Judgement:
+def wrong_at(schedule: Schedule, *places: tuple[int, ...], value: float = 9.0) -> Comparison:
     """Wrong in every value of (layer, row, head)."""
     expected = expect(schedule, schedule.steps[0])
     out = expected.attention.float().clone()
     for place in places:
         out[place] += value
-    return Judgement(observed(schedule, out), expected)
+    return Comparison(observed(schedule, out), expected)

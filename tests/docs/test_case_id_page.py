@@ -11,7 +11,7 @@ from transcript import ROOT
 
 from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WORDS, Case, parse_case
 from attn_testkit.cases.rows import Rows
-from attn_testkit.cases.ways import WAYS
+from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.contract import ForwardMode
 
 PAGE = (ROOT / "docs" / "case-ids.md").read_text()
@@ -93,7 +93,7 @@ def test_every_value_of_a_list_is_on_the_page() -> None:
     assert {*LAYOUTS, *DATA, "fp16", "bf16", "fp32"} <= shown
     assert {f"b4{padding}" for padding in PADDINGS} <= shown
     assert {row[0].strip("`") for row in table("Data patterns")} == set(DATA)
-    assert set(WAYS) <= {word for word, _ in OPTIONAL}
+    assert set(SERVER_VARIANTS) <= {word for word, _ in OPTIONAL}
 
 
 def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:

@@ -13,7 +13,7 @@ from transcript import ROOT
 from attn_testkit import glossary
 from attn_testkit.cases.case import WORDS
 from attn_testkit.cases.dimensions.dimension import Word
-from attn_testkit.cases.ways import WAYS
+from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.reports.outcome import verdict
 from attn_testkit.reports.tally import text_table
@@ -21,7 +21,8 @@ from attn_testkit.results import CHECK_IDS, EXECUTIONS, MODES, CaseResult, Findi
 from attn_testkit.running.planning.request import TIERS
 
 BANNED = re.compile(
-    r"\b(by turns|of its own|as ever|(is|are) told|told|says so|stands? (in|at|behind)|beside|who claims|is no|are none"
+    r"\b(by turns|of its own|as ever|(is|are) told|told|says so|stands? (in|at|behind)|beside|who declares|is no|are "
+    r"none"
     r"|at the least|by lot|puts? back|has it that|in company|mended|held against|alone|what is not)\b",
     re.IGNORECASE,
 )
@@ -97,16 +98,16 @@ def test_a_number_that_changes_the_meaning_is_not_ignored() -> None:
     assert entry_of("draft-extend-v3") is None
 
 
-@pytest.mark.parametrize("word", [*MODES, *EXECUTIONS, *TIERS, *WAYS, *(status.value for status in Status)])
+@pytest.mark.parametrize("word", [*MODES, *EXECUTIONS, *TIERS, *SERVER_VARIANTS, *(status.value for status in Status)])
 def test_modes_executions_tiers_variants_and_statuses_have_entries(word: str) -> None:
     assert entry_of(word), f"glossary.toml has no entry {word!r}"
 
 
 def test_every_label_of_a_failure_text_has_an_entry() -> None:
     texts = {each.name: "x" for each in fields(Finding) if each.type == "str"}
-    text = format_failure(result(Status.FAILED, findings=(Finding(**texts),), not_judged=("finite",)))
+    text = format_failure(result(Status.FAILED, findings=(Finding(**texts),), not_evaluated=("finite",)))
     labels = [line.split()[0] for line in text.splitlines()[1:]]
-    assert {"check", "step", "where", "spread", "attended", "hint", "unjudged", "backend", "repro"} <= set(labels)
+    assert {"check", "step", "where", "spread", "attended", "hint", "untested", "backend", "repro"} <= set(labels)
     assert [label for label in labels if entry_of(label) is None] == []
 
 

@@ -64,7 +64,7 @@ def test_memory_behind_an_address_that_was_a_number_is_anybodys():
     assert target.tolist() == [1.0] * 4
 
 
-def test_it_is_told_at_a_replay_too():
+def test_it_is_reported_at_a_replay_too():
     out, place = torch.zeros(6, dtype=torch.int32, device="cuda"), torch.zeros(1, dtype=torch.int32, device="cuda")
     graph = torch.cuda.CUDAGraph()
     store_where[(1,)](out, place)
@@ -96,7 +96,7 @@ def test_a_load_may_be_a_mebibyte_off(bytes_off, raises):
             triton_bounds.look_at_store(parts, 4)
 
 
-def test_an_offset_in_32_bits_is_told_and_does_not_end_the_process():
+def test_an_offset_in_32_bits_is_reported_and_does_not_end_the_process():
     pool, out = torch.empty((1 << 31) + 4096, dtype=torch.uint8, device="cuda"), torch.zeros(1, device="cuda")
     slots = torch.tensor([1 << 19], dtype=torch.int32, device="cuda")
     with pytest.raises(StrayAccessError, match=r"load of triton kernel read_row .* before the memory of pool, uint8 "):

@@ -271,7 +271,7 @@ def test_a_graph_holds_for_replays_after_the_context_is_left():
     assert y.tolist() == [2] * 4
 
 
-def test_an_operation_that_raises_in_a_replay_is_told_with_the_line_that_recorded_it(capture):
+def test_an_operation_that_raises_in_a_replay_is_reported_with_the_line_that_recorded_it(capture):
     """Nothing but the replay stands in the traceback: the line at fault ran long before."""
     table, at = ones(4), torch.zeros(2, dtype=torch.int64, device="cuda")
 

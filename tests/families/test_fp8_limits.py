@@ -40,12 +40,14 @@ def fp8_error(case: Case, factor: float = 4.0) -> tuple[torch.Tensor, Attention]
 @pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "footprint", "negative", "mean", "faint"])
 @pytest.mark.parametrize("length", [1, 17, 512, 4096])
 @pytest.mark.parametrize(
-    ("claim", "factor"),
+    ("capability", "factor"),
     [("fp8_e4m3", 4.0), ("fp8_e4m3", 448.0), ("fp8_e4m3_unscaled", 1.0), ("fp8_e4m3_unscaled", 7.0)],
 )
-def test_probabilities_rounded_to_fp8_stay_within_the_limit(length: int, data: str, claim: str, factor: float) -> None:
+def test_probabilities_rounded_to_fp8_stay_within_the_limit(
+    length: int, data: str, capability: str, factor: float
+) -> None:
     error, exact = fp8_error(decode(length, data), factor)
-    limit = attention_limit(exact, "bf16", claim)
+    limit = attention_limit(exact, "bf16", capability)
     assert (error <= limit).all()
     assert (error.norm(dim=-1) <= row_limit(limit, "bf16")).all()
 
@@ -63,7 +65,7 @@ def test_the_limit_is_near_what_one_rounded_probability_does(length: int) -> Non
 
 
 @pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "footprint"])
-def test_fp8_probabilities_are_over_the_limit_of_a_backend_that_does_not_claim_them(data: str) -> None:
+def test_fp8_probabilities_are_over_the_limit_of_a_backend_that_does_not_declare_them(data: str) -> None:
     error, exact = fp8_error(decode(17, data))
     assert (error > attention_limit(exact, "bf16")).any()
 
@@ -94,7 +96,7 @@ def test_queries_of_an_fp8_kernel_are_numbers_of_fp8_and_keys_fit_its_range(data
         assert float(drawn.q.abs().max()) <= 448
 
 
-def test_without_fp8_in_the_claims_limits_are_those_of_the_models_dtype() -> None:
+def test_without_fp8_in_the_capabilities_limits_are_those_of_the_models_dtype() -> None:
     case = decode(17, "gauss")
     plain, fp8 = make_schedule(case), make_schedule(case, Numerics("fp8_e4m3"))
     assert (plain.matmul_dtype, fp8.matmul_dtype) == ("model", "fp8_e4m3")

@@ -77,9 +77,9 @@ def test_small_probabilities_of_fp16_round_in_absolute_terms_and_those_of_bf16_d
         assert limit(element(3, 5, flat=7), dtype) - without == pytest.approx(more, rel=1e-6, abs=1e-15)
 
 
-@pytest.mark.parametrize(("claim", "lost"), [("fp8_e4m3", 2.0**-12), ("fp8_e4m3_unscaled", 2.0**-10)])
-def test_fp8_probabilities_round_in_relative_and_in_absolute_terms(claim: str, lost: float) -> None:
-    more = limit(element(3, 5, flat=7), "bf16", claim) - limit(element(3, 5), "bf16")
+@pytest.mark.parametrize(("capability", "lost"), [("fp8_e4m3", 2.0**-12), ("fp8_e4m3_unscaled", 2.0**-10)])
+def test_fp8_probabilities_round_in_relative_and_in_absolute_terms(capability: str, lost: float) -> None:
+    more = limit(element(3, 5, flat=7), "bf16", capability) - limit(element(3, 5), "bf16")
     assert more == pytest.approx(2 * 2.0**-4 * 5 + 2 * lost * 7, rel=1e-9, abs=0)
 
 

@@ -56,7 +56,7 @@ def by_hand(schedule: Schedule, step: Step, as_given: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("case_id", CASES)
 @pytest.mark.parametrize("as_given", [False, True])
-def test_each_row_attends_what_the_claim_says(case_id: str, as_given: bool) -> None:
+def test_each_row_attends_what_the_capability_says(case_id: str, as_given: bool) -> None:
     schedule = make_schedule(parse_case(case_id), Numerics(new_rows_as_given=as_given))
     step = schedule.steps[1] if schedule.chunks else schedule.steps[0]
     found = expect(schedule, step)
@@ -66,25 +66,27 @@ def test_each_row_attends_what_the_claim_says(case_id: str, as_given: bool) -> N
 @pytest.mark.parametrize("case_id", CASES)
 def test_the_two_differ_by_more_than_the_limit_where_new_rows_have_weight(case_id: str) -> None:
     case = parse_case(case_id)
-    stored, given = (make_schedule(case, Numerics(new_rows_as_given=claim)) for claim in (False, True))
+    stored, given = (make_schedule(case, Numerics(new_rows_as_given=capability)) for capability in (False, True))
     one, other = (expect(schedule, schedule.steps[0]) for schedule in (stored, given))
     assert ((one.attention - other.attention).abs() > one.attention_limit + other.attention_limit).any()
     assert torch.equal(one.data.stored_keys.view(torch.uint8), other.data.stored_keys.view(torch.uint8)), "the pool"
 
 
 def test_where_the_pool_holds_the_new_rows_already_none_are_given() -> None:
-    case = next(case for seed in range(8) if (case := parse_case(f"{CASES[0]}-s{seed + 1}")).pick("second-step-stored"))
-    stored, given = (make_schedule(case, Numerics(new_rows_as_given=claim)) for claim in (False, True))
+    case = next(
+        case for seed in range(8) if (case := parse_case(f"{CASES[0]}-s{seed + 1}")).derived("second-step-stored")
+    )
+    stored, given = (make_schedule(case, Numerics(new_rows_as_given=capability)) for capability in (False, True))
     assert torch.equal(expect(given, given.second).attention, expect(stored, stored.second).attention)
     assert not torch.equal(expect(given, given.steps[0]).attention, expect(stored, stored.steps[0]).attention)
 
 
-def test_the_claim_is_a_mode_and_asks_for_an_fp8_pool() -> None:
-    claims = Capabilities(eager={"decode", "extend"}, kv_dtypes={"fp8_e4m3", "same"}, new_rows_as_given={"extend"})
+def test_the_capability_is_a_mode_and_asks_for_an_fp8_pool() -> None:
+    declared = Capabilities(eager={"decode", "extend"}, kv_dtypes={"fp8_e4m3", "same"}, new_rows_as_given={"extend"})
     extend, decode = parse_case(CASES[3]), parse_case(CASES[0])
-    assert schedule_for(extend, claims).new_rows_as_given
-    assert schedule_for(decode, claims) is make_schedule(decode)
+    assert schedule_for(extend, declared).new_rows_as_given
+    assert schedule_for(decode, declared) is make_schedule(decode)
     plain = parse_case(CASES[3].replace("-kvfp8e4m3", ""))
-    assert schedule_for(plain, claims) is make_schedule(plain)
+    assert schedule_for(plain, declared) is make_schedule(plain)
     with pytest.raises(ValueError, match="unknown new_rows_as_given 'extends'; did you mean 'extend'"):
         Capabilities(eager={ForwardMode.DECODE}, new_rows_as_given={"extends"})

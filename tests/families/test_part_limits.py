@@ -6,15 +6,15 @@ import math
 
 import pytest
 import torch
-from attn_testkit.runner_modes.parts import merged
+from attn_testkit.runner_modes.kv_splits import merged
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.parts import parts_of
+from attn_testkit.cases.kv_splits import splits_of
 from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.softmax.attention import Attention, attend
+from attn_testkit.families.softmax.kv_splits import attend_split
 from attn_testkit.families.softmax.limits import lse_limit, merged_limit, merged_lse_limit
-from attn_testkit.families.softmax.parts import attend_part
 from attn_testkit.oracle.expect import expect
 
 EPS = 2.0**-24
@@ -88,8 +88,8 @@ def test_float32_arithmetic_over_rounded_probabilities_keeps_the_limits(case_id:
     round_to = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     for layer in range(len(make_layers(case))):
         outs, lses = [], []
-        for index, part in enumerate(parts_of(case)):
-            attended = attend_part(expected.data, make_layers(case), part)
+        for index, part in enumerate(splits_of(case)):
+            attended = attend_split(expected.data, make_layers(case), part)
             lse = attended.lse[layer].float()
             # The worst of a sum of rounded probabilities: each is as much too large.
             lse = lse + (U[dtype] * 0.9 if dtype != "fp32" else 0.0) * (-1) ** index

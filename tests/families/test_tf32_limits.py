@@ -1,4 +1,4 @@
-"""Limits of float32 products: those of tf32 where it is claimed, and of float32 elsewhere."""
+"""Limits of float32 products: those of tf32 where it is declared, and of float32 elsewhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.rounding import UNIT_ROUNDOFF, row_limit
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend
-from attn_testkit.families.softmax.parts import part_sums
+from attn_testkit.families.softmax.kv_splits import split_sums
 from attn_testkit.running.case_runs.case_run import schedule_for
 
 CASE = "decode-gqa2x2-d64-{}-p16-k9.70.300-shuffled-{}-b4prod"
@@ -28,7 +28,7 @@ def cut_off(numbers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "words", "claims", "products"),
+    ("dtype", "words", "declared", "products"),
     [
         ("fp32", "gauss", IEEE, "model"),
         ("fp32", "gauss", TF32, "tf32"),
@@ -38,8 +38,8 @@ def cut_off(numbers: torch.Tensor, bits: int) -> torch.Tensor:
         ("fp32", "gauss", TF32.with_changes(matmul_dtype="fp8_e4m3"), "tf32"),
     ],
 )
-def test_the_coarser_of_the_claims_that_apply_counts(dtype: str, words: str, claims, products: str) -> None:
-    assert schedule_for(parse_case(CASE.format(dtype, words)), claims).matmul_dtype == products
+def test_the_coarser_of_the_capabilities_that_apply_counts(dtype: str, words: str, declared, products: str) -> None:
+    assert schedule_for(parse_case(CASE.format(dtype, words)), declared).matmul_dtype == products
 
 
 _LEAST = 0.1
@@ -68,7 +68,7 @@ def test_factors_of_tf32_are_within_its_limit_and_beyond_that_of_float32(data: s
     assert furthest(17, wide) > 1, "factors of four bits less"
 
 
-def test_the_numbers_of_a_case_are_the_same_whatever_is_claimed() -> None:
+def test_the_numbers_of_a_case_are_the_same_whatever_is_declared() -> None:
     case = parse_case(CASE.format("fp32", "gauss-kvfp8e4m3"))
     plain, narrow = (
         make_step_data(s, s.steps[0]) for s in (make_schedule(case), make_schedule(case, Numerics("tf32")))
@@ -140,11 +140,11 @@ def test_a_log_sum_exp_of_tf32_logits_is_within_its_limit_and_beyond_that_of_flo
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
     assert data.stored_values is not None
     whole = attend(data, layers)
-    lse, wide = part_sums(schedule.case, data, whole, "fp32", "tf32")
-    _, strict = part_sums(schedule.case, data, whole, "fp32")
+    lse, wide = split_sums(schedule.case, data, whole, "fp32", "tf32")
+    _, strict = split_sums(schedule.case, data, whole, "fp32")
     for bits, within in ((13, True), (17, False)):
         narrow = replace(data, q=cut_off(data.q, bits), stored_keys=cut_off(data.stored_keys, bits))
-        found, _ = part_sums(schedule.case, narrow, attend(narrow, layers), "fp32", "tf32")
+        found, _ = split_sums(schedule.case, narrow, attend(narrow, layers), "fp32", "tf32")
         off = (found - lse).abs().nan_to_num()
         assert bool((off <= wide).all()) is within
         assert (off > strict).any()

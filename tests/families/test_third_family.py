@@ -75,7 +75,7 @@ def test_questions_of_softmax_are_absent_in_another_family(mean: ModuleType) -> 
     assert {(finding.attended, finding.keys) for each in found for finding in each.findings} == {("", None)}
     (codes, _) = results(mean.RightBackend, [CODES])
     assert "matches-oracle" in codes.checks
-    assert "keys-counted-once" not in {*codes.checks, *codes.not_judged}
+    assert "keys-counted-once" not in {*codes.checks, *codes.not_evaluated}
 
 
 def test_what_means_nothing_to_a_family_is_refused_by_name_and_never_planned(mean: ModuleType) -> None:

@@ -16,7 +16,7 @@ from attn_testkit.audit import Audit, Settings, audit
 from attn_testkit.audit.history import caught_before
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
-from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, HostileVerdict, Task
+from attn_testkit.audit.verdicts import AdversarialVerdict, ControlVerdict, FaultVerdict, Task
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main
@@ -110,7 +110,7 @@ def in_process() -> Runner:
     return Runner(Options(in_process=True))
 
 
-def test_after_a_lost_device_context_a_control_is_not_tried_further_and_the_next_task_is_judged_for_itself(
+def test_after_a_lost_device_context_a_control_is_not_tried_further_and_the_next_task_is_evaluated_for_itself(
     planted: None,
 ) -> None:
     fault = run_task(Task("fault", "asserting"), Settings(device="cpu"), in_process())
@@ -201,9 +201,11 @@ def test_the_page_of_an_audit_shows_survivors_first() -> None:
     assert "7 case-runs saw nothing" in page
 
 
-def test_an_audit_of_hostile_backends_alone_speaks_of_them_alone() -> None:
+def test_an_audit_of_adversarial_backends_alone_speaks_of_them_alone() -> None:
     found = Audit(Settings())
-    found.hostile.append(HostileVerdict("prints-a-verdict", "It prints CONFORMANT.", 0, "passed", 1, "failed: finite"))
+    found.adversarial.append(
+        AdversarialVerdict("prints-a-verdict", "It prints CONFORMANT.", 0, "passed", 1, "failed: finite")
+    )
     page, text = audit_page(found), audit_text(found)
     for said in ("prints-a-verdict", "It prints CONFORMANT.", "failed: finite"):
         assert said in page or said in text

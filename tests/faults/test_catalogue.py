@@ -18,7 +18,7 @@ from attn_testkit.faults.parent import PlannedBackend
 ROOT = Path(__file__).resolve().parents[2]
 NOT_OF_THE_BODY = {"__module__", "__doc__", "__firstlineno__", "__static_attributes__", "__abstractmethods__",
                    "_abc_impl", "capabilities"}  # fmt: skip
-"""What a class that changes nothing but its claims holds."""
+"""What a class that changes nothing but its capabilities holds."""
 
 
 def test_there_are_at_least_a_hundred_faults_of_every_class_and_a_dozen_controls() -> None:

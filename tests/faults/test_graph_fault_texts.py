@@ -35,7 +35,7 @@ SAMPLE = (
     "accept-counts-advanced-in-place",
     "plan-blocks-on-d2h",
     "item-in-the-captured-forward",
-    "claim-that-no-case-can-meet",
+    "capability-that-no-case-can-meet",
     "grid-depends-on-qo-contents",
 )
 

@@ -95,11 +95,11 @@ class Runner:
         for item in items:
             yield run_item(item, self.options)
 
-    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
-        return [(f"claims of {spec}", "") for spec in specs]
+    def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+        return [(f"capabilities of {spec}", "") for spec in specs]
 
-    def claims(self, candidate: Candidate, device: str) -> object:
-        return f"claims of {candidate.spec}"
+    def declared(self, candidate: Candidate, device: str) -> object:
+        return f"capabilities of {candidate.spec}"
 
     def close(self) -> None:
         pass

@@ -103,7 +103,7 @@ def night(
         backends=backends,
         planned=len([result for result in results if result.case]),
         limits=("timing is not emulated",) if emulated else (),
-        untried=dict.fromkeys(backends, ("head dim 96", "group 4")),
+        not_covered=dict.fromkeys(backends, ("head dim 96", "group 4")),
         explained=EXPLAINED,
     )
     return Report(header, tuple(results), finished=True, exit_code=exit_code(header.planned, results))

@@ -184,7 +184,7 @@ def test_the_kits_own_failure_is_three(call, how):
     assert out.splitlines()[-1].startswith("KIT ERROR")
 
 
-def test_nothing_claimed_is_five(call):
+def test_nothing_declared_is_five(call):
     code, out, _ = call("run", "--backend", "fake:")
     assert code == 5
     assert out.splitlines()[-1].startswith("NOTHING RAN")
@@ -488,7 +488,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     assert done.stderr == ""
 
 
-def test_an_author_in_an_empty_directory_sees_his_backend_judged(tmp_path):
+def test_an_author_in_an_empty_directory_sees_his_backend_evaluated(tmp_path):
     """The whole way once, with the real judge: a module of one's own, named by its spec, and its bug found."""
     (tmp_path / "mine.py").write_text(
         textwrap.dedent(

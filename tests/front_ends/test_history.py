@@ -103,14 +103,14 @@ def test_a_night_counts_what_passed_what_is_red_and_what_it_has_of_each_backend(
     known = replace(made.results[0], status=Status.KNOWN_FAILURE, case=CASE + "-mixed")
     row = CaseResult("c", "decode", "graph", "", Status.NOT_RUN_HERE)
     night = night_of(replace(made, results=(*made.results, known, row)))
-    assert (dict(night.passed), dict(night.red), dict(night.claimed)) == ({"b": 1}, {"b": 1}, {"b": 3})
+    assert (dict(night.passed), dict(night.red), dict(night.declared)) == ({"b": 1}, {"b": 1}, {"b": 3})
 
 
 def test_a_history_has_the_statuses_of_what_is_red_tonight_alone(tmp_path):
     write(tmp_path, "a.json", report(Status.TIMED_OUT, 10))
     (night,) = read_history(tmp_path, TONIGHT).nights
     assert night.statuses == {KEY: Status.TIMED_OUT}
-    assert night.claimed == {"b": 2}
+    assert night.declared == {"b": 2}
     (night,) = read_history(tmp_path, report(Status.PASSED, 20)).nights
     assert night.statuses == {}
 

@@ -139,9 +139,9 @@ def test_an_entry_is_looked_at_once_a_year(tmp_path, days, fine):
 def test_an_entry_wider_than_what_fails_is_an_error(tmp_path):
     """It would hide the next bug in the cases that it covers and that pass."""
     book = ledger(entry(cases="decode-*"))
-    judged = [book.judge(each) for each in (failed("matches-oracle"), failed(status=Status.PASSED))]
-    assert [each.status for each in judged] == [Status.KNOWN_FAILURE, Status.UNEXPECTEDLY_PASSED]
-    assert exit_code(2, judged) == 1
+    evaluated = [book.judge(each) for each in (failed("matches-oracle"), failed(status=Status.PASSED))]
+    assert [each.status for each in evaluated] == [Status.KNOWN_FAILURE, Status.UNEXPECTEDLY_PASSED]
+    assert exit_code(2, evaluated) == 1
 
 
 @pytest.mark.parametrize("check", ["crashed", "matches-oracle"])

@@ -23,7 +23,7 @@ from attn_testkit.reports.page import (
     age_words,
     cards,
     dtype_of,
-    issue_parts,
+    issue_splits,
     shares,
 )
 from attn_testkit.reports.render import html_page, markdown_summary
@@ -45,7 +45,7 @@ def test_a_cell_counts_every_case_run_once_and_its_colour_is_that_of_the_worst()
     statuses = [Status.PASSED, Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED]
     statuses += [Status.KNOWN_FAILURE, Status.QUARANTINED, Status.NOT_RUN_HERE]
     cell = cells(*map(of, statuses))["b", "decode", "eager"]
-    assert (cell.passed, cell.red, cell.known, cell.missing, cell.claimed) == (1, 4, 2, 1, 8)
+    assert (cell.passed, cell.red, cell.known, cell.missing, cell.declared) == (1, 4, 2, 1, 8)
     assert cell.words == "1 passed, 4 did not pass, 2 known failures, 1 did not run"
     worst = {
         (Status.PASSED,): "passed",
@@ -65,7 +65,7 @@ def test_the_margin_of_a_cell_is_the_largest_of_those_that_passed():
     assert cells(of(Status.FAILED, margin=2.0))["b", "decode", "eager"].margin is None
 
 
-def test_a_mode_that_did_not_run_says_why_and_one_that_is_not_claimed_is_no_failure():
+def test_a_mode_that_did_not_run_says_why_and_one_that_is_not_declared_is_no_failure():
     found = cells(
         PASSED,
         of(Status.UNSUPPORTED, execution="graph", case="", reason="not declared", device=""),
@@ -100,20 +100,20 @@ def test_what_was_emulated_in_any_part_stands_apart_from_what_was_real():
     assert (real.emulated, emulated.emulated) == (False, True)
     assert [row.backend for row in real.rows] == ["b"]
     assert [row.backend for row in emulated.rows] == ["b", "fake"]
-    assert sum(cell.claimed for overview in (real, emulated) for row in overview.rows for cell in row.cells) == 3
+    assert sum(cell.declared for overview in (real, emulated) for row in overview.rows for cell in row.cells) == 3
 
 
 def test_what_did_not_run_stands_with_the_device_of_the_run_and_a_backend_is_never_left_out():
-    unclaimed = of(Status.UNSUPPORTED, case="", device="")
+    undeclared = of(Status.UNSUPPORTED, case="", device="")
     lost = of(Status.FAILED, device="", mode="", execution="", case="(no case)")
     for emulated in (False, True):
-        (found,) = overviews([unclaimed], emulated=emulated)
+        (found,) = overviews([undeclared], emulated=emulated)
         assert (found.emulated, [row.backend for row in found.rows]) == (emulated, ["b"])
         (found,) = overviews([lost], emulated=emulated)
         assert (found.emulated, found.rows[0].cells[0].red) == (emulated, 1)
     # Of a backend whose case-runs were all emulated, the real table has nothing but what could not run.
     fake = replace(PASSED, kernels="emulated")
-    assert [found.emulated for found in overviews([fake, unclaimed], emulated=False)] == [True]
+    assert [found.emulated for found in overviews([fake, undeclared], emulated=False)] == [True]
     absent = of(Status.NOT_RUN_HERE, case="", device="")
     assert [found.emulated for found in overviews([fake, absent], emulated=False)] == [False, True]
 
@@ -275,7 +275,7 @@ def test_known_failures_and_the_narrowest_name_their_backend_and_issues_are_link
     for title in ("Known failures", "Closest to the limit", "Slowest"):
         section = page[page.index(f">{title}</h2>") :]
         assert "<th>backend</th>" in section[: section.index("</thead>")]
-    assert issue_parts("see https://a.b/c; later") == [("see ", False), ("https://a.b/c", True), ("; later", False)]
+    assert issue_splits("see https://a.b/c; later") == [("see ", False), ("https://a.b/c", True), ("; later", False)]
 
 
 @pytest.mark.parametrize(("count", "more"), [(MOST_LINES, 0), (MOST_LINES + 1, 1)])
@@ -346,7 +346,7 @@ def test_a_trend_has_a_column_for_each_of_the_last_nights_and_tonight():
         assert f"from {starts[-columns + 1][:10]} to tonight" in page
 
 
-def test_what_is_claimed_and_not_tried_is_said_at_the_top_and_in_full():
+def test_what_is_declared_and_not_tried_is_said_at_the_top_and_in_full():
     page = html_page(nights.green_night(40))
     assert page.index("not covered: 4 backends") < page.index("<table")
     assert "not covered (triton): head dim 96; group 4" in page

@@ -84,7 +84,7 @@ def heights(svg: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(
-    ("passed", "red_runs", "claimed", "tall"),
+    ("passed", "red_runs", "declared", "tall"),
     [
         (10, 0, 10, {"good": 30}),
         (0, 10, 10, {"bad": 30}),
@@ -94,8 +94,8 @@ def heights(svg: str) -> dict[str, float]:
         (0, 1, 1000, {"bad": 30 * 4 / 33.97, "known": 30 * 29.97 / 33.97}),
     ],
 )
-def test_a_column_of_a_night_is_to_scale_but_for_what_would_be_too_thin_to_see(passed, red_runs, claimed, tall):
-    svg = str(nights_plot([("2026-11-20", passed, red_runs, claimed, True)]))
+def test_a_column_of_a_night_is_to_scale_but_for_what_would_be_too_thin_to_see(passed, red_runs, declared, tall):
+    svg = str(nights_plot([("2026-11-20", passed, red_runs, declared, True)]))
     assert heights(svg) == pytest.approx(tall, abs=0.11)
 
 

@@ -25,10 +25,10 @@ class Good(AttentionBackend):
 class NoForward(AttentionBackend):
     capabilities = Capabilities(eager={ForwardMode.DECODE})
 
-class NoClaims(AttentionBackend):
+class NoCapabilities(AttentionBackend):
     def forward(self, q, k, v, layer, batch, save_kv_cache=True): return q
 
-class DictClaims(NoClaims):
+class DictCapabilities(NoCapabilities):
     capabilities = {"eager": ["decode"]}
 
 class Other: pass
@@ -55,11 +55,11 @@ class OlderEagerOnly(OlderHalf):
     capabilities = Capabilities(eager={"decode"})
     init_forward_metadata = Older.init_forward_metadata
 """
-CLAIMS = """
+CAPABILITIES = """
 from attn_testkit.contract import Capabilities, Requires
 
 
-claims = Capabilities(eager={"decode"}, CLAIM)
+capabilities = Capabilities(eager={"decode"}, CLAIM)
 """
 
 
@@ -74,7 +74,7 @@ def here(tmp_path, monkeypatch):
     (tmp_path / "broken_code.py").write_text("\n\nraise RuntimeError('libcudart.so.12: cannot open shared object')\n")
     (tmp_path / "ends.py").write_text("import sys; sys.exit('no GPU')\n")
     yield
-    for name in ("authored", "broken_dependency", "broken_code", "claiming", "ends"):
+    for name in ("authored", "broken_dependency", "broken_code", "declaring", "ends"):
         sys.modules.pop(name, None)
 
 
@@ -113,8 +113,8 @@ def test_a_registered_name_is_found_with_its_distribution():
         ("authored:factory", "backend 'authored:factory' is a function, not a class derived from AttentionBackend"),
         ("authored:Other", "backend 'authored:Other' does not derive from AttentionBackend or KernelBackend"),
         ("authored:NoForward", "backend 'authored:NoForward' does not implement forward"),
-        ("authored:NoClaims", "sets no capabilities; write capabilities = Capabilities(eager={...}, ...)"),
-        ("authored:DictClaims", "sets capabilities to a dict; write capabilities = Capabilities("),
+        ("authored:NoCapabilities", "sets no capabilities; write capabilities = Capabilities(eager={...}, ...)"),
+        ("authored:DictCapabilities", "sets capabilities to a dict; write capabilities = Capabilities("),
         ("authored:OlderLast", "inherits LegacyGraphHooks after AttentionBackend, whose hooks hide it; write class"),
         ("authored:OlderUnheard", "implements init_forward_metadata_capture_cuda_graph, which is called only thr"),
         ("authored:OlderHalf", "does not implement init_forward_metadata_replay_cuda_graph, init_forward_metadata ("),
@@ -136,7 +136,7 @@ def test_older_hooks_that_are_whole_or_not_needed_load(name):
 
 
 @pytest.mark.parametrize(
-    ("claim", "message"),
+    ("capability", "message"),
     [
         ("max_q_rows='8'", "Capabilities.max_q_rows must be a whole number from 1 on, got '8'"),
         ("max_q_rows=0", "Capabilities.max_q_rows must be a whole number from 1 on, got 0"),
@@ -150,7 +150,7 @@ def test_older_hooks_that_are_whole_or_not_needed_load(name):
         ("max_context_len=None", "Capabilities.max_context_len must be a whole number from 1 on, got None"),
         ("needs_cpu_seq_lens='no'", "Capabilities.needs_cpu_seq_lens must be True or False, got 'no'"),
         ("head_dims=[[64]]", "Capabilities.head_dims must be positive whole numbers"),
-        ("graph={'target-verify'}", "max_topk=0 claims no draft tree; write max_topk=1 for chains"),
+        ("graph={'target-verify'}", "max_topk=0 declares no draft tree; write max_topk=1 for chains"),
         ("page_size={16}", "unknown capability 'page_size'; did you mean 'page_sizes'?"),
         ("requires={'sm': 90}", "Capabilities.requires must be a Requires, got {'sm': 90}; write Requires(sm=(90, 90)"),
         ("requires=Requires(sm=90)", "Requires.sm must be the lowest and the highest SM, got 90; write (90, 90)"),
@@ -162,20 +162,22 @@ def test_older_hooks_that_are_whole_or_not_needed_load(name):
         ("mode_requires=Requires()", "Capabilities.mode_requires must be a dict"),
     ],
 )  # fmt: skip
-def test_a_claim_that_cannot_be_is_refused_at_the_authors_line(claim, message, tmp_path):
-    (tmp_path / "claiming.py").write_text(CLAIMS.replace("CLAIM", claim))
+def test_a_capability_that_cannot_be_is_refused_at_the_authors_line(capability, message, tmp_path):
+    (tmp_path / "declaring.py").write_text(CAPABILITIES.replace("CLAIM", capability))
     with pytest.raises(BackendNotFound, match=re.escape(message)) as caught:
-        load_backend("claiming:X")
-    assert str(caught.value).endswith("claiming.py:5)")
+        load_backend("declaring:X")
+    assert str(caught.value).endswith("declaring.py:5)")
     assert "\n" not in str(caught.value)
 
 
-def test_every_registered_backend_loads_and_says_what_it_claims():
+def test_every_registered_backend_loads_and_says_what_it_declares():
     assert {"torch_native", "triton"} <= {backend.name for backend in registered_backends()}
     runner = Runner(Options(in_process=True))
-    lines = dict(zip(("torch_native", "triton"), runner.claims_lines(("torch_native", "triton"), "cpu"), strict=True))
-    for claims, failure in lines.values():
-        assert "decode eager+graph" in claims
+    lines = dict(
+        zip(("torch_native", "triton"), runner.capabilities_lines(("torch_native", "triton"), "cpu"), strict=True)
+    )
+    for declared, failure in lines.values():
+        assert "decode eager+graph" in declared
         assert failure == ""
 
 
@@ -190,9 +192,9 @@ def test_one_broken_backend_does_not_hide_the_others(monkeypatch):
     }
     monkeypatch.setattr(registry, "_entry_points", lambda: points)
     assert [backend.name for backend in registered_backends()] == ["bad", "good"]
-    (_, failure), (claims, _) = Runner(Options(in_process=True)).claims_lines(("bad", "good"), "cpu")
+    (_, failure), (declared, _) = Runner(Options(in_process=True)).capabilities_lines(("bad", "good"), "cpu")
     assert "libcudart" in failure
-    assert claims.startswith("decode eager; mha; bf16/fp16")
+    assert declared.startswith("decode eager; mha; bf16/fp16")
 
 
 def test_a_wrong_name_is_answered_without_loading_torch():

@@ -234,12 +234,12 @@ def cut_short(report: Report) -> Report:
         status=Status.FAILED,
         findings=(finding,),
         checks=("completes",),
-        not_judged=("matches-oracle", "finite", "writes-own-kv"),
+        not_evaluated=("matches-oracle", "finite", "writes-own-kv"),
     )
     return replace(report, results=(*report.results[:-1], last))
 
 
-def test_what_could_not_be_judged_is_shown_apart_and_never_as_kept():
+def test_what_could_not_be_evaluated_is_shown_apart_and_never_as_kept():
     report = cut_short(run_of("ok"))
     mode, execution = report.results[-1].mode, report.results[-1].execution
     (matrix,) = check_matrices([result for result in report.results if result.case])
@@ -247,48 +247,51 @@ def test_what_could_not_be_judged_is_shown_apart_and_never_as_kept():
     kinds = dict(zip(matrix.checks, (cell.kind for cell in row.cells), strict=True))
     assert kinds == {
         "completes": "failed",
-        "matches-oracle": "unjudged",
-        "finite": "unjudged",
-        "writes-own-kv": "unjudged",
+        "matches-oracle": "untested",
+        "finite": "untested",
+        "writes-own-kv": "untested",
     }
     text = Page(html_page(report)).text
     assert "? 1" in text
     assert "? not evaluated, because" in text
 
 
-def test_what_was_judged_in_some_case_runs_and_not_in_others_shows_both_numbers():
+def test_what_was_evaluated_in_some_case_runs_and_not_in_others_shows_both_numbers():
     report = run_of("ok,ok")
     page = Page(html_page(cut_short(report))).text
     assert "✓ 1 ? 1" in page
     assert "✓ 2" in page
 
 
-def test_the_text_names_a_few_checks_that_were_not_judged_and_counts_many():
+def test_the_text_names_a_few_checks_that_were_not_evaluated_and_counts_many():
     result = cut_short(run_of("ok")).results[-1]
-    assert "  unjudged matches-oracle, finite, writes-own-kv" in format_failure(result).splitlines()
-    many = replace(result, not_judged=tuple(f"check-{n}" for n in range(1, 9)))
-    assert "  unjudged check-1, check-2, check-3, check-4, check-5 and 3 more" in format_failure(many).splitlines()
-    six = replace(result, not_judged=many.not_judged[:6])
-    assert "  unjudged check-1, check-2, check-3, check-4, check-5, check-6" in format_failure(six).splitlines()
-    assert "unjudged" not in format_failure(replace(result, not_judged=()))
+    assert "  untested matches-oracle, finite, writes-own-kv" in format_failure(result).splitlines()
+    many = replace(result, not_evaluated=tuple(f"check-{n}" for n in range(1, 9)))
+    assert "  untested check-1, check-2, check-3, check-4, check-5 and 3 more" in format_failure(many).splitlines()
+    six = replace(result, not_evaluated=many.not_evaluated[:6])
+    assert "  untested check-1, check-2, check-3, check-4, check-5, check-6" in format_failure(six).splitlines()
+    assert "untested" not in format_failure(replace(result, not_evaluated=()))
 
 
-def test_a_record_of_a_version_that_did_not_know_what_was_not_judged_is_read(tmp_path):
+def test_a_record_of_a_version_that_did_not_know_what_was_not_evaluated_is_read(tmp_path):
     path = written(tmp_path, run_of("ok,wrong"))
     data = json.loads(path.read_text())
     for result in data["results"]:
-        assert result.pop("not_judged") == []
+        assert result.pop("not_evaluated") == []
     path.write_text(json.dumps(data))
     jsonschema.validate(data, schema())
     assert read_report(path).results == run_of("ok,wrong").results
 
 
 def test_columns_come_in_the_order_in_which_results_list_their_checks():
-    long, short = ("completes", "finite", "padding-inert", "claims-honest"), ("finite", "steps", "claims-honest", "x")
+    long, short = (
+        ("completes", "finite", "padding-inert", "capabilities-honest"),
+        ("finite", "steps", "capabilities-honest", "x"),
+    )
     first = run_of("ok").results[-1]
-    results = [replace(first, checks=short), replace(first, checks=long[:2], not_judged=long)]
+    results = [replace(first, checks=short), replace(first, checks=long[:2], not_evaluated=long)]
     order = reading_order(results)
-    assert order == ("completes", "finite", "padding-inert", "steps", "claims-honest", "x")
+    assert order == ("completes", "finite", "padding-inert", "steps", "capabilities-honest", "x")
     assert reading_order(results[::-1]) == order
 
 
@@ -319,15 +322,15 @@ def test_text_from_a_backend_cannot_become_markup():
 
 
 @pytest.mark.parametrize("problems", [(), ("an entry matches no case",)])
-@pytest.mark.parametrize("untried", [{}, {"fake:ok": ("page size 64",)}])
-def test_the_table_of_a_summary_stands_by_itself(problems: tuple[str, ...], untried: dict[str, tuple[str, ...]]):
+@pytest.mark.parametrize("not_covered", [{}, {"fake:ok": ("page size 64",)}])
+def test_the_table_of_a_summary_stands_by_itself(problems: tuple[str, ...], not_covered: dict[str, tuple[str, ...]]):
     """A row right below an item of a list belongs to the item, and is no table."""
     report = run_of("ok")
-    report = replace(report, problems=problems, header=replace(report.header, untried=untried))
+    report = replace(report, problems=problems, header=replace(report.header, not_covered=not_covered))
     lines = markdown_summary(report).splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("| backend"))
     assert lines[first - 1] == ""
-    assert any(line.startswith("- ") for line in lines[:first]) == bool(problems or untried)
+    assert any(line.startswith("- ") for line in lines[:first]) == bool(problems or not_covered)
 
 
 def test_a_run_that_was_cut_off_never_looks_finished():
@@ -389,7 +392,7 @@ def test_what_a_budget_left_out_has_not_vanished():
     assert not compare_reports(replace(old, results=(*old.results[:-1], left)), old).not_reached
 
 
-def test_a_margin_that_shrank_is_told_and_is_no_failure():
+def test_a_margin_that_shrank_is_reported_and_is_no_failure():
     old = run_of("ok")
     grown = tuple(replace(r, margin=0.7) if r.margin else r for r in old.results)
     found = compare_reports(old, replace(old, results=grown))
@@ -439,17 +442,17 @@ def test_the_verdict_always_has_its_denominator():
     assert verdict(report.header, report.results, problems=["x expired"]).startswith("NOT ACCEPTED")
 
 
-def test_a_named_case_that_is_not_claimed_is_no_verdict_on_the_backend():
+def test_a_named_case_that_is_not_declared_is_no_verdict_on_the_backend():
     passed = CaseResult("b", "decode", "eager", "c", Status.PASSED)
-    unclaimed = replace(passed, case="d", status=Status.UNSUPPORTED, reason="not declared: heads mha2")
+    undeclared = replace(passed, case="d", status=Status.UNSUPPORTED, reason="not declared: heads mha2")
     header = replace(run_of("ok").header, planned=1)
-    assert exit_code(1, [passed, unclaimed]) == 0
-    assert verdict(header, [passed, unclaimed]).startswith("CONFORMANT: 1 of 1 planned case-runs passed")
-    assert exit_code(0, [unclaimed]) == 5
+    assert exit_code(1, [passed, undeclared]) == 0
+    assert verdict(header, [passed, undeclared]).startswith("CONFORMANT: 1 of 1 planned case-runs passed")
+    assert exit_code(0, [undeclared]) == 5
     text = "NOTHING RAN: no backend declares what the selected cases need; not declared: heads mha2"
-    assert verdict(replace(header, planned=0), [unclaimed, unclaimed]) == text
+    assert verdict(replace(header, planned=0), [undeclared, undeclared]) == text
     absent = replace(passed, case="", status=Status.NOT_RUN_HERE, reason="needs SM100")
-    assert verdict(replace(header, planned=0), [unclaimed, absent]) == f"{text}; not runnable here: needs SM100"
+    assert verdict(replace(header, planned=0), [undeclared, absent]) == f"{text}; not runnable here: needs SM100"
 
 
 def test_green_requires_that_something_ran_and_nothing_is_missing():
@@ -464,7 +467,7 @@ def test_green_requires_that_something_ran_and_nothing_is_missing():
     assert exit_code(1, [passed], interrupted=True) == 2
 
 
-def test_what_a_machine_has_no_room_for_is_told_and_costs_no_verdict():
+def test_what_a_machine_has_no_room_for_is_reported_and_costs_no_verdict():
     passed = CaseResult("b", "decode", "eager", "c", Status.PASSED)
     no_room = replace(passed, status=Status.NOT_RUN_HERE, reason=f"{NO_ROOM}for a KV pool")
     assert exit_code(2, [passed, no_room]) == 0
@@ -488,7 +491,7 @@ def test_the_table_has_the_modes_in_a_servers_order():
     assert all(line == line.rstrip() for line in text_table(run_of("ok").results))
 
 
-def test_a_crash_is_told_with_its_command_too():
+def test_a_crash_is_reported_with_its_command_too():
     report = run_of("lost")
     crash = next(r for r in report.results if r.status is Status.CRASHED and r.execution == "graph")
     lines = format_failure(crash, report.header).splitlines()

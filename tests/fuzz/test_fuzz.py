@@ -32,7 +32,7 @@ FEW = ("--mode", "decode", "--execution", "eager", "--device", "cpu", "--minutes
 
 
 @pytest.fixture
-def fuzz(judged_here, in_folder):
+def fuzz(evaluated_here, in_folder):
     """The command with a judge in this process."""
     return in_folder
 

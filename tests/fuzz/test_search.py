@@ -15,7 +15,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.rows import rows_of
-from attn_testkit.cases.plainest import plainest_case
+from attn_testkit.cases.minimal import minimal_case
 from attn_testkit.cases.plans import context_len
 from attn_testkit.contract import Capabilities, Execution, ForwardMode
 from attn_testkit.examples import MinimalBackend
@@ -23,12 +23,14 @@ from attn_testkit.fuzz.search import Found, Search, TimeUp
 from attn_testkit.fuzz.strategies import random_cases
 from attn_testkit.results import CaseResult, Finding, Status
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 Fails = Callable[[Case, str], str]
 MODES = st.sampled_from(sorted(ForwardMode))
 
 
-def search_for(fails: Fails, *, most: int = 150, seed: int = 0, claims: Capabilities = CLAIMS, **more) -> Search:
+def search_for(
+    fails: Fails, *, most: int = 150, seed: int = 0, declared: Capabilities = CAPABILITIES, **more
+) -> Search:
     """A search on a backend that fails the check that ``fails`` names, if any.
 
     To find the failures of this file and make them small takes less than half of the case-runs, whatever Hypothesis is
@@ -42,7 +44,7 @@ def search_for(fails: Fails, *, most: int = 150, seed: int = 0, claims: Capabili
         return CaseResult("m:B", case.mode.value, execution, case.id, status, findings)
 
     values = {"modes": [ForwardMode.DECODE], "executions": list(Execution), "seconds": 60.0, "explain": run, **more}
-    search = Search(claims=claims, run=run, seed=seed, most=most, **values)
+    search = Search(declared=declared, run=run, seed=seed, most=most, **values)
     search.begin()
     return search
 
@@ -55,16 +57,18 @@ def found_by(fails: Fails, **more) -> dict[tuple[str, str], Found]:
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), MODES)
-def test_every_case_is_one_that_an_id_rebuilds_and_that_the_claims_hold(data, mode) -> None:
-    case = data.draw(random_cases(CLAIMS, mode))
+def test_every_case_is_one_that_an_id_rebuilds_and_that_the_capabilities_hold(data, mode) -> None:
+    case = data.draw(random_cases(CAPABILITIES, mode))
     assert parse_case(case.id) == case
     assert case.mode is mode
-    assert case.heads.family in CLAIMS.families
-    assert case.head_dim in CLAIMS.head_dims
-    assert case.page_size in CLAIMS.page_sizes
-    assert max(rows_of(case)) <= (CLAIMS.max_extend_tokens if mode is ForwardMode.EXTEND else CLAIMS.max_q_rows)
-    assert case.topk <= CLAIMS.max_topk
-    assert context_len(case) <= CLAIMS.max_context_len
+    assert case.heads.family in CAPABILITIES.families
+    assert case.head_dim in CAPABILITIES.head_dims
+    assert case.page_size in CAPABILITIES.page_sizes
+    assert max(rows_of(case)) <= (
+        CAPABILITIES.max_extend_tokens if mode is ForwardMode.EXTEND else CAPABILITIES.max_q_rows
+    )
+    assert case.topk <= CAPABILITIES.max_topk
+    assert context_len(case) <= CAPABILITIES.max_context_len
 
 
 NARROW = MinimalBackend.capabilities.with_changes(
@@ -75,7 +79,7 @@ NARROW = MinimalBackend.capabilities.with_changes(
 
 @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data(), MODES)
-def test_narrow_claims_are_kept(data, mode) -> None:
+def test_narrow_capabilities_are_kept(data, mode) -> None:
     case = data.draw(random_cases(NARROW, mode))
     assert (str(case.heads), case.head_dim, case.dtype, case.page_size) == ("mqa4", 64, "bf16", 16)
     assert (case.window, case.logit_cap, case.sinks, case.kv_dtype) == (-1, 0.0, False, "same")
@@ -84,18 +88,18 @@ def test_narrow_claims_are_kept(data, mode) -> None:
     assert context_len(case) <= 300
 
 
-@pytest.mark.parametrize("claims", [CLAIMS, NARROW])
+@pytest.mark.parametrize("declared", [CAPABILITIES, NARROW])
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_what_everything_is_shrunk_towards_is_the_plainest_case(claims: Capabilities, mode: ForwardMode) -> None:
+def test_what_everything_is_shrunk_towards_is_the_plainest_case(declared: Capabilities, mode: ForwardMode) -> None:
     # As the search: it explains nothing by Hypothesis.
     quiet = settings(database=None, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck),
                      phases=[Phase.generate, Phase.shrink])  # fmt: skip
-    assert find(random_cases(claims, mode), lambda case: True, settings=quiet) == plainest_case(claims, mode)
+    assert find(random_cases(declared, mode), lambda case: True, settings=quiet) == minimal_case(declared, mode)
 
 
-def test_what_no_claim_leaves_a_head_layout_for_is_said() -> None:
+def test_what_no_capability_leaves_a_head_layout_for_is_said() -> None:
     with pytest.raises(ValueError, match="decode is declared, and no head layout with it"):
-        random_cases(CLAIMS.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
+        random_cases(CAPABILITIES.with_changes(families={"gqa"}, gqa_ratios={1}), ForwardMode.DECODE)
 
 
 def test_a_failure_is_made_small_and_says_what_is_not_plain() -> None:
@@ -210,8 +214,12 @@ def test_old_failures_end_with_the_time_too() -> None:
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
-def test_what_not_every_server_does_is_drawn_where_it_is_claimed(mode: ForwardMode) -> None:
-    missing = {word for case in generate(CLAIMS, mode, "core") for word in case.variants} - {"far", "shapes", "bigpool"}
+def test_what_not_every_server_does_is_drawn_where_it_is_declared(mode: ForwardMode) -> None:
+    missing = {word for case in generate(CAPABILITIES, mode, "core") for word in case.variants} - {
+        "far",
+        "shapes",
+        "bigpool",
+    }
     missing |= {"two", "with parts"}
     few = settings(database=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=5_000,
                    phases=[Phase.generate])  # fmt: skip
@@ -223,15 +231,15 @@ def test_what_not_every_server_does_is_drawn_where_it_is_claimed(mode: ForwardMo
         missing.difference_update(case.variants, both, {"with parts"} if case.parts and case.variants else set())
         return not missing
 
-    assert last_of_them(find(random_cases(CLAIMS, mode), last_of_them, settings=few))
+    assert last_of_them(find(random_cases(CAPABILITIES, mode), last_of_them, settings=few))
 
 
 @given(st.data(), MODES)
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-def test_what_is_not_claimed_of_servers_is_not_drawn(data, mode) -> None:
+def test_what_is_not_declared_of_servers_is_not_drawn(data, mode) -> None:
     case = data.draw(random_cases(MinimalBackend.capabilities, mode))
     assert case.variants <= {"idle", "ahead"}
     assert "idle" not in case.variants or (case.chunks == 1 and case.layout != "shared")
-    other = data.draw(random_cases(CLAIMS, mode))
+    other = data.draw(random_cases(CAPABILITIES, mode))
     assert "noncausal" not in other.variants or (other.window < 0 and other.topk <= 1)
     assert "bare" not in other.variants or other.topk <= 1

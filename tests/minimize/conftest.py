@@ -9,7 +9,7 @@ from attn_testkit.cli import main
 
 
 @pytest.fixture
-def call(judged_here: None, capfd: pytest.CaptureFixture[str]) -> Call:
+def call(evaluated_here: None, capfd: pytest.CaptureFixture[str]) -> Call:
     """``minimize`` on the CPU: its exit code, stdout and stderr."""
 
     def _call(*argv: str) -> tuple[int, str, str]:

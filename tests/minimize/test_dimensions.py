@@ -10,30 +10,30 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.numbers import nearer_numbers
-from attn_testkit.cases.plainest import plainest_case
+from attn_testkit.cases.minimal import minimal_case
 from attn_testkit.contract import ForwardMode
 from attn_testkit.minimize.search import DIMENSIONS, changed, needs, odd_dimensions
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 
 
 def every_case(tier: str = "core") -> Iterator[Case]:
     for mode in ForwardMode:
-        yield from generate(CLAIMS, mode, tier)
+        yield from generate(CAPABILITIES, mode, tier)
 
 
 def test_two_cases_differ_in_some_dimension() -> None:
     for case in every_case():
-        plain = plainest_case(CLAIMS, case.mode)
-        assert odd_dimensions(case, plain) or case == plain
+        minimal = minimal_case(CAPABILITIES, case.mode)
+        assert odd_dimensions(case, minimal) or case == minimal
 
 
 def test_every_dimension_is_that_of_some_case() -> None:
-    seen = {name for case in every_case() for name in odd_dimensions(case, plainest_case(CLAIMS, case.mode))}
+    seen = {name for case in every_case() for name in odd_dimensions(case, minimal_case(CAPABILITIES, case.mode))}
     seen |= set(odd_dimensions(by_id("decode-mla2-d64r64-bf16-p1-k0-contiguous-gauss-b1prod-s3"), DECODE))
     seen |= set(odd_dimensions(by_id("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-usualscale-b1prod"), DECODE))
     prefixed = by_id("draft-decode-mha2-d64-bf16-p1-k1-topk1steps2-prefixed-contiguous-gauss-b1prod")
-    seen |= set(odd_dimensions(prefixed, plainest_case(CLAIMS, prefixed.mode)))
+    seen |= set(odd_dimensions(prefixed, minimal_case(CAPABILITIES, prefixed.mode)))
     assert list(DIMENSIONS) == [name for name in DIMENSIONS if name in seen]
 
 
@@ -77,13 +77,13 @@ IDS = {
 
 @pytest.mark.parametrize("name", IDS)
 def test_a_word_of_the_id_is_a_dimension_that_is_made_plain_by_itself(name: str) -> None:
-    odd, value, plain, of_plain = IDS[name]
-    assert list(map(str, needs(by_id(odd), plain))) == [f"{name} {value} (minimal: {of_plain})"]
-    assert changed(by_id(odd), DIMENSIONS[name].reset(by_id(odd), plain)) == plain
+    odd, value, minimal, of_plain = IDS[name]
+    assert list(map(str, needs(by_id(odd), minimal))) == [f"{name} {value} (minimal: {of_plain})"]
+    assert changed(by_id(odd), DIMENSIONS[name].reset(by_id(odd), minimal)) == minimal
 
 
 @pytest.mark.parametrize(
-    ("name", "words", "plain"),
+    ("name", "words", "minimal"),
     [
         ("target-verify-mha2-d64-bf16-p1-k0-chain4-contiguous-gauss-b1prod", "rows chain of 4", VERIFY),
         ("target-verify-mha2-d64-bf16-p1-k0-t0.0.1-contiguous-gauss-b1prod", "rows tree 0.0.1", VERIFY),
@@ -91,13 +91,13 @@ def test_a_word_of_the_id_is_a_dimension_that_is_made_plain_by_itself(name: str)
         ("extend-mha2-d64-bf16-p1-k0-n17a17-contiguous-gauss-b1prod", "rows 17", EXTEND),
     ],
 )
-def test_rows_are_what_the_mode_makes_of_them(name: str, words: str, plain: Case) -> None:
-    (need,) = needs(by_id(name), plain)
+def test_rows_are_what_the_mode_makes_of_them(name: str, words: str, minimal: Case) -> None:
+    (need,) = needs(by_id(name), minimal)
     assert str(need).startswith(words)
-    assert changed(by_id(name), DIMENSIONS["rows"].reset(by_id(name), plain)) == plain
+    assert changed(by_id(name), DIMENSIONS["rows"].reset(by_id(name), minimal)) == minimal
 
 
-def test_requests_and_what_they_have_are_told_apart() -> None:
+def test_requests_and_what_they_have_are_reported_apart() -> None:
     case = by_id("draft-extend-mha2-d64-bf16-p1-k7x2-n6a1.3-contiguous-gauss-b4prod")
     assert odd_dimensions(case, V1) == ["requests", "keys", "rows", "padded requests"]
     alone = changed(case, DIMENSIONS["requests"].reset(case, V1))
@@ -106,22 +106,24 @@ def test_requests_and_what_they_have_are_told_apart() -> None:
 
 def test_every_case_is_made_plain_dimension_by_dimension() -> None:
     for case in every_case():
-        plain = plainest_case(CLAIMS, case.mode)
+        minimal = minimal_case(CAPABILITIES, case.mode)
         for name in ("layers", "parts", "variants", "mixed", "loop", "requests", *DIMENSIONS):
-            case = changed(case, DIMENSIONS[name].reset(case, plain))
-        assert case == plain
+            case = changed(case, DIMENSIONS[name].reset(case, minimal))
+        assert case == minimal
 
 
 def test_what_is_nearer_differs_in_no_dimension_in_which_the_case_does_not() -> None:
     for case in every_case("smoke"):
-        plain = plainest_case(CLAIMS, case.mode)
+        minimal = minimal_case(CAPABILITIES, case.mode)
         for name, dimension in DIMENSIONS.items():
-            for changes in dimension.steps(CLAIMS, case, plain) if name in odd_dimensions(case, plain) else ():
+            for changes in (
+                dimension.steps(CAPABILITIES, case, minimal) if name in odd_dimensions(case, minimal) else ()
+            ):
                 try:
                     near = changed(case, changes)
                 except ValueError:
                     continue
-                assert set(odd_dimensions(near, plain)) <= set(odd_dimensions(case, plain)), (case.id, near.id)
+                assert set(odd_dimensions(near, minimal)) <= set(odd_dimensions(case, minimal)), (case.id, near.id)
                 assert parse_case(near.id) == near
 
 

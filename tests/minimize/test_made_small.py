@@ -9,28 +9,28 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.claimed import not_claimed
+from attn_testkit.cases.declared import not_declared
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.minimize.search import Search, TimeUp
 from attn_testkit.results import CaseResult, Finding, Status
 
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 Fails = Callable[[Case], str]
 RICH = "decode-gqa4x2-d128-fp16-p16-k300.70.12-shuffled-peaked-kvfp8e4m3-w11-cap1.5-sink-b5nan"
 V1 = "draft-extend-gqa2x2-d64-fp16-p16-k7x3-n6a1.3.5-reversed-gauss-b4stale"
 
 
-def search_for(fails: Fails, *, claims: Capabilities = CLAIMS, **more: object) -> Search:
+def search_for(fails: Fails, *, declared: Capabilities = CAPABILITIES, **more: object) -> Search:
     """A search on a backend that fails the check that ``fails`` names, if any."""
 
     def run(case: Case) -> CaseResult:
-        assert not_claimed(claims, case) == ""
+        assert not_declared(declared, case) == ""
         check = fails(case)
         findings = (Finding(check, "wrong"),) if check else ()
         status = Status.FAILED if check else Status.PASSED
         return CaseResult("m:B", case.mode.value, "eager", case.id, status, findings)
 
-    return Search(claims, run, **{"seconds": 60.0, **more})  # type: ignore[arg-type]
+    return Search(declared, run, **{"seconds": 60.0, **more})  # type: ignore[arg-type]
 
 
 def made_small(fails: Fails, name: str, **more: object) -> Search:
@@ -103,15 +103,17 @@ def test_a_long_request_is_cut_to_the_first_length_that_fails() -> None:
 
 
 def test_of_many_requests_as_many_are_left_as_it_takes() -> None:
-    (name,) = (case.id for case in generate(CLAIMS, ForwardMode.DECODE, "core") if case.bs == 132)
+    (name,) = (case.id for case in generate(CAPABILITIES, ForwardMode.DECODE, "core") if case.bs == 132)
     search = made_small(wrong_where(lambda case: case.bs > 32), name)
     assert search.case.id == "decode-mha2-d32-bf16-p1-k0x33-contiguous-gauss-b33prod"
     assert search.runs < 150
 
 
-def test_only_claimed_cases_are_run() -> None:
-    claims = CLAIMS.with_changes(page_sizes={4, 16}, windows={"smallest": 2, "in_trees": False}, head_dims={64, 128})
-    search = made_small(wrong_where(lambda case: case.window >= 0), RICH, claims=claims)
+def test_only_declared_cases_are_run() -> None:
+    declared = CAPABILITIES.with_changes(
+        page_sizes={4, 16}, windows={"smallest": 2, "in_trees": False}, head_dims={64, 128}
+    )
+    search = made_small(wrong_where(lambda case: case.window >= 0), RICH, declared=declared)
     assert search.case.id == "decode-mha2-d64-bf16-p4-k0-contiguous-gauss-w2-b1prod"
 
 
@@ -127,11 +129,11 @@ def other_check_at_small_pages(case: Case) -> str:
 
 
 def test_the_same_check_fails_to_the_end_unless_any_may() -> None:
-    claims = CLAIMS.with_changes(page_sizes={1, 2, 16})
-    same = made_small(other_check_at_small_pages, RICH, claims=claims)
+    declared = CAPABILITIES.with_changes(page_sizes={1, 2, 16})
+    same = made_small(other_check_at_small_pages, RICH, declared=declared)
     assert (same.case.page_size, same.case.sinks) == (16, True)
     assert not same.plain_passes
-    any_check = made_small(other_check_at_small_pages, RICH, claims=claims, any_failure=True)
+    any_check = made_small(other_check_at_small_pages, RICH, declared=declared, any_failure=True)
     assert any_check.odd() == []
 
 
@@ -140,8 +142,8 @@ def test_where_the_plainest_case_fails_another_plain_one_takes_its_place() -> No
         return "matches-oracle" if 0 in case.prefixes or case.sinks else ""
 
     search = made_small(fails, RICH)
-    assert search.plain is not None
-    assert search.plain.prefixes == (5,)
+    assert search.minimal is not None
+    assert search.minimal.prefixes == (5,)
     assert search.case.id == "decode-mha2-d32-bf16-p1-k5-contiguous-gauss-sink-b1prod"
 
 

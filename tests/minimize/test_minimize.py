@@ -92,8 +92,8 @@ def assert_minimised(out: str, backend: str, check: str, needs: list[str]) -> No
 
 def core_of(backend: str, case: str) -> tuple[object, ...]:
     module, _, name = backend.partition(":")
-    claims = getattr(importlib.import_module(module), name).capabilities
-    return generate(claims, parse_case(case).mode, "core")
+    declared = getattr(importlib.import_module(module), name).capabilities
+    return generate(declared, parse_case(case).mode, "core")
 
 
 def test_what_passes_leaves_nothing_to_do(call: Call) -> None:
@@ -134,7 +134,7 @@ def test_what_cannot_be_done_is_said(argv: list[str], code: int, message: str, c
 class KeepsCount:
     """Judges a backend that is wrong with pages of 16, and with all from the fourth case-run of a process on."""
 
-    claims = TorchNativeBackend.capabilities
+    declared = TorchNativeBackend.capabilities
 
     def __init__(self, case: str) -> None:
         header = RunHeader("0", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 1)

@@ -8,7 +8,7 @@ from attn_testkit.running.planning.request import Item
 SMOKE = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod"
 PAIR = "decode-mha2-d64-fp16-p16-k7x2-reversed-peaked-b4prod"
 LATER = "decode-mha2-d64-fp16-p16-k7x2-reversed-peaked-b3prod"
-WAY = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod-idle"
+VARIANT = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod-idle"
 
 
 def item(case: str, execution: str = "eager") -> Item:
@@ -17,8 +17,8 @@ def item(case: str, execution: str = "eager") -> Item:
 
 def test_a_value_that_smoke_has_not_comes_before_pairs_and_eager_and_graph_stay_together() -> None:
     known = [item(SMOKE), item("decode-mha2-d64-fp16-p16-k9x3-shuffled-peaked-b4prod")]
-    waiting = [item(LATER), item(LATER, "graph"), item(PAIR), item(WAY), item(WAY, "graph")]
+    waiting = [item(LATER), item(LATER, "graph"), item(PAIR), item(VARIANT), item(VARIANT, "graph")]
     order = [(each.case, each.execution) for each in most_valuable(waiting, known)]
-    assert order[:2] == [(WAY, "eager"), (WAY, "graph")]
+    assert order[:2] == [(VARIANT, "eager"), (VARIANT, "graph")]
     assert len(order) == len(waiting)
     assert abs(order.index((LATER, "eager")) - order.index((LATER, "graph"))) == 1

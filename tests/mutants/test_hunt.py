@@ -14,7 +14,7 @@ import pytest
 from attn_testkit.cli import main
 from attn_testkit.mutants import Hunt, Settings, hunt
 from attn_testkit.mutants.hunting import _stable
-from attn_testkit.mutants.journal import CLAIMS, KILLED, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Verdict
+from attn_testkit.mutants.journal import CAPABILITIES, KILLED, OPEN, SURVIVED, TIMED_OUT, UNREACHED, Verdict
 from attn_testkit.mutants.report import counts, exit_code, hunt_text, plain, score
 from attn_testkit.registry import UsageError
 
@@ -51,7 +51,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.Fixt
     return write
 
 
-def judged(found: Hunt) -> dict[str, str]:
+def evaluated(found: Hunt) -> dict[str, str]:
     """The mutated line -> what became of it."""
     return {m.becomes: found.verdicts[m.id].status for m in found.mutants if m.id in found.verdicts}
 
@@ -67,7 +67,7 @@ def test_a_wrong_number_is_killed_a_limit_survives_and_an_unreached_line_is_name
     asked = settings(name, tmp_path)
     seen: list[str] = []
     found = hunt(asked, lambda what, done, total: seen.append(what))
-    was = judged(found)
+    was = evaluated(found)
     assert was["return super().run(q, kv, plan) * 2.0"] == KILLED
     assert was["return super().run(q, kv, plan) * 0.5"] == KILLED
     assert was["return None"] in (KILLED, UNREACHED)
@@ -75,7 +75,7 @@ def test_a_wrong_number_is_killed_a_limit_survives_and_an_unreached_line_is_name
     assert was["if plan.page_size > 4097:"] == SURVIVED
     assert was["if plan.page_size >= 4096:"] == SURVIVED
     assert was["return q * 6.0"] == UNREACHED
-    assert was["MOST_ROWS = 2"] == CLAIMS
+    assert was["MOST_ROWS = 2"] == CAPABILITIES
     assert not any("capabilities" in line for line in was)
     killed = next(v for m in found.mutants if "* 2.0" in m.becomes for v in [found.verdicts[m.id]])
     assert (killed.by, killed.runs) == ("matches-oracle", 1)
@@ -164,7 +164,13 @@ def made_up(**statuses: int) -> Hunt:
     """A hunt with so many of each status."""
     from attn_testkit.mutants.operators import mutants_of
 
-    names = {"killed": KILLED, "timed_out": TIMED_OUT, "survived": SURVIVED, "unreached": UNREACHED, "claims": CLAIMS}
+    names = {
+        "killed": KILLED,
+        "timed_out": TIMED_OUT,
+        "survived": SURVIVED,
+        "unreached": UNREACHED,
+        "declared": CAPABILITIES,
+    }
     listed = [names[key] for key, count in statuses.items() for _ in range(count)]
     source = "".join(f"x{n} = a < b{n}\n" for n in range(len(listed))).encode()
     mutants = mutants_of(source, "m.py")
@@ -172,20 +178,20 @@ def made_up(**statuses: int) -> Hunt:
     return Hunt(Settings("m:A"), {"m": source}, len(mutants), tuple(mutants), verdicts, {}, 5, "CPU", 1.0)
 
 
-def test_the_score_counts_what_is_not_reached_as_survived_and_other_claims_not_at_all() -> None:
-    found = made_up(killed=5, timed_out=1, survived=1, unreached=1, claims=3)
+def test_the_score_counts_what_is_not_reached_as_survived_and_other_capabilities_not_at_all() -> None:
+    found = made_up(killed=5, timed_out=1, survived=1, unreached=1, declared=3)
     assert score(found) == 6 / 8
     assert exit_code(found) == 1
     assert plain(found)["score"] == 6 / 8
-    assert counts(found)[CLAIMS] == 3
+    assert counts(found)[CAPABILITIES] == 3
     named = next(mutant.id for mutant in found.mutants if found.verdicts[mutant.id].status == UNREACHED)
     assert score(replace(found, reasons={named: "because"})) == 6 / 7
-    assert exit_code(made_up(killed=1, claims=1)) == 0
-    assert score(made_up(claims=1)) is None
+    assert exit_code(made_up(killed=1, declared=1)) == 0
+    assert score(made_up(declared=1)) is None
     assert exit_code(made_up()) == 5
 
 
-def test_a_digest_of_claims_is_the_same_in_every_process() -> None:
+def test_a_digest_of_capabilities_is_the_same_in_every_process() -> None:
     assert _stable({"b": frozenset({"y", "x"}), "a": (1, None)}) == "{'a': [1, None], 'b': {'x', 'y'}}"
     assert json.loads(json.dumps(_stable(frozenset({2, 1})))) == "{1, 2}"
 

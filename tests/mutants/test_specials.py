@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from attn_testkit.mutants.operators import mutants_of
-from attn_testkit.mutants.specials import ALL, SPECIALS, UNSEEN, is_claim
+from attn_testkit.mutants.specials import ALL, SPECIALS, UNSEEN, is_capability
 
 
 def becomes(source: str) -> list[str]:
-    return [mutant.becomes for mutant in mutants_of(source.encode(), "a.py", UNSEEN, SPECIALS, is_claim)]
+    return [mutant.becomes for mutant in mutants_of(source.encode(), "a.py", UNSEEN, SPECIALS, is_capability)]
 
 
 @pytest.mark.parametrize(
@@ -56,11 +56,11 @@ def test_a_guard_is_taken_always_and_never() -> None:
     assert [b for b in becomes(source) if b.startswith("if")] == ["if True:", "if False:"]
 
 
-def test_claims_are_left_as_they_are_and_so_is_what_only_changes_the_speed() -> None:
-    claims = (
+def test_capabilities_are_left_as_they_are_and_so_is_what_only_changes_the_speed() -> None:
+    declared = (
         "class A:\n    capabilities: Capabilities = Capabilities(max_q_rows=8)\n    capabilities = f(3)\n    rows = 8\n"
     )
-    assert {m.was for m in mutants_of(claims.encode(), "a.py", UNSEEN, ALL, is_claim)} == {"rows = 8"}
+    assert {m.was for m in mutants_of(declared.encode(), "a.py", UNSEEN, ALL, is_capability)} == {"rows = 8"}
     launch = b"def run():\n    x = kernel[3](a=b, num_warps=4, num_stages=2)\n"
     assert not [m for m in mutants_of(launch, "a.py", UNSEEN, ALL) if "num_" not in m.becomes or "=5" in m.becomes]
 

@@ -17,7 +17,7 @@ from attn_testkit.record.cases import Unreadable, cases_of, read_lines
 from attn_testkit.record.watch import MOST_LINES
 
 HERE = Path(__file__).parent
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 ENVIRONMENT = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
 
@@ -107,7 +107,7 @@ def test_recording_breaks_no_rule_and_every_mode_and_graph_comes_out_again(tmp_p
     lines = read_lines(file)
     assert {line["how"] for line in lines if line["line"] == "batch"} == {"eager", "capture", "replay"}
     assert not any("seq_lens" in line for line in lines if line.get("how") == "capture")
-    found = cases_of(lines, CLAIMS)
+    found = cases_of(lines, CAPABILITIES)
     modes = {case.mode.value for case in found.cases.values()}
     assert modes == {"decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode"}
     # The own batch of each case, which its first step has; accepted tokens of v2 are on the device.
@@ -328,15 +328,15 @@ def test_what_has_no_case_is_counted_with_its_reason(lines: list[dict[str, Any]]
     assert (why[: len(reason)], count) == (reason, 1)
 
 
-def test_with_claims_only_what_they_hold_is_left_as_they_hold_it() -> None:
+def test_with_capabilities_only_what_they_hold_is_left_as_they_hold_it() -> None:
     lines = [batch(), layer(window=3), batch(seq_lens=[70, 1])]
-    narrow = CLAIMS.with_changes(windows={"smallest": 5, "layers": "same"}, any_scaling=False)
+    narrow = CAPABILITIES.with_changes(windows={"smallest": 5, "layers": "same"}, any_scaling=False)
     assert next(iter(cases_of(lines, narrow).cases)) == (
         "decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-w5same-usualscale-b2prod"
     )
-    wide = cases_of([batch(), layer(window=3, usual_scaling=True)], CLAIMS.with_changes(kv_layouts={"hnd"}))
+    wide = cases_of([batch(), layer(window=3, usual_scaling=True)], CAPABILITIES.with_changes(kv_layouts={"hnd"}))
     assert list(wide.cases) == ["decode-mha4-d64-bf16-p16-k6.29-shuffled-gauss-kvhnd-w3same-usualscale-b2prod"]
-    none = cases_of(lines, CLAIMS.with_changes(page_sizes={1}))
+    none = cases_of(lines, CAPABILITIES.with_changes(page_sizes={1}))
     assert dict(none.skipped) == {"not declared: page size 16": 2}
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from attn_testkit.runner_modes.compiling import STEPS, _shorter
-from attn_testkit.runner_modes.errors import DriveError
+from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.looked_at import looked_at
 
 from attn_testkit.cases.case import parse_case
@@ -151,7 +151,7 @@ def test_a_compiler_that_nothing_announces_is_let_work_and_looked_at_from_the_ne
 
 def test_one_that_works_at_every_call_is_found(cuda: None) -> None:
     always = _Called(9, OPAQUE)
-    with pytest.raises(DriveError) as raised:
+    with pytest.raises(RunError) as raised:
         look(always)
     assert isinstance(raised.value.__cause__, HostSyncError)
     assert always.calls == 3
@@ -159,7 +159,7 @@ def test_one_that_works_at_every_call_is_found(cuda: None) -> None:
 
 def test_a_wait_of_the_callers_own_is_found_at_the_first_call(cuda: None) -> None:
     own = _Called(1, from_file("/somewhere/author.py"))
-    with pytest.raises(DriveError):
+    with pytest.raises(RunError):
         look(own)
     assert own.calls == 1
     assert look(_Called(1, OPAQUE), no_waits=False) == 1

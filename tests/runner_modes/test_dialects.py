@@ -1,4 +1,4 @@
-"""What servers say in different ways, and what a backend must claim to be told it."""
+"""What servers say in different ways, and what a backend must declare to be told it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.errors import DriveError
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.errors import RunError
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.schedule import make_schedule
@@ -79,7 +79,7 @@ def device() -> Iterator[None]:
 def graph(case: Case, backend: type[Spy]) -> Spy:
     schedule = make_schedule(case)
     harness = ServerHarness(backend, [schedule], torch.device("cuda"))
-    drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
     assert isinstance(harness.backend, Spy)
     return harness.backend
 
@@ -97,7 +97,7 @@ def test_the_captured_batch_says_the_width_unless_a_backend_takes_it_unset(case_
     case = parse_case(case_id)
     for backend, widths in (
         (Spy, {WIDTHS[case_id]}),
-        (TakesUnsetWidth, {-1 if case.pick("num-tokens-per-req") else 0}),
+        (TakesUnsetWidth, {-1 if case.derived("num-tokens-per-req") else 0}),
     ):
         specs = [batch.spec_info for batch in graph(case, backend).captured]
         assert all(isinstance(spec, (VerifyInput, DraftExtendInput)) for spec in specs)
@@ -129,19 +129,19 @@ class Strides(Spy):
 
 
 @pytest.mark.parametrize("contiguous", [False, True])
-@pytest.mark.parametrize("turned", [False, True])
-def test_in_the_second_step_q_lies_as_in_the_first_or_the_other_way(contiguous: bool, turned: bool) -> None:
-    picks = {"qkv-memory": contiguous, "second-step-memory": turned}
+@pytest.mark.parametrize("other_strides", [False, True])
+def test_in_the_second_step_q_lies_as_in_the_first_or_the_other_way(contiguous: bool, other_strides: bool) -> None:
+    picks = {"qkv-memory": contiguous, "second-step-memory": other_strides}
     cases = (parse_case(DECODE).with_seed(seed) for seed in range(32))
-    case = next(case for case in cases if all(case.pick(name) == value for name, value in picks.items()))
+    case = next(case for case in cases if all(case.derived(name) == value for name, value in picks.items()))
     found = [eager(case, Strides, second=second) for second in (False, True)]
-    assert [each.contiguous for each in found if isinstance(each, Strides)] == [contiguous, contiguous != turned]
+    assert [each.contiguous for each in found if isinstance(each, Strides)] == [contiguous, contiguous != other_strides]
 
 
 @pytest.mark.parametrize("backend", [Spy, TakesNone])
 def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(backend: type[Spy]) -> None:
     cases = [parse_case(DECODE).with_seed(seed) for seed in range(8)]
-    stored = next(case for case in cases if case.pick("second-step-stored"))
+    stored = next(case for case in cases if case.derived("second-step-stored"))
     for k, v, save in eager(stored, backend).new:
         assert save
         assert k.isfinite().all()
@@ -155,7 +155,7 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
 
 
 @pytest.mark.parametrize(
-    ("claim", "message"),
+    ("capability", "message"),
     [
         ({"takes_none_kw": True}, "unknown capability 'takes_none_kw'; did you mean 'server.takes_none_kv'"),
         ({"server": {"takes_none_kv": "yes"}}, "takes_none_kv must be True or False, got 'yes'"),
@@ -180,9 +180,9 @@ def test_k_and_v_that_the_pool_holds_are_none_in_one_layer_for_who_takes_it(back
         ({"new_rows_as_given": "extend"}, "new_rows_as_given must be a set or list of values, got 'extend'"),
     ],
 )
-def test_a_misspelt_claim_is_answered_with_the_right_one(claim: dict[str, Any], message: str) -> None:
+def test_a_misspelt_capability_is_answered_with_the_right_one(capability: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        Capabilities(eager={ForwardMode.DECODE}, **claim)
+        Capabilities(eager={ForwardMode.DECODE}, **capability)
 
 
 class BuiltTwice(Spy):
@@ -295,8 +295,8 @@ class Either(Padded):
 @pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
 def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: str) -> None:
     width = WIDTHS.get(case_id, 1)
-    for backend, way, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
-        spy = graph(replace(parse_case(case_id), variants=frozenset({way} - {""})), backend)
+    for backend, variant, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
+        spy = graph(replace(parse_case(case_id), variants=frozenset({variant} - {""})), backend)
         assert isinstance(spy, Padded)
         # Capture, then a step of three requests, then one of four.
         captured, padded, full, *_ = ({name: t.tolist() for name, t in read.items()} for read in spy.read)
@@ -321,7 +321,7 @@ class CountsEither(Spy):
 
 
 @pytest.mark.parametrize(
-    ("backend", "way", "lens"),
+    ("backend", "variant", "lens"),
     [
         (Spy, "", [3, 15, 40]),
         (CountsNew, "", [6, 18, 43]),
@@ -330,25 +330,25 @@ class CountsEither(Spy):
     ],
 )
 def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
-    backend: type[Spy], way: str, lens: list[int]
+    backend: type[Spy], variant: str, lens: list[int]
 ) -> None:
-    spy = eager(replace(parse_case(VERIFY), variants=frozenset({way} - {""})), backend)
+    spy = eager(replace(parse_case(VERIFY), variants=frozenset({variant} - {""})), backend)
     assert spy.eager[0].seq_lens.tolist() == lens
     assert spy.context.dialect.verify_lens == ("all" if lens[0] == 6 else "prefix")
 
 
-@pytest.mark.parametrize("way", ["", "bare"])
-def test_a_bare_chain_has_neither_mask_nor_links(way: str) -> None:
-    case = replace(parse_case(VERIFY), variants=frozenset({way} - {""}))
+@pytest.mark.parametrize("variant", ["", "bare"])
+def test_a_bare_chain_has_neither_mask_nor_links(variant: str) -> None:
+    case = replace(parse_case(VERIFY), variants=frozenset({variant} - {""}))
     specs = [eager(case, Spy).eager[0].spec_info, *(batch.spec_info for batch in graph(case, Spy).captured)]
     for spec in specs:
         assert isinstance(spec, VerifyInput)
         given = (spec.custom_mask, spec.retrieve_index, spec.retrieve_next_token, spec.retrieve_next_sibling)
-        assert [each is None for each in given] == [way == "bare"] * 4
+        assert [each is None for each in given] == [variant == "bare"] * 4
         assert (spec.topk, spec.draft_token_num) == (1, 3)
 
 
-def test_a_backend_refuses_a_dialect_that_it_does_not_claim() -> None:
+def test_a_backend_refuses_a_dialect_that_it_does_not_declare() -> None:
     with pytest.raises(Unsupported, match="padded_requests nothing is not declared"):
         graph(replace(parse_case(DECODE), variants=frozenset({"norows"})), Spy)
 
@@ -399,7 +399,7 @@ def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
 
 @pytest.mark.parametrize("backend", [Other, Copies])
 def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
-    with pytest.raises(DriveError) as caught:
+    with pytest.raises(RunError) as caught:
         eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), backend)
     assert "was given out=, but returned other memory" in str(caught.value.__cause__)
 
@@ -412,15 +412,15 @@ class Shares(Spy):
         return self.shared.copy_(result)
 
 
-class SharesAndClaims(Shares):
+class SharesAndDeclares(Shares):
     capabilities = Spy.capabilities.with_changes(server={"output_lifetime": "model"})
 
 
-def test_layers_may_share_a_buffer_unless_the_claims_say_that_outputs_last() -> None:
+def test_layers_may_share_a_buffer_unless_the_capabilities_say_that_outputs_last() -> None:
     schedule = make_schedule(parse_case(DECODE))
     step, cuda = schedule.steps[0], torch.device("cuda")
-    with pytest.raises(DriveError) as caught:
-        run_eager(ServerHarness(SharesAndClaims, [schedule], cuda), schedule, step, Clock())
+    with pytest.raises(RunError) as caught:
+        run_eager(ServerHarness(SharesAndDeclares, [schedule], cuda), schedule, step, Clock())
     assert "layer 1 returned the memory of layer 0's output" in str(caught.value.__cause__)
     harnesses = [ServerHarness(backend, [schedule], cuda) for backend in (Spy, Shares)]
     right, shared = (run_eager(harness, schedule, step, Clock()).attention for harness in harnesses)
@@ -453,10 +453,12 @@ class MoreRows(Spy):
         self.planned = batch
 
 
-@pytest.mark.parametrize(("way", "more"), [("", 0), ("morerows", 3)])
+@pytest.mark.parametrize(("variant", "more"), [("", 0), ("morerows", 3)])
 @pytest.mark.parametrize(("case_id", "rows"), [(DECODE, 3), (VERIFY, 9), (V1, 6)])
-def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(way: str, more: int, case_id: str, rows: int) -> None:
-    case = replace(parse_case(case_id), variants=frozenset({way} - {""}))
+def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(
+    variant: str, more: int, case_id: str, rows: int
+) -> None:
+    case = replace(parse_case(case_id), variants=frozenset({variant} - {""}))
     spy = eager(case, MoreRows)
     assert isinstance(spy, MoreRows)
     assert spy.rows == [(rows, *[rows + more] * 6)] * 2

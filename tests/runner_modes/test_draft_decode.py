@@ -10,9 +10,9 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Schedule, make_schedule
@@ -23,7 +23,7 @@ from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p16-k3.15.40-topk2steps4-shuffled-gauss-b4{padding}"
-REPLAYS_ONLY = DriveOptions(eager_steps=False)
+REPLAYS_ONLY = RunOptions(eager_steps=False)
 
 
 @dataclass
@@ -137,7 +137,7 @@ def test_outputs_have_a_row_for_each_branch_and_forward_in_the_order_of_the_requ
 @pytest.mark.parametrize("padding", ["prod", "nan", "stale", "small"])
 def test_one_graph_of_all_forwards_is_right_for_every_batch(padding: str) -> None:
     server, spy, schedule = harness(padding)
-    run = drive_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
+    run = run_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
     assert len(run.observed) == len(schedule.steps) == len(spy.views)
     assert all(right(schedule, observed) for _, observed in run.observed)
     assert run.not_finite_in_warm_up == ()
@@ -145,7 +145,7 @@ def test_one_graph_of_all_forwards_is_right_for_every_batch(padding: str) -> Non
 
 def test_a_replay_view_is_what_the_contract_writes_down() -> None:
     server, spy, schedule = harness()
-    drive_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
+    run_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
     for view, step in zip(spy.views, schedule.steps, strict=True):
         bs = view.batch_size
         assert set(vars(view)) == {
@@ -161,7 +161,7 @@ def test_a_replay_view_is_what_the_contract_writes_down() -> None:
 
 def test_padded_requests_have_slot_0_in_every_forward() -> None:
     server, spy, schedule = harness()
-    drive_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
+    run_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
     padded = [(step, view) for step, view in zip(schedule.steps, spy.views, strict=True) if step.bs < step.bucket]
     assert {step.padding for step, _ in padded} == {"prod", "nan", "stale"}
     for step, view in padded:
@@ -178,7 +178,7 @@ def test_the_context_says_how_many_branches_and_steps_and_tokens_of_one_forward(
     assert (context.topk, context.num_draft_tokens) == (0, 1)
 
 
-def test_more_branches_than_are_claimed_are_refused() -> None:
+def test_more_branches_than_are_declared_are_refused() -> None:
     schedule = make_schedule(parse_case(CASE.format(padding="prod")))
     with pytest.raises(Unsupported, match="draft branches 2 is not declared"):
         ServerHarness(MinimalBackend, [schedule], torch.device("cuda"))

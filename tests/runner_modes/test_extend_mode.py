@@ -10,12 +10,12 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch, ForwardMode
@@ -96,7 +96,7 @@ def eager(backend: type[Spy] = Spy) -> tuple[Spy, Schedule, Observation]:
 def graph(backend: type[Spy] = NeedySpy, case_id: str = EXTEND) -> tuple[Spy, Schedule, list[Observation]]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], torch.device("cuda"))
-    run = drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    run = run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
     assert isinstance(harness.backend, Spy)
     return harness.backend, schedule, [observed for _, observed in run.observed]
 
@@ -127,7 +127,9 @@ def test_the_context_says_how_many_new_tokens_a_request_may_have() -> None:
     assert (alone.max_extend_tokens, alone.num_draft_tokens, alone.speculative_num_steps) == (17, 1, 0)
     assert (alone.max_bs, alone.max_num_tokens) == (6, 60)
     decode = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-mixed")
-    both = [make_schedule(c) for c in [decode, *companions(decode, {ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND}, 8)]]
+    both = [
+        make_schedule(c) for c in [decode, *co_residents(decode, {ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND}, 8)]
+    ]
     context = ServerHarness(Spy, both, torch.device("cuda")).context
     assert (context.max_extend_tokens, context.speculative_num_steps) == (4, 3)
     assert ServerHarness(Spy, both[:1], torch.device("cuda")).context.max_extend_tokens == 0

@@ -11,13 +11,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
-from attn_testkit.runner_modes.errors import DriveError, blame
-from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun, drive_graphs
+from attn_testkit.runner_modes.errors import RunError, blame
+from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun, run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.contract import AttentionBackend, ForwardBatch
 from attn_testkit.emulation import emulated_cuda
@@ -33,11 +33,9 @@ def device() -> Iterator[None]:
         yield
 
 
-def drive(
-    backend: type[AttentionBackend], options: DriveOptions | None = None, schedule: Schedule = DECODE
-) -> GraphRun:
+def drive(backend: type[AttentionBackend], options: RunOptions | None = None, schedule: Schedule = DECODE) -> GraphRun:
     harness = ServerHarness(backend, [schedule], torch.device("cuda"))
-    return drive_graphs(harness, [schedule], Clock(), options)
+    return run_graphs(harness, [schedule], Clock(), options)
 
 
 def wrong_steps(run: GraphRun) -> list[int]:
@@ -91,7 +89,7 @@ class NaNInWarmUp(MinimalBackend):
 
 
 def test_of_a_healthy_backend_only_what_its_graphs_write_themselves_is_reported() -> None:
-    run = drive(MinimalBackend, DriveOptions(watch_replaced=True))
+    run = drive(MinimalBackend, RunOptions(watch_replaced=True))
     assert (run.not_finite_in_warm_up, run.replaced) == ((), ())
     assert {memory.path.split(".")[0] for memory in run.allocated_in_capture} == {"_kit_step"}
     assert run.fill == 1
@@ -105,12 +103,12 @@ def test_memory_that_is_allocated_in_a_capture_is_named_with_its_bucket() -> Non
 
 def test_poison_in_memory_of_a_capture_shows_where_a_graph_does_not_write_it() -> None:
     assert wrong_steps(drive(AllocatesInCapture))
-    assert wrong_steps(drive(AllocatesInCapture, DriveOptions(poison_allocated=False))) == []
+    assert wrong_steps(drive(AllocatesInCapture, RunOptions(poison_allocated=False))) == []
 
 
 def test_replaced_tensors_are_named_only_when_they_are_watched() -> None:
     assert drive(ReplacesATensor).replaced == ()
-    for options in (DriveOptions(watch_replaced=True), DriveOptions(copy_into_replaced=True)):
+    for options in (RunOptions(watch_replaced=True), RunOptions(copy_into_replaced=True)):
         assert drive(ReplacesATensor, options).replaced == ("bias",)
 
 
@@ -118,21 +116,21 @@ def test_a_copy_into_replaced_tensors_mends_the_graph_that_reads_them() -> None:
     # One replay of one bucket: a second plan would replace what the first one made, and not what the graph reads.
     first = DECODE.steps[0]
     alone = replace(DECODE, buckets=(first.bucket,), steps=(first,))
-    watching = DriveOptions(eager_steps=False, watch_replaced=True)
+    watching = RunOptions(eager_steps=False, watch_replaced=True)
     assert wrong_steps(drive(ReplacesATensor, watching, alone)) == [0]
     assert wrong_steps(drive(ReplacesATensor, replace(watching, copy_into_replaced=True), alone)) == []
 
 
 def test_a_warm_up_with_nan_is_reported_by_schedule() -> None:
     case = replace(DECODE.case, mixed=True)
-    schedules = [make_schedule(c) for c in (case, *companions(case, MinimalBackend.capabilities.graph, 8))]
+    schedules = [make_schedule(c) for c in (case, *co_residents(case, MinimalBackend.capabilities.graph, 8))]
     harness = ServerHarness(NaNInWarmUp, schedules, torch.device("cuda"))
-    run = drive_graphs(harness, schedules, Clock(), DriveOptions(eager_steps=False))
+    run = run_graphs(harness, schedules, Clock(), RunOptions(eager_steps=False))
     assert run.not_finite_in_warm_up == tuple(schedules)
 
 
 def test_without_eager_steps_only_replays_are_observed() -> None:
-    replays = drive(MinimalBackend, DriveOptions(eager_steps=False))
+    replays = drive(MinimalBackend, RunOptions(eager_steps=False))
     assert [observed.step for _, observed in replays.observed] == list(DECODE.steps)
     assert all(observed.replay for _, observed in replays.observed)
     among_eager = drive(MinimalBackend)
@@ -144,7 +142,7 @@ def test_without_eager_steps_only_replays_are_observed() -> None:
 def test_an_eager_step_comes_before_graphs_in_half_of_the_cases_and_is_reported_last() -> None:
     seeds = {parse_case(DECODE.case.id).with_seed(seed) for seed in range(1, 9)}
     for early in (True, False):
-        case = min((c for c in seeds if bool(c.pick("eager-before-graphs")) is early), key=lambda c: c.id)
+        case = min((c for c in seeds if bool(c.derived("eager-before-graphs")) is early), key=lambda c: c.id)
         run = drive(MinimalBackend, schedule=make_schedule(case))
         labels = [observed.label for _, observed in run.observed]
         assert ("eager run before there are graphs" in labels) is early
@@ -180,7 +178,7 @@ def test_what_a_drive_returns_keeps_no_backend_and_no_device_memory_alive() -> N
 
 
 def test_blame_wraps_what_is_raised_once() -> None:
-    with pytest.raises(DriveError) as caught, blame("plan for replay", "replay 1"), blame("verify mask"):
+    with pytest.raises(RunError) as caught, blame("plan for replay", "replay 1"), blame("verify mask"):
         raise ValueError("no mask")
     assert (caught.value.phase, caught.value.label) == ("verify mask", "")
     assert isinstance(caught.value.__cause__, ValueError)

@@ -10,13 +10,13 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 from in_process import plan_run, run
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.companions import companions
+from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, LegacyGraphHooks, VerifyInput
@@ -29,7 +29,7 @@ DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"
 V1 = "draft-extend-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
 V2 = "draft-extend-v2-gqa2x2-d64-bf16-p16-k3.15.40-n4a1.3.2-shuffled-gauss-b4prod"
-REPLAYS_ONLY = DriveOptions(eager_steps=False)
+REPLAYS_ONLY = RunOptions(eager_steps=False)
 
 
 class Spy(MinimalBackend):
@@ -73,7 +73,7 @@ def eager(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, Observ
 def graph(case_id: str, backend: type[Spy] = Spy) -> tuple[Spy, Schedule, list[Observation]]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], torch.device("cuda"))
-    run = drive_graphs(harness, [schedule], Clock(), REPLAYS_ONLY)
+    run = run_graphs(harness, [schedule], Clock(), REPLAYS_ONLY)
     assert isinstance(harness.backend, Spy)
     return harness.backend, schedule, [observed for _, observed in run.observed]
 
@@ -226,9 +226,9 @@ def test_replays_are_right_under_both_ways_of_turning_gradients_off(case_id: str
 
 def test_all_modes_share_one_instance_and_replay_interleaved() -> None:
     case = parse_case(V2)
-    schedules = [make_schedule(c) for c in [case, *companions(case, MinimalBackend.capabilities.graph, 8)]]
+    schedules = [make_schedule(c) for c in [case, *co_residents(case, MinimalBackend.capabilities.graph, 8)]]
     harness = ServerHarness(Spy, schedules, torch.device("cuda"))
-    seen = drive_graphs(harness, schedules, Clock()).observed
+    seen = run_graphs(harness, schedules, Clock()).observed
     order = [schedule.case.mode for schedule, observed in seen if observed.replay][: 2 * len(schedules)]
     assert order == [s.case.mode for s in schedules] * 2
     assert {s.case.mode for s in schedules} == set(ForwardMode)
@@ -263,7 +263,7 @@ class Legacy(LegacyGraphHooks, MinimalBackend):
 def test_the_older_hooks_are_called_as_they_were() -> None:
     schedule = make_schedule(parse_case(V2))
     harness = ServerHarness(Legacy, [schedule], torch.device("cuda"))
-    drive_graphs(harness, [schedule], Clock(), REPLAYS_ONLY)
+    run_graphs(harness, [schedule], Clock(), REPLAYS_ONLY)
     assert isinstance(harness.backend, Legacy)
     kinds = [kind for kind, _, _ in harness.backend.calls]
     assert kinds == ["capture"] * 2 + ["replay"] * len(schedule.steps)
@@ -309,7 +309,7 @@ class KeepsAModulesWorkspace(MinimalBackend):
 def test_what_a_process_keeps_is_not_spoiled_by_the_change_from_no_grad_to_inference_mode() -> None:
     spec = f"{__name__}:KeepsAModulesWorkspace"
     plan = plan_run(backends=[spec], modes=["decode"], executions=["eager"], device="cpu")
-    ways = [parse_case(item.case).inference_mode for item in plan.items]
-    assert ways == sorted(ways)
-    assert set(ways) == {False, True}
+    variants = [parse_case(item.case).inference_mode for item in plan.items]
+    assert variants == sorted(variants)
+    assert set(variants) == {False, True}
     assert [result.status for result in run(plan)] == [Status.PASSED] * len(plan.items)

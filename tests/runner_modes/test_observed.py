@@ -9,9 +9,9 @@ import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 from attn_testkit.runner_modes.static_inputs import make_static_inputs
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -43,7 +43,7 @@ def eager(backend: type[TorchNativeBackend], case_id: str = DECODE) -> tuple[Sch
 def replays(backend: type[TorchNativeBackend], case_id: str) -> list[Observation]:
     schedule = make_schedule(parse_case(case_id))
     harness = ServerHarness(backend, [schedule], CUDA)
-    run = drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    run = run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
     return [observed for _, observed in run.observed]
 
 
@@ -88,7 +88,7 @@ def test_what_the_model_gave_travels_where_it_was_modified_in_its_last_element(p
     backend = type("Scaled", (Scales,), {"part": part, "layer_id": layer})
     cases = [parse_case(DECODE).with_seed(seed) for seed in range(1, 9)]
     for contiguous, expected in ((False, ["packed 0"]), (True, [f"{'qkv'[part]} {layer}"])):
-        case = min((c for c in cases if (c.pick("qkv-memory") == 1) is contiguous), key=lambda c: c.id)
+        case = min((c for c in cases if (c.derived("qkv-memory") == 1) is contiguous), key=lambda c: c.id)
         assert names(eager(backend, case.id)[1], "activations") == expected
         for observed in replays(backend, case.id):
             # The last row of a padded replay is nobody's.

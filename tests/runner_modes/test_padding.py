@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from attn_testkit.runner_modes.clock import Clock
-from attn_testkit.runner_modes.graphs import drive_graphs
+from attn_testkit.runner_modes.graphs import run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.options import DriveOptions
+from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.schedule import Step, make_schedule
@@ -47,7 +47,7 @@ class Remembers(MinimalBackend):
 def replays(padding: str) -> list[tuple[Step, tuple[list[int], list[int], list[int]]]]:
     schedule = make_schedule(parse_case(CASE.format(padding)))
     harness = ServerHarness(Remembers, [schedule], torch.device("cuda"))
-    drive_graphs(harness, [schedule], Clock(), DriveOptions(eager_steps=False))
+    run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False))
     assert isinstance(harness.backend, Remembers)
     return [*zip(schedule.steps, harness.backend.padded, strict=True)]
 

@@ -48,7 +48,7 @@ def raw(pool: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case_id", CASES)
 def test_before_a_step_the_pool_is_bit_for_bit_the_image_of_the_case(case_id: str, unowned: float) -> None:
     schedule = make_schedule(parse_case(case_id))
-    harness = ServerHarness(TorchNativeBackend, [schedule], CUDA, unowned, claims=TorchNativeBackend.capabilities)
+    harness = ServerHarness(TorchNativeBackend, [schedule], CUDA, unowned, declared=TorchNativeBackend.capabilities)
     for step in (*schedule.steps[:2], schedule.second, schedule.steps[0], schedule.steps[0]):
         harness.load(schedule, step)
         data = make_step_data(schedule, step)
@@ -60,8 +60,8 @@ def test_before_a_step_the_pool_is_bit_for_bit_the_image_of_the_case(case_id: st
 @pytest.mark.parametrize("pattern", [None, "place.1.tail"])
 def test_finite_page_tails_and_marked_places_are_filled_too(pattern: str | None) -> None:
     schedule = make_schedule(parse_case(CASES[2]))
-    claims = TorchNativeBackend.capabilities.with_changes(finite_page_tails=frozenset({"fp8_e4m3"}))
-    harness = ServerHarness(TorchNativeBackend, [schedule], CUDA, claims=claims)
+    declared = TorchNativeBackend.capabilities.with_changes(finite_page_tails=frozenset({"fp8_e4m3"}))
+    harness = ServerHarness(TorchNativeBackend, [schedule], CUDA, declared=declared)
     step = schedule.steps[0]
     harness.load(schedule, step, pattern)
     data = make_step_data(schedule, step, pattern)
@@ -71,11 +71,11 @@ def test_finite_page_tails_and_marked_places_are_filled_too(pattern: str | None)
 
 def test_slots_behind_those_of_a_smaller_schedule_hold_what_unowned_slots_hold() -> None:
     small, large = (make_schedule(parse_case(CASES[0].replace("k3.15.40", lens))) for lens in ("k3.15.40", "k3.15.200"))
-    harness = ServerHarness(TorchNativeBackend, [large, small], CUDA, claims=TorchNativeBackend.capabilities)
+    harness = ServerHarness(TorchNativeBackend, [large, small], CUDA, declared=TorchNativeBackend.capabilities)
     harness.load(large, large.steps[0])
-    loaded = harness.load(small, small.steps[0])
-    assert loaded.slots < harness.context.kv_pool.num_slots
-    assert stored(harness.context.kv_pool)[:, :, loaded.slots :].isnan().all()
+    staged = harness.load(small, small.steps[0])
+    assert staged.slots < harness.context.kv_pool.num_slots
+    assert stored(harness.context.kv_pool)[:, :, staged.slots :].isnan().all()
 
 
 def filled(width: int = 8, dtype: torch.dtype = torch.bfloat16) -> tuple[KVPool, PoolWatch]:

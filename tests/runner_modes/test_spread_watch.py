@@ -13,7 +13,7 @@ from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import run_eager
 from attn_testkit.runner_modes.errors import NoRoomError
 from attn_testkit.runner_modes.harness import ServerHarness
-from attn_testkit.runner_modes.messages import DriveCase
+from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
@@ -23,7 +23,7 @@ from attn_testkit.contract import Execution
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.environment import resolve
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.running.case_runs.case_run import drive_case
+from attn_testkit.running.case_runs.case_run import run_case
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 SCHEDULE = make_schedule(parse_case(CASE))
@@ -56,13 +56,13 @@ def _resident() -> int:
 
 
 def test_requests_have_their_keys_at_the_places_that_the_table_says_and_all_else_is_nan(server: ServerHarness) -> None:
-    loaded = server.load(SCHEDULE, STEP)
+    staged = server.load(SCHEDULE, STEP)
     pool, table = keys(server), server.context.req_to_token
     owned = set[int]()
     for index, request in enumerate(STEP.requests):
         places = PLACES[request.slots[: request.prefix]]
         assert table[request.pool_row, : request.prefix].tolist() == places.tolist()
-        assert torch.equal(pool[torch.from_numpy(places)].cpu(), loaded.data.stored_keys[0, index, : request.prefix])
+        assert torch.equal(pool[torch.from_numpy(places)].cpu(), staged.data.stored_keys[0, index, : request.prefix])
         owned |= set(places.tolist())
     free = torch.tensor([place for place in PLACES.tolist() if place not in owned])
     assert bool(pool[free].isnan().all())
@@ -110,13 +110,13 @@ def test_without_room_for_it_the_case_is_not_run_here(monkeypatch: pytest.Monkey
     environment = resolve("cpu")
     with torch.no_grad(), emulated_cuda(), pytest.raises(NoRoomError, match=r"2\^31 elements: .*memory"):
         ServerHarness(MinimalBackend, [SCHEDULE], torch.device("cuda"))
-    driven = drive_case(MinimalBackend, DriveCase(CASE, Execution.EAGER), environment, MinimalBackend.capabilities)
-    assert words in driven.not_here
-    assert not driven.findings
+    record = run_case(MinimalBackend, RunCase(CASE, Execution.EAGER), environment, MinimalBackend.capabilities)
+    assert words in record.not_here
+    assert not record.findings
     usual = CASE.replace("-bigpool", "")
-    driven = drive_case(MinimalBackend, DriveCase(usual, Execution.EAGER), environment, MinimalBackend.capabilities)
-    assert not driven.not_here
-    assert [finding.check for finding in driven.findings] == ["completes"]
+    record = run_case(MinimalBackend, RunCase(usual, Execution.EAGER), environment, MinimalBackend.capabilities)
+    assert not record.not_here
+    assert [finding.check for finding in record.findings] == ["completes"]
 
 
 class CopiesThePool(MinimalBackend):
@@ -130,9 +130,9 @@ class CopiesThePool(MinimalBackend):
 @pytest.mark.parametrize("execution", Execution)
 def test_a_backend_that_copies_the_pool_is_not_run_and_takes_no_memory_of_the_machine(execution: Execution) -> None:
     before = _resident()
-    driven = drive_case(CopiesThePool, DriveCase(CASE, execution), resolve("cpu"), CopiesThePool.capabilities)
-    assert driven.not_here.startswith("no room beside a KV pool of more than 2^31 elements: ")
-    assert not driven.findings
+    record = run_case(CopiesThePool, RunCase(CASE, execution), resolve("cpu"), CopiesThePool.capabilities)
+    assert record.not_here.startswith("no room beside a KV pool of more than 2^31 elements: ")
+    assert not record.findings
     assert _resident() - before < 1 << 29
     torch.empty(6 << 30, dtype=torch.uint8)  # there is no limit any more
 
@@ -143,7 +143,7 @@ def test_memory_that_a_backend_lacks_elsewhere_is_its_failure(monkeypatch: pytes
 
     monkeypatch.setattr(MinimalBackend, "forward", refused)
     usual = CASE.replace("-bigpool", "")
-    claims = MinimalBackend.capabilities
-    driven = drive_case(MinimalBackend, DriveCase(usual, Execution.EAGER), resolve("cpu"), claims)
-    assert not driven.not_here
-    assert [finding.check for finding in driven.findings] == ["completes"]
+    declared = MinimalBackend.capabilities
+    record = run_case(MinimalBackend, RunCase(usual, Execution.EAGER), resolve("cpu"), declared)
+    assert not record.not_here
+    assert [finding.check for finding in record.findings] == ["completes"]

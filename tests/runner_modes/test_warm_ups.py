@@ -66,5 +66,5 @@ def test_the_first_eight_slots_that_a_capture_wrote_are_listed(count: int, liste
     assert f"{listed};" in finding.where
 
 
-def test_of_uneven_warm_ups_the_first_is_told_once() -> None:
+def test_of_uneven_warm_ups_the_first_is_reported_once() -> None:
     assert [finding.where for finding in at_capture(("here", "there"), ())] == ["here"]

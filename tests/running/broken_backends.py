@@ -188,7 +188,7 @@ class AcceptsAnything(_Decode):
         self._kit_mask = None
 
 
-class ClaimsWhatNoCaseCanMeet(MinimalBackend):
+class DeclaresWhatNoCaseCanMeet(MinimalBackend):
     capabilities = Capabilities(eager={"decode"}, families={"gqa"}, gqa_ratios={1})
 
 

@@ -26,7 +26,7 @@ class Runner:
         named = ("TRITON_INTERPRET", "OMP_NUM_THREADS")
         return os.getpid(), os.getsid(0), {name: os.environ.get(name) for name in named}
 
-    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+    def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"{spec} on {device}", "") for spec in specs]
 
     def run(self, plan: Any, items: Sequence[str]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from attn_testkit.runner_modes.messages import DriveCase
+from attn_testkit.runner_modes.messages import RunCase
 from test_worker_process import results_of
 
 from attn_testkit.cli import main
@@ -25,8 +25,8 @@ HERE = Path(__file__).parent
 FAILED = CaseResult("b", "decode", "eager", "z", Status.FAILED, (Finding("finite", "NaN", hint="look"),))
 
 
-def requests(count: int) -> list[DriveCase]:
-    return [DriveCase(f"c{index}", Execution.EAGER) for index in range(count)]
+def requests(count: int) -> list[RunCase]:
+    return [RunCase(f"c{index}", Execution.EAGER) for index in range(count)]
 
 
 class Asked:
@@ -36,7 +36,7 @@ class Asked:
         self.needed, self.alone = set(needed), alone
         self.seen: list[list[str]] = []
 
-    def __call__(self, before: Sequence[DriveCase]) -> bool | None:
+    def __call__(self, before: Sequence[RunCase]) -> bool | None:
         self.seen.append([request.case for request in before])
         if not before:
             return self.alone
@@ -80,7 +80,7 @@ def test_where_nothing_brings_it_back_that_is_said() -> None:
 
 
 @pytest.mark.parametrize("alone", [True, None])
-def test_what_is_wrong_alone_or_cannot_be_told_is_left_as_it_is(alone: bool | None) -> None:
+def test_what_is_wrong_alone_or_cannot_be_reported_is_left_as_it_is(alone: bool | None) -> None:
     asked = Asked("c1", alone=alone)
     assert explained_by_what_was_kept(FAILED, requests(2), asked) is None
     assert asked.seen == [[]]
@@ -132,7 +132,7 @@ def test_a_backend_that_is_wrong_anyway_is_asked_about_twice_and_no_more(monkeyp
     asked = []
     original = Lane._fails_afresh
 
-    def counted(self: Lane, before: Sequence[DriveCase], *more: object) -> bool | None:
+    def counted(self: Lane, before: Sequence[RunCase], *more: object) -> bool | None:
         asked.append(len(before))
         return original(self, before, *more)  # type: ignore[arg-type]
 
@@ -146,7 +146,7 @@ def test_a_backend_that_is_wrong_anyway_is_asked_about_twice_and_no_more(monkeyp
     assert asked == []
 
 
-def test_in_one_process_it_cannot_be_told_and_that_is_said() -> None:
+def test_in_one_process_it_cannot_be_reported_and_that_is_said() -> None:
     found = results_of("WrongFromTheFourthInstanceOn", cases=CASES[:4], in_process=True)
     (failed, *_) = (result for result in found if result.status is Status.FAILED)
     assert failed.after == ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from attn_testkit.runner_modes.messages import DriveCase
+from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.contract import Execution
 from attn_testkit.results import CaseResult, Finding, Status
@@ -14,20 +14,20 @@ from attn_testkit.running.case_runs.between_cases import MOST_PREDECESSORS, expl
 FAILED = CaseResult("m:A", "decode", "eager", "c", Status.FAILED, findings=(Finding("finite", "NaN", hint="a hint"),))
 
 
-def driven(count: int) -> list[DriveCase]:
-    return [DriveCase(f"case {i}", Execution.EAGER) for i in range(count)]
+def record(count: int) -> list[RunCase]:
+    return [RunCase(f"case {i}", Execution.EAGER) for i in range(count)]
 
 
 def search(count: int, needed: int, *, far: bool = True) -> tuple[CaseResult | None, list[int]]:
     """What is found where the last ``needed`` of ``count`` bring it back, and how many were tried each time."""
     tried: list[int] = []
 
-    def fails(before: Sequence[DriveCase]) -> bool:
+    def fails(before: Sequence[RunCase]) -> bool:
         tried.append(len(before))
-        assert list(before) == driven(count)[count - len(before) :], "the last ones, in their order"
+        assert list(before) == record(count)[count - len(before) :], "the last ones, in their order"
         return len(before) >= needed > 0
 
-    return explained_by_what_was_kept(FAILED, driven(count), fails, search=far), tried
+    return explained_by_what_was_kept(FAILED, record(count), fails, search=far), tried
 
 
 def hint_of(found: CaseResult | None) -> str:
@@ -70,5 +70,5 @@ def test_what_was_tried_is_said_where_nothing_brings_it_back(count: int, far: bo
 
 def test_what_is_wrong_in_a_fresh_process_too_has_no_cause_before_it() -> None:
     for answer in (True, None):
-        assert explained_by_what_was_kept(FAILED, driven(3), lambda before, answer=answer: answer) is None  # type: ignore[misc]
+        assert explained_by_what_was_kept(FAILED, record(3), lambda before, answer=answer: answer) is None  # type: ignore[misc]
     assert explained_by_what_was_kept(FAILED, [], lambda before: False) is None

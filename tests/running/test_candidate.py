@@ -25,7 +25,7 @@ SPEC = "attn_testkit.backends.torch_native:TorchNativeBackend"
 
 
 @dataclass(frozen=True)
-class Claims:
+class Capabilities:
     modes: frozenset[str] = frozenset({"decode", "verify"})
     rows: int = 1
     inner: dict[str, int] = field(default_factory=dict)
@@ -77,7 +77,7 @@ ALIKE = [
     ([1, 2], (1, 2)),
     ({"a": 1, "b": 2}, {"b": 2, "a": 1}),
     (frozenset({"a", "b", "c"}), {"c", "b", "a"}),
-    (Claims(), Claims()),
+    (Capabilities(), Capabilities()),
     (object(), object()),
     (staticmethod(one), classmethod(like_one)),  # type: ignore[arg-type]
     (property(one), property(like_one)),
@@ -97,9 +97,9 @@ DIFFER = [
     ({"a": 1}, {"a": 2}),
     ({"a": 1}, {"b": 1}),
     ({1, 2}, {1, 3}),
-    (Claims(rows=1), Claims(rows=2)),
-    (Claims(), Claims(modes=frozenset({"decode"}))),
-    (Claims(inner={"a": 1}), Claims(inner={"a": 2})),
+    (Capabilities(rows=1), Capabilities(rows=2)),
+    (Capabilities(), Capabilities(modes=frozenset({"decode"}))),
+    (Capabilities(inner={"a": 1}), Capabilities(inner={"a": 2})),
     (object(), types.SimpleNamespace()),
     (staticmethod(one), staticmethod(other_constant)),
     (classmethod(one), classmethod(other_constant)),  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
 """Every check has a broken backend that it catches, and the healthy control passes."""
 
 import pytest
-from broken_backends import ClaimsWhatNoCaseCanMeet, Healthy
+from broken_backends import DeclaresWhatNoCaseCanMeet, Healthy
 from in_process import check_backend, plan_run, run
 
 from attn_testkit.reports.outcome import verdict
@@ -58,20 +58,20 @@ def test_the_healthy_control_passes(cases: tuple[str, ...], execution: str) -> N
     assert failures("Healthy", execution, cases) == []
 
 
-def test_a_claim_that_no_case_can_meet_fails() -> None:
-    plan = plan_run(backends=["broken_backends:ClaimsWhatNoCaseCanMeet"], device="cpu", tier="core")
+def test_a_capability_that_no_case_can_meet_fails() -> None:
+    plan = plan_run(backends=["broken_backends:DeclaresWhatNoCaseCanMeet"], device="cpu", tier="core")
     (result,) = (r for r in run(plan) if r.case)
     assert result.status is Status.FAILED
     assert "no case can satisfy" in result.findings[0].headline
     assert "gqa_ratios" in result.findings[0].hint
     assert verdict(plan.header, [result]) == "NOT CONFORMANT: 1 failed of 1 planned case-runs"
     command = format_failure(result, plan.header).splitlines()[-1].split("attn-testkit ")[1]
-    spec = "broken_backends:ClaimsWhatNoCaseCanMeet"
+    spec = "broken_backends:DeclaresWhatNoCaseCanMeet"
     assert command == f"run --backend {spec} --mode decode --execution eager --device cpu --tier core"
 
 
 @pytest.mark.parametrize(
-    ("claims", "why"),
+    ("declared", "why"),
     [
         ({"families": ()}, "families is empty"),
         ({"head_dims": {1024}}, "head_dims is empty, or holds only widths above 512"),
@@ -79,10 +79,10 @@ def test_a_claim_that_no_case_can_meet_fails() -> None:
         ({"max_context_len": 20}, "max_context_len 20 has no room"),
     ],
 )
-def test_why_no_case_can_meet_a_claim_is_said(
-    claims: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
+def test_why_no_case_can_meet_a_capability_is_said(
+    declared: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ClaimsWhatNoCaseCanMeet, "capabilities", Healthy.capabilities.with_changes(**claims))
-    results = [r for r in check_backend("broken_backends:ClaimsWhatNoCaseCanMeet", device="cpu") if r.case]
+    monkeypatch.setattr(DeclaresWhatNoCaseCanMeet, "capabilities", Healthy.capabilities.with_changes(**declared))
+    results = [r for r in check_backend("broken_backends:DeclaresWhatNoCaseCanMeet", device="cpu") if r.case]
     assert len(results) == 2 * len(MODES)
     assert all(why in r.findings[0].hint for r in results)

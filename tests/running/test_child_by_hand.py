@@ -97,7 +97,7 @@ def test_how_it_ended_is_said(started: Any, message: object, reason: str) -> Non
     assert (error.status, error.reason) == (Status.CRASHED, reason)
 
 
-def test_one_that_is_gone_already_is_lost_when_it_is_told_something(started: Any) -> None:
+def test_one_that_is_gone_already_is_lost_when_it_is_reported_something(started: Any) -> None:
     one = started()
     os.kill(one.pid, signal.SIGKILL)
     one._process.join()
@@ -118,7 +118,7 @@ def test_another_reader_reads_what_it_sends(started: Any) -> None:
     assert one.ask(("bytes", b"junk"), AMPLE) == "read"
 
 
-def test_last_words_are_what_it_printed_since_it_was_last_told_something(started: Any) -> None:
+def test_last_words_are_what_it_printed_since_it_was_last_reported_something(started: Any) -> None:
     one = started()
     assert one.last_words() == ""
     one.ask(("print", "one", "", "two  "), AMPLE)

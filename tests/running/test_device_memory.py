@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_testkit.runner_modes.messages import Driven
+from attn_testkit.runner_modes.messages import RunRecord
 
 from attn_testkit.checks.failures import from_exception
 from attn_testkit.graphs.allocator import give_back_idle_memory
@@ -81,7 +81,7 @@ def damage(canaries: Canaries) -> tuple[str, ...]:
     return canaries.damaged(extremes.numpy())
 
 
-def test_a_write_into_freed_memory_is_told_once_with_its_size(allocator: CachingAllocator) -> None:
+def test_a_write_into_freed_memory_is_reported_once_with_its_size(allocator: CachingAllocator) -> None:
     allocator.reserve("small")
     allocator.reserve("large")
     canaries = churn()
@@ -122,7 +122,7 @@ FULL = torch.OutOfMemoryError(
 
 
 @pytest.mark.parametrize("phase", ["capture", "plan for replay", "forward"])
-def test_a_full_device_is_told_as_that_and_not_as_a_mistake_in_a_capture(phase: str) -> None:
+def test_a_full_device_is_reported_as_that_and_not_as_a_mistake_in_a_capture(phase: str) -> None:
     finding = from_exception(FULL, phase, "bucket 2", needs_cpu_lengths=False)
     assert finding.check == "completes"
     assert ": CUDA out of memory. Tried to allocate 2.00 MiB. " in finding.headline
@@ -133,7 +133,7 @@ def test_a_full_device_is_told_as_that_and_not_as_a_mistake_in_a_capture(phase: 
 
 def test_a_device_that_is_full_when_the_kit_needs_memory_is_no_bug_of_the_kit() -> None:
     answer = given_up(FULL)
-    assert isinstance(answer, Driven)
+    assert isinstance(answer, RunRecord)
     assert answer.lost.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
     assert "fewer --jobs" in answer.lost
     assert str(given_up(ValueError("x"))).startswith("ValueError: x")

@@ -27,12 +27,12 @@ import sys
 from attn_testkit.contract import Execution
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.case_runs.worker_main import LocalWorker
-from attn_testkit.runner_modes.messages import DriveCase
+from attn_testkit.runner_modes.messages import RunCase
 before = set(sys.modules)
 worker = LocalWorker(Candidate("torch_native"), "cpu")
 constructed = set(sys.modules)
 for execution in Execution:
-    driven = worker.drive(DriveCase("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod", execution))
+    driven = worker.drive(RunCase("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod", execution))
     assert driven.records and not driven.findings and not driven.changed, driven
 print(len(constructed - before), *sorted(set(sys.modules) - constructed))
 """

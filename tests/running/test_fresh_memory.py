@@ -47,7 +47,7 @@ def test_a_capture_records_no_fill_of_ours() -> None:
 
 
 @pytest.mark.parametrize("slug", ["decode-plan-assumes-one-row", "early-exit-without-writing"])
-def test_unwritten_rows_are_told_from_nan_also_where_memory_comes_with_old_numbers(
+def test_unwritten_rows_are_reported_from_nan_also_where_memory_comes_with_old_numbers(
     slug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager

@@ -1,4 +1,4 @@
-"""A mode that is claimed in graphs alone: nothing of it runs eagerly, and results say what that leaves open."""
+"""A mode that is declared in graphs alone: nothing of it runs eagerly, and results say what that leaves open."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def results(backend: type, case: str = CASE) -> dict[str, CaseResult]:
 def test_its_cases_are_replayed_and_no_step_of_it_runs_eagerly(case: str) -> None:
     found = results(DecodeInGraphs, case)
     assert found["graph"].status is Status.PASSED, found["graph"].findings
-    assert found["graph"].not_judged == ("graph-matches-eager",)
+    assert found["graph"].not_evaluated == ("graph-matches-eager",)
     assert "matches-oracle" in found["graph"].checks
     assert (found["eager"].status, found["eager"].case) == (Status.UNSUPPORTED, "")
 
 
 def test_with_an_eager_run_the_two_are_compared() -> None:
     found = results(Both)
-    assert found["graph"].not_judged == ()
+    assert found["graph"].not_evaluated == ()
     assert "graph-matches-eager" in found["graph"].checks
     assert found["eager"].status is Status.PASSED
 
@@ -61,4 +61,4 @@ def test_what_is_wrong_is_found_and_no_eager_run_is_made_up(backend: type, check
     assert finding.check == check
     assert hint in finding.hint
     assert "in eager it is right" not in finding.hint
-    assert "graph-matches-eager" in result.not_judged
+    assert "graph-matches-eager" in result.not_evaluated

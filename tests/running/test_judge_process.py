@@ -36,10 +36,10 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
         each.close()
 
 
-def test_plans_claims_and_results_come_back_one_question_after_the_other(judge: Made) -> None:
+def test_plans_capabilities_and_results_come_back_one_question_after_the_other(judge: Made) -> None:
     one = judge(Options(jobs=3, timeout_s=7.0))
     assert one.plan("options") == Options(jobs=3, timeout_s=7.0)
-    assert one.claims_lines(["m:A", "m:B"], "cpu") == [("m:A on cpu", ""), ("m:B on cpu", "")]
+    assert one.capabilities_lines(["m:A", "m:B"], "cpu") == [("m:A on cpu", ""), ("m:B on cpu", "")]
     assert list(one.run("", ["a", "b"])) == ["a", "b"]
     assert list(one.run("", [])) == []
     assert list(one.run("", iter("cd"))) == ["c", "d"]
@@ -55,7 +55,7 @@ def test_it_is_another_process_that_a_ctrl_c_does_not_reach(judge: Made) -> None
     assert one.plan("")[0] == pid, "the front end ends it"
 
 
-def test_wrong_usage_and_faults_of_the_kit_are_told_apart_and_the_next_question_is_answered(judge: Made) -> None:
+def test_wrong_usage_and_faults_of_the_kit_are_reported_apart_and_the_next_question_is_answered(judge: Made) -> None:
     one = judge()
     with pytest.raises(UsageError, match=r"^no case matches 'x'$"):
         one.plan("usage")
@@ -102,7 +102,7 @@ def test_results_that_are_given_up_take_the_judge_along_and_those_that_ended_do_
     assert one._process.poll() == 0, "it ended by itself"
 
 
-def test_a_judge_that_ends_its_workers_is_not_cut_short_by_being_told_to_again(judge: Made, tmp_path: Path) -> None:
+def test_a_judge_that_ends_its_workers_is_not_cut_short_by_being_reported_to_again(judge: Made, tmp_path: Path) -> None:
     """A front end closes the pipe and sends a signal as well, in either order."""
     notes = tmp_path / "notes"
     one = judge(Options(gpus=(str(notes),), timeout_s=0.5))
@@ -196,7 +196,7 @@ def test_what_the_caller_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (found["TRITON_INTERPRET"], found["OMP_NUM_THREADS"]) == ("0", "5")
 
 
-def test_a_front_end_that_is_gone_in_the_middle_ends_what_runs_and_is_told_nothing_more() -> None:
+def test_a_front_end_that_is_gone_in_the_middle_ends_what_runs_and_is_reported_nothing_more() -> None:
     closed = []
 
     def run(*_: object) -> Iterator[str]:

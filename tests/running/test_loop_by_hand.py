@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, ClassVar
 
 import pytest
-from attn_testkit.runner_modes.messages import Described, DriveCase, Driven, Rerun
+from attn_testkit.runner_modes.messages import Described, Rerun, RunCase, RunRecord
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
@@ -33,7 +33,7 @@ from attn_testkit.running.processes.worker_process import WorkerLost
 
 HEADER = RunHeader("1", "", "", "smoke", 0, "emulated", "CPU", {}, {}, 0)
 A, B = Candidate("m:A"), Candidate("m:B")
-CLAIMS = Capabilities(eager={"decode"})
+CAPABILITIES = Capabilities(eager={"decode"})
 
 
 def case(number: int) -> str:
@@ -55,19 +55,19 @@ class FakeWorker:
     def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
         self.candidate, self.device, self.timeout_s, self.gpu = candidate, device, timeout_s, gpu
         self.ended = False
-        self.history: list[DriveCase] = []
+        self.history: list[RunCase] = []
         FakeWorker.made.append(self)
         FakeWorker.alive += 1
         FakeWorker.most = max(FakeWorker.most, FakeWorker.alive)
 
     def describe(self) -> Described:
-        return Described(CLAIMS)
+        return Described(CAPABILITIES)
 
     def last_words(self) -> str:
         return "\n  last words"
 
-    def drive(self, request: object) -> Driven:
-        return Driven()
+    def drive(self, request: object) -> RunRecord:
+        return RunRecord()
 
     def ahead(self, request: object) -> None:
         FakeWorker.begun.append(request)
@@ -77,7 +77,7 @@ class FakeWorker:
         self.ended = True
 
 
-Judging = Callable[[Callable[..., Driven], Described, Plan, Item], CaseResult]
+Judging = Callable[[Callable[..., RunRecord], Described, Plan, Item], CaseResult]
 
 
 class ThreadedLane:
@@ -131,7 +131,7 @@ def judging(monkeypatch: pytest.MonkeyPatch) -> list[Judging]:
     monkeypatch.setattr(worker_slot, "Worker", FakeWorker)
     monkeypatch.setattr(worker_slot, "LocalWorker", lambda candidate, device: FakeWorker(candidate, device, 0))
     monkeypatch.setattr(
-        lane, "judge_item", lambda drive, described, plan, asked: how[-1](drive, described, plan, asked.item)
+        lane, "evaluate_item", lambda drive, described, plan, asked: how[-1](drive, described, plan, asked.item)
     )
     ThreadedLane.made = []
     monkeypatch.setattr(loop, "LaneProcess", ThreadedLane)
@@ -180,12 +180,12 @@ def test_one_worker_a_backend_and_never_two_at_a_time(judging: list[Judging]) ->
 
 def test_an_idle_worker_of_the_same_backend_is_used_again_and_one_of_another_is_ended(judging: list[Judging]) -> None:
     runner = Runner()
-    assert runner.claims(A, "cpu") is CLAIMS
-    assert runner.claims(A, "cpu") is CLAIMS
+    assert runner.declared(A, "cpu") is CAPABILITIES
+    assert runner.declared(A, "cpu") is CAPABILITIES
     assert len(FakeWorker.made) == 1, "asked once"
     list(runner.run(plan(SIX[0]), [SIX[0]]))
     assert len(FakeWorker.made) == 1
-    runner.claims(B, "cpu")
+    runner.declared(B, "cpu")
     assert [w.ended for w in FakeWorker.made] == [True, False]
     FakeWorker.made[1].close()
     list(runner.run(plan(SIX[4]), [SIX[4]]))
@@ -355,7 +355,7 @@ def test_whatever_is_raised_costs_one_case_run(
 
 
 def test_a_worker_that_ended_is_replaced_even_in_the_middle_of_a_case(judging: list[Judging]) -> None:
-    def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+    def judge(drive: Callable[..., RunRecord], described: Described, plan: Plan, each: Item) -> CaseResult:
         FakeWorker.made[-1].close()
         drive(None)
         return passed(each)
@@ -383,42 +383,44 @@ def test_a_run_of_another_plan_in_this_process_does_not_begin_after_a_lost_conte
     assert [r.status for r in runner.run(plan(SIX[1]), SIX[1:2])] == [Status.NOT_RUN_HERE]
 
 
-def test_a_line_of_claims_or_why_it_cannot_be_imported(judging: list[Judging], monkeypatch: pytest.MonkeyPatch) -> None:
-    def claims(self: Runner, candidate: Candidate, device: str) -> Capabilities:
+def test_a_line_of_capabilities_or_why_it_cannot_be_imported(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def declared(self: Runner, candidate: Candidate, device: str) -> Capabilities:
         if candidate.spec == "m:B":
             raise UsageError("no such thing")
-        return CLAIMS
+        return CAPABILITIES
 
-    monkeypatch.setattr(Runner, "claims", claims)
-    (line, why), refused = Runner().claims_lines(["m:A", "m:B"], "cpu")
+    monkeypatch.setattr(Runner, "declared", declared)
+    (line, why), refused = Runner().capabilities_lines(["m:A", "m:B"], "cpu")
     assert "decode" in line
     assert (why, refused) == ("", ("", "no such thing"))
 
 
-def driving(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
-    drive(DriveCase(each.case, Execution(each.execution)))
+def driving(drive: Callable[..., RunRecord], described: Described, plan: Plan, each: Item) -> CaseResult:
+    drive(RunCase(each.case, Execution(each.execution)))
     return passed(each)
 
 
-def test_what_the_same_backend_is_to_do_next_is_begun_while_it_is_judged(judging: list[Judging]) -> None:
+def test_what_the_same_backend_is_to_do_next_is_begun_while_it_is_evaluated(judging: list[Judging]) -> None:
     judging.append(driving)
     results(*SIX)
     EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
-    following = [DriveCase(X, GRAPH), DriveCase(Y, EAGER), DriveCase(Y, GRAPH)]
+    following = [RunCase(X, GRAPH), RunCase(Y, EAGER), RunCase(Y, GRAPH)]
     assert FakeWorker.begun == following * 2, "nothing after the last of a backend"
     FakeWorker.begun.clear()
     results(*SIX, jobs=2)
     assert {request.case: request for request in FakeWorker.begun} == {  # type: ignore[attr-defined]
-        X: DriveCase(X, GRAPH),
-        Y: DriveCase(Y, GRAPH),
+        X: RunCase(X, GRAPH),
+        Y: RunCase(Y, GRAPH),
     }, "another lane may take the next group"
     FakeWorker.begun.clear()
     results(SIX[0], SIX[0])
-    assert FakeWorker.begun == [DriveCase(X, EAGER)], "the same again is a drive of its own"
+    assert FakeWorker.begun == [RunCase(X, EAGER)], "the same again is a drive of its own"
 
 
 def test_questions_of_the_diagnosis_begin_nothing(judging: list[Judging]) -> None:
-    def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
+    def judge(drive: Callable[..., RunRecord], described: Described, plan: Plan, each: Item) -> CaseResult:
         drive(Rerun(None))  # type: ignore[arg-type]
         return passed(each)
 
@@ -442,11 +444,11 @@ def test_a_lane_takes_its_next_group_early_while_there_are_more_than_lanes() -> 
 
 
 def test_a_run_that_is_given_up_begins_nothing_more_and_the_next_run_is_whole(judging: list[Judging]) -> None:
-    judged: list[Item] = []
+    evaluated: list[Item] = []
     go_on = threading.Event()
 
     def slow(drive: object, described: object, plan: object, item: Item) -> CaseResult:
-        judged.append(item)
+        evaluated.append(item)
         assert item.case == case(0) or go_on.wait(20)
         return passed(item)
 
@@ -458,7 +460,7 @@ def test_a_run_that_is_given_up_begins_nothing_more_and_the_next_run_is_whole(ju
     found.close()
     assert [each.closed for each in ThreadedLane.made] == [True, True]
     go_on.set()
-    assert len(judged) <= 3, "the first, and one that each lane was busy with"
+    assert len(evaluated) <= 3, "the first, and one that each lane was busy with"
     assert len(list(runner.run(plan(*SIX), SIX))) == len(SIX)
     runner.close()
 
@@ -489,12 +491,12 @@ def test_a_worker_that_dies_over_what_was_begun_ahead_is_asked_again_elsewhere(
     lost = WorkerLost(Status.CRASHED, "killed")
     drives: list[FakeWorker] = []
 
-    def drive(self: FakeWorker, request: object) -> Driven:
+    def drive(self: FakeWorker, request: object) -> RunRecord:
         drives.append(self)
         if len(drives) == 2:
             self.close()
             raise lost
-        return Driven()
+        return RunRecord()
 
     monkeypatch.setattr(FakeWorker, "drive", drive)
     judging.append(driving)
@@ -610,12 +612,12 @@ class OutOfMemoryError(Exception):
 
 def test_a_full_device_is_a_lost_one_and_what_else_the_harness_raises_is_the_kits() -> None:
     full = given_up(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Process 12 has it"))
-    assert isinstance(full, Driven)
+    assert isinstance(full, RunRecord)
     assert full.lost.startswith("CUDA out of memory. Tried to allocate 2 GiB. If others use this device")
-    told = given_up(KeyError("x"))
-    assert isinstance(told, str)
-    assert told.startswith("KeyError: 'x'\nKeyError")
-    assert not told.endswith("\n")
+    reported = given_up(KeyError("x"))
+    assert isinstance(reported, str)
+    assert reported.startswith("KeyError: 'x'\nKeyError")
+    assert not reported.endswith("\n")
 
 
 # The worker's own side, in this process.
@@ -640,9 +642,9 @@ def state_of(monkeypatch: pytest.MonkeyPatch, *found: list[str]) -> list[object]
 
 
 def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(worker_main, "run_case", lambda *_: RunRecord())
     monkeypatch.setattr(
-        lane, "judge_item", lambda drive, described, plan, asked: driving(drive, described, plan, asked.item)
+        lane, "evaluate_item", lambda drive, described, plan, asked: driving(drive, described, plan, asked.item)
     )
     runner = Runner(Options(in_process=True))
     items = [Item(SPEC, "decode", "eager", case) for case in (X, Y)]
@@ -665,11 +667,11 @@ def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.Mo
 
 def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     found = LocalWorker(candidate_for(SPEC), "cpu")
-    monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven(changed=("a",), stage=5))
+    monkeypatch.setattr(worker_main, "run_case", lambda *_: RunRecord(changed=("a",), stage=5))
     restored = state_of(monkeypatch, [], ["b"])
-    assert found.drive("any") == Driven(changed=("a",), stage=5)  # type: ignore[arg-type]
+    assert found.drive("any") == RunRecord(changed=("a",), stage=5)  # type: ignore[arg-type]
     assert restored == []
-    assert found.drive("any") == Driven(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
+    assert found.drive("any") == RunRecord(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
     assert len(restored) == 1
     assert (found.ended, found.last_words()) == (False, "")
     found.close()
@@ -680,11 +682,11 @@ def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPa
 def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
     monkeypatch: pytest.MonkeyPatch, error: BaseException
 ) -> None:
-    def drive(*_: object) -> Driven:
+    def drive(*_: object) -> RunRecord:
         raise error
 
     found = LocalWorker(Candidate(SPEC), "cpu")
-    monkeypatch.setattr(worker_main, "drive_case", drive)
+    monkeypatch.setattr(worker_main, "run_case", drive)
     state_of(monkeypatch, [], ["b"])
     with pytest.raises(type(error)):
         found.drive("any")  # type: ignore[arg-type]
@@ -692,8 +694,8 @@ def test_what_is_raised_in_a_changed_process_is_the_backends_and_else_the_kits(
         with pytest.raises(type(error)):
             found.drive("any")  # type: ignore[arg-type]
     else:
-        told = f"and then {type(error).__name__} was raised: {error}"
-        assert found.drive("any") == Driven(changed=("b", told))  # type: ignore[arg-type]
+        reported = f"and then {type(error).__name__} was raised: {error}"
+        assert found.drive("any") == RunRecord(changed=("b", reported))  # type: ignore[arg-type]
 
 
 def test_survivors_are_set_aside_at_the_first_the_fourth_and_every_sixteenth_case(
@@ -701,11 +703,11 @@ def test_survivors_are_set_aside_at_the_first_the_fourth_and_every_sixteenth_cas
 ) -> None:
     found, settled = LocalWorker(Candidate(SPEC), "cpu"), list[int]()
     state_of(monkeypatch)
-    monkeypatch.setattr(worker_main, "drive_case", lambda *_: Driven())
+    monkeypatch.setattr(worker_main, "run_case", lambda *_: RunRecord())
     monkeypatch.setattr(worker_main, "settle", lambda: settled.append(found._cases))
     for number in range(33):
         for execution in Execution:
-            found.drive(DriveCase(f"case {number}", execution))
+            found.drive(RunCase(f"case {number}", execution))
     assert settled == [1, 4, 16, 32]
 
 
@@ -724,8 +726,8 @@ def test_the_least_used_gpu_is_given_and_taken_back() -> None:
     assert GpuSlots(()).take("a") == ""
 
 
-def failing(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
-    drive(DriveCase(each.case, Execution(each.execution)))
+def failing(drive: Callable[..., RunRecord], described: Described, plan: Plan, each: Item) -> CaseResult:
+    drive(RunCase(each.case, Execution(each.execution)))
     return replace(passed(each), status=Status.FAILED, findings=(Finding("matches-oracle", "wrong"),))
 
 
@@ -752,11 +754,11 @@ def test_failures_of_one_kind_are_asked_about_in_a_fresh_process_until_it_is_kno
 def test_what_cannot_be_driven_again_in_a_fresh_process_says_nothing(
     judging: list[Judging], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
-    def drive(self: FakeWorker, request: object) -> Driven:
+    def drive(self: FakeWorker, request: object) -> RunRecord:
         raise error
 
     monkeypatch.setattr(FakeWorker, "drive", drive)
-    before, wanted = [DriveCase(X, Execution.EAGER)], CaseRun(item("m:A", Y), parse_case(Y), Execution.EAGER)
+    before, wanted = [RunCase(X, Execution.EAGER)], CaseRun(item("m:A", Y), parse_case(Y), Execution.EAGER)
     assert Lane(Options())._fails_afresh(before, plan(), wanted, A) is None
     assert [w.ended for w in FakeWorker.made] == [True]
 
@@ -764,17 +766,17 @@ def test_what_cannot_be_driven_again_in_a_fresh_process_says_nothing(
 def test_every_worker_drives_first_what_every_process_is_to_drive_first(
     judging: list[Judging], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    driven: list[object] = []
+    record: list[object] = []
 
-    def drive(self: FakeWorker, request: object) -> Driven:
-        driven.append(request)
-        return Driven()
+    def drive(self: FakeWorker, request: object) -> RunRecord:
+        record.append(request)
+        return RunRecord()
 
     monkeypatch.setattr(FakeWorker, "drive", drive)
     judging.append(driving)
     results(item("m:A", X), item("m:A", Y), item("m:B", X), after=(f"graph:{Z}",))
-    first, x, y = (DriveCase(*of) for of in ((Z, Execution.GRAPH), (X, Execution.EAGER), (Y, Execution.EAGER)))
-    assert driven == [first, x, y, first, x]
+    first, x, y = (RunCase(*of) for of in ((Z, Execution.GRAPH), (X, Execution.EAGER), (Y, Execution.EAGER)))
+    assert record == [first, x, y, first, x]
 
 
 def test_importing_may_take_a_minute_or_as_long_as_a_case_run() -> None:
@@ -802,14 +804,14 @@ def test_a_process_goes_from_no_grad_to_inference_mode_and_not_back(judging: lis
     by_mode = {parse_case(case(n)).inference_mode: case(n) for n in range(9)}
     results(item("m:A", by_mode[False]), item("m:A", by_mode[True]))
     assert len(FakeWorker.made) == 1
-    assert FakeWorker.begun == [DriveCase(by_mode[True], Execution.EAGER)]
+    assert FakeWorker.begun == [RunCase(by_mode[True], Execution.EAGER)]
 
 
 def test_of_a_call_that_takes_long_a_sign_of_life_comes_before_each_drive_but_the_first(judging: list[Judging]) -> None:
     signs: list[int] = []
 
-    def judge(drive: Callable[..., Driven], described: Described, plan: Plan, each: Item) -> CaseResult:
-        drive(DriveCase(each.case, Execution(each.execution)))
+    def judge(drive: Callable[..., RunRecord], described: Described, plan: Plan, each: Item) -> CaseResult:
+        drive(RunCase(each.case, Execution(each.execution)))
         signs.append(-1)
         drive(Rerun(None))  # type: ignore[arg-type]
         drive(Rerun(None))  # type: ignore[arg-type]

@@ -17,26 +17,26 @@ from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, Kern
 from attn_testkit.faults import e_non_causal as faults
 
 EXTEND, VERIFY = ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
-CLAIMS = faults.NON_CAUSAL
+CAPABILITIES = faults.NON_CAUSAL
 BLOCK = "target-verify-gqa2x2-d64-bf16-p16-k9.70.0-chain4-shuffled-gauss-b4prod-noncausal"
 PROMPT = "extend-gqa2x2-d64-bf16-p16-k9.70.0-n10a20.1.7-shuffled-gauss-b3prod-noncausal"
 
 
-def blocks(claims: Capabilities, mode: ForwardMode) -> list[Case]:
-    return [case for case in without_arrays(claims, mode, "core") if "noncausal" in case.variants]
+def blocks(declared: Capabilities, mode: ForwardMode) -> list[Case]:
+    return [case for case in without_arrays(declared, mode, "core") if "noncausal" in case.variants]
 
 
-def test_who_claims_it_in_a_mode_is_tried_there() -> None:
-    one, other, whole = blocks(CLAIMS, EXTEND)
+def test_who_declares_it_in_a_mode_is_tried_there() -> None:
+    one, other, whole = blocks(CAPABILITIES, EXTEND)
     assert one.new == other.new == (20, 1, 3, 7)
     assert one.prefixes == (9, 530, 70, 0), "many keys before one new row, and a whole prompt"
     assert not any(whole.prefixes)
     assert one.heads != other.heads
-    assert [case.width for case in blocks(CLAIMS, VERIFY)] == [4, 17] * 2
-    assert not blocks(CLAIMS.with_changes(non_causal={VERIFY}), EXTEND)
-    assert not blocks(CLAIMS.with_changes(non_causal={EXTEND}), VERIFY)
-    assert [case.width for case in blocks(CLAIMS.with_changes(max_q_rows=3), VERIFY)] == [3] * 2
-    few = blocks(CLAIMS.with_changes(max_extend_tokens=5), EXTEND)
+    assert [case.width for case in blocks(CAPABILITIES, VERIFY)] == [4, 17] * 2
+    assert not blocks(CAPABILITIES.with_changes(non_causal={VERIFY}), EXTEND)
+    assert not blocks(CAPABILITIES.with_changes(non_causal={EXTEND}), VERIFY)
+    assert [case.width for case in blocks(CAPABILITIES.with_changes(max_q_rows=3), VERIFY)] == [3] * 2
+    few = blocks(CAPABILITIES.with_changes(max_extend_tokens=5), EXTEND)
     assert [case.new for case in few] == [(5, 1, 3, 5)] * 2 + [(5, 1, 5)]
 
 
@@ -63,15 +63,15 @@ def test_a_chunk_does_not_see_the_next_one() -> None:
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DRAFT_DECODE])
-def test_it_is_a_claim_of_extend_and_of_verify_alone(mode: ForwardMode) -> None:
+def test_it_is_a_capability_of_extend_and_of_verify_alone(mode: ForwardMode) -> None:
     with pytest.raises(ValueError, match=f"non_causal is of extend and target-verify, got {mode}$"):
-        CLAIMS.with_changes(non_causal={EXTEND, mode})
+        CAPABILITIES.with_changes(non_causal={EXTEND, mode})
 
 
 class Looks(KernelBackend):
     """A kernel call that looks at the layer of its plan; and remembers what else it was told."""
 
-    capabilities = CLAIMS.with_changes(windows={"modes": (), "in_trees": False}, max_topk=1)
+    capabilities = CAPABILITIES.with_changes(windows={"modes": (), "in_trees": False}, max_topk=1)
     masks: list[object] = []  # noqa: RUF012 - of the process
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:

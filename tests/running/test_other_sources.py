@@ -87,7 +87,7 @@ def test_lines_are_noted_of_the_import_and_then_of_each_drive(folder: Path) -> N
     assert own not in second["lines"]["given"]
 
 
-def test_a_process_that_asks_for_more_memory_than_it_may_have_is_told_so(folder: Path) -> None:
+def test_a_process_that_asks_for_more_memory_than_it_may_have_is_reported_so(folder: Path) -> None:
     ask = "try:\n    bytearray(3 << 30)\n    print('got it')\nexcept MemoryError:\n    print('refused')"
     assert run(folder, USE.format(notes="", memory=1 << 30) + ask) == "refused\n"
     assert run(folder, USE.format(notes="", memory=4 << 30) + ask) == "got it\n"

@@ -44,7 +44,7 @@ def test_bits_that_are_read_in_another_order_fail(name: str, tree: str) -> None:
     assert all("differs from the oracle" in r.findings[0].headline for r in results)
 
 
-def test_trees_that_no_item_can_hold_are_told() -> None:
+def test_trees_that_no_item_can_hold_are_reported() -> None:
     (finding,) = run("Packed", "chain33")[0].findings
     assert finding.check == "output-contract"
     assert "hold at most 32 nodes, for trees of 33" in finding.headline

@@ -1,4 +1,4 @@
-"""What is planned, in which order, and what is known without running: claims are given, nothing is imported."""
+"""What is planned, in which order, and what is known without running: capabilities are given, nothing is imported."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ from attn_testkit.running.planning.request import (
 )
 
 ONE, TWO = "attn_testkit.backends.torch_native:TorchNativeBackend", "attn_testkit.examples:MinimalBackend"
-CLAIMS = TorchNativeBackend.capabilities
+CAPABILITIES = TorchNativeBackend.capabilities
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-b2prod"
 
 
-def planned(*backends: str, claims: Capabilities = CLAIMS, **fields: object) -> Plan:
+def planned(*backends: str, declared: Capabilities = CAPABILITIES, **fields: object) -> Plan:
     request = Request(backends or (ONE,), device="cpu", **fields)  # type: ignore[arg-type]
-    return plan_run(request, lambda _: claims)
+    return plan_run(request, lambda _: declared)
 
 
 def test_no_grad_comes_first_then_cases_as_listed_each_eager_before_graph_and_one_backend_after_the_other() -> None:
@@ -57,17 +57,17 @@ def test_no_grad_comes_first_then_cases_as_listed_each_eager_before_graph_and_on
         assert [case for case in cases if case.startswith("decode")] == [case for case in listed if case in cases]
 
 
-def test_what_is_not_claimed_is_a_row_and_no_item() -> None:
-    found = planned(claims=CLAIMS.with_changes(eager={"decode"}, graph={"target-verify"}))
+def test_what_is_not_declared_is_a_row_and_no_item() -> None:
+    found = planned(declared=CAPABILITIES.with_changes(eager={"decode"}, graph={"target-verify"}))
     assert {(item.mode, item.execution) for item in found.items} == {("decode", "eager"), ("target-verify", "graph")}
     assert len(found.preset) == 10
     assert {(row.status, row.reason, row.case) for row in found.preset} == {(Status.UNSUPPORTED, "not declared", "")}
     assert found.header.planned == len(found.items)
 
 
-def test_a_named_case_that_is_not_claimed_is_a_row_and_no_item_beside_those_that_are() -> None:
+def test_a_named_case_that_is_not_declared_is_a_row_and_no_item_beside_those_that_are() -> None:
     wide = DECODE.replace("d32", "d256")
-    found = planned(cases=(DECODE, wide), claims=CLAIMS.with_changes(head_dims={32}))
+    found = planned(cases=(DECODE, wide), declared=CAPABILITIES.with_changes(head_dims={32}))
     assert [(item.case, item.execution) for item in found.items] == [(DECODE, "eager"), (DECODE, "graph")]
     rows = [row for row in found.preset if row.case]
     assert [(row.case, row.mode, row.execution) for row in rows] == [
@@ -80,42 +80,42 @@ def test_a_named_case_that_is_not_claimed_is_a_row_and_no_item_beside_those_that
 
 def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> None:
     def said(**fields: object) -> list[str]:
-        claims = CLAIMS.with_changes(eager={"extend"}, graph={"decode", "target-verify", "extend"})
-        (phrases,) = planned(claims=claims, tier="smoke", **fields).header.untried.values()
+        declared = CAPABILITIES.with_changes(eager={"extend"}, graph={"decode", "target-verify", "extend"})
+        (phrases,) = planned(declared=declared, tier="smoke", **fields).header.not_covered.values()
         return [phrase for phrase in phrases if "replays" in phrase]
 
-    assert said() == ["replays against eager runs (decode, target-verify: claimed in graphs alone)"]
-    assert said(modes=("decode",)) == ["replays against eager runs (decode: claimed in graphs alone)"]
+    assert said() == ["replays against eager runs (decode, target-verify: declared in graphs alone)"]
+    assert said(modes=("decode",)) == ["replays against eager runs (decode: declared in graphs alone)"]
     assert said(modes=("extend",)) == said(executions=("eager",)) == []
 
 
 def test_what_cannot_run_here_is_a_row_with_the_reason() -> None:
-    claims = CLAIMS.with_changes(requires=Requires(packages=("no-such-package>=1",)))
-    found = planned(claims=claims, modes=("decode",))
+    declared = CAPABILITIES.with_changes(requires=Requires(packages=("no-such-package>=1",)))
+    found = planned(declared=declared, modes=("decode",))
     assert found.items == ()
     assert [row.status for row in found.preset] == [Status.NOT_RUN_HERE] * 2
     assert "no-such-package" in found.preset[0].reason
     assert found.header.planned == 0
 
 
-def test_an_unclaimed_graph_is_tried_once_a_mode_with_the_first_eager_case_and_never_on_a_device(
+def test_an_undeclared_graph_is_tried_once_a_mode_with_the_first_eager_case_and_never_on_a_device(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    claims = CLAIMS.with_changes(graph={"target-verify"})
-    found = planned(claims=claims, modes=("decode", "target-verify"), executions=("eager",))
-    listed = planned(claims=claims, modes=("decode",), executions=("eager",), tier="smoke")
+    declared = CAPABILITIES.with_changes(graph={"target-verify"})
+    found = planned(declared=declared, modes=("decode", "target-verify"), executions=("eager",))
+    listed = planned(declared=declared, modes=("decode",), executions=("eager",), tier="smoke")
     probes = [item for item in found.items if item.probe]
     assert [item.mode for item in probes] == ["decode"]
-    first = planning.generate(claims, planning.ForwardMode.DECODE, "smoke", 0)[0]
+    first = planning.generate(declared, planning.ForwardMode.DECODE, "smoke", 0)[0]
     assert probes[0].case == first.id
     assert sum(item.probe for item in listed.items) == 1
     assert not any(item.probe for item in planned(modes=("decode",)).items)
     monkeypatch.setattr(planning, "resolve", lambda _: Environment(emulated=True))
     monkeypatch.setattr(Environment, "name", "a device")
     monkeypatch.setattr(planning, "missing_here", lambda *_: "")
-    assert any(item.probe for item in planned(claims=claims, modes=("decode",)).items)
+    assert any(item.probe for item in planned(declared=declared, modes=("decode",)).items)
     monkeypatch.setattr(planning, "resolve", lambda _: Environment(emulated=False))
-    assert not any(item.probe for item in planned(claims=claims, modes=("decode",)).items)
+    assert not any(item.probe for item in planned(declared=declared, modes=("decode",)).items)
 
 
 NONE = [
@@ -138,14 +138,14 @@ NONE = [
 
 
 @pytest.mark.parametrize(("changes", "hint"), NONE, ids=[str(changes) for changes, _ in NONE])
-def test_claims_that_no_case_can_meet_fail_with_the_claim_that_is_in_the_way(
+def test_capabilities_that_no_case_can_meet_fail_with_the_capability_that_is_in_the_way(
     changes: dict[str, object], hint: str
 ) -> None:
-    claims = CLAIMS.with_changes(**changes)
-    row = _unsatisfiable(ONE, claims, planning.ForwardMode.DECODE, planning.Execution.EAGER)
-    assert (row.status, row.case, row.checks) == (Status.FAILED, "decode-(no case)", ("claims-honest",))
+    declared = CAPABILITIES.with_changes(**changes)
+    row = _unsatisfiable(ONE, declared, planning.ForwardMode.DECODE, planning.Execution.EAGER)
+    assert (row.status, row.case, row.checks) == (Status.FAILED, "decode-(no case)", ("capabilities-honest",))
     assert row.findings[0].hint.startswith(hint)
-    found = planned(claims=claims, modes=("decode",), executions=("eager",))
+    found = planned(declared=declared, modes=("decode",), executions=("eager",))
     assert (found.items, found.preset) == ((), (row,))
     assert found.header.planned == 1, "it is part of the denominator"
 
@@ -186,17 +186,19 @@ def test_a_request_that_makes_no_sense_is_refused(fields: dict[str, object], mes
 
 def test_no_backend_is_wrong_usage() -> None:
     with pytest.raises(UsageError, match="no backend was named"):
-        plan_run(Request((), device="cpu"), lambda _: CLAIMS)
+        plan_run(Request((), device="cpu"), lambda _: CAPABILITIES)
 
 
 def test_a_pattern_that_matches_elsewhere_is_no_error_where_another_backend_has_a_row() -> None:
-    found = planned(cases=("nothing-*",), claims=CLAIMS.with_changes(graph=()))
+    found = planned(cases=("nothing-*",), declared=CAPABILITIES.with_changes(graph=()))
     assert found.items == ()
     assert found.preset
 
 
 def test_words_are_taken_once_in_the_order_given() -> None:
-    found = planned(modes=("target-verify", "decode", "target-verify"), claims=CLAIMS.with_changes(eager=(), graph=()))
+    found = planned(
+        modes=("target-verify", "decode", "target-verify"), declared=CAPABILITIES.with_changes(eager=(), graph=())
+    )
     assert [(row.mode, row.execution) for row in found.preset] == [
         (mode, execution) for mode in ("target-verify", "decode") for execution in ("eager", "graph")
     ]
@@ -257,7 +259,7 @@ def test_a_quarantined_case_is_accounted_for_and_not_launched(tmp_path) -> None:
     assert found.plan is PLAN
 
 
-def test_an_entry_beyond_this_run_is_looked_for_in_everything_that_the_backends_claim(tmp_path) -> None:
+def test_an_entry_beyond_this_run_is_looked_for_in_everything_that_the_backends_declare(tmp_path) -> None:
     wide = Plan(HEADER, (Item("a:B", "decode", "eager", "other-case"),), ())
     found, judge = prepared(tmp_path, "other-*", wide)
     assert found.problems() == []

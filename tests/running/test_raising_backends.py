@@ -91,7 +91,7 @@ def test_a_default_device_that_this_machine_lacks_is_the_backends_finding_too() 
 
 
 @IN_BOTH
-def test_what_raises_in_a_replay_is_told_with_the_line_that_recorded_it(in_process: bool) -> None:
+def test_what_raises_in_a_replay_is_reported_with_the_line_that_recorded_it(in_process: bool) -> None:
     finding = finding_of("OneRowShort", in_process=in_process, execution="graph")
     assert finding.headline.startswith("replay raised IndexError"), finding
     assert finding.where.startswith("raising_backends.py:")

@@ -39,18 +39,18 @@ def test_only_the_mode_without_kernels_is_not_run(hopper: Environment) -> None:
 
 
 def test_a_device_outside_every_range_runs_nothing(hopper: Environment) -> None:
-    claims = Partly.capabilities.with_changes(requires=Requires(sm=((80, 86), (100, 103))))
-    assert missing_here(claims, hopper) == "needs SM80-SM86, SM100-SM103, this device is SM90"
+    declared = Partly.capabilities.with_changes(requires=Requires(sm=((80, 86), (100, 103))))
+    assert missing_here(declared, hopper) == "needs SM80-SM86, SM100-SM103, this device is SM90"
 
 
 def test_without_a_device_nothing_is_missing_but_packages() -> None:
     environment = Environment(emulated=True)
     assert missing_here(Partly.capabilities, environment, ForwardMode.DRAFT_EXTEND) == ""
-    claims = Partly.capabilities.with_changes(
+    declared = Partly.capabilities.with_changes(
         mode_requires={ForwardMode.DECODE: Requires(packages=("no-such-thing>1",))}
     )
-    assert missing_here(claims, environment, ForwardMode.DECODE) == "no-such-thing>1 is not installed"
-    assert missing_here(claims, environment, ForwardMode.TARGET_VERIFY) == ""
+    assert missing_here(declared, environment, ForwardMode.DECODE) == "no-such-thing>1 is not installed"
+    assert missing_here(declared, environment, ForwardMode.TARGET_VERIFY) == ""
 
 
 @pytest.mark.parametrize(
@@ -63,5 +63,5 @@ def test_ranges_of_compute_capability_include_their_ends(sm: object, runs: tuple
     assert not any(requires.runs_on(value) for value in does_not)
 
 
-def test_claims_with_requirements_of_modes_can_still_be_looked_up() -> None:
+def test_capabilities_with_requirements_of_modes_can_still_be_looked_up() -> None:
     assert generate(Partly.capabilities, ForwardMode.DECODE, "smoke")

@@ -55,11 +55,11 @@ def watch() -> Iterator[ServerImports]:
     assert made not in sys.meta_path
 
 
-def test_what_an_import_of_a_server_changed_is_told_and_accepted_once(watch: ServerImports) -> None:
+def test_what_an_import_of_a_server_changed_is_reported_and_accepted_once(watch: ServerImports) -> None:
     before = take_state()
     module = importlib.import_module("pretend_server.cuda")
     importlib.import_module("pretend_server.quiet")
-    assert watch.told == [f"importing pretend_server.cuda changed the process: {CHANGE}"]
+    assert watch.reported == [f"importing pretend_server.cuda changed the process: {CHANGE}"]
     assert changes(before) == [CHANGE], "it stays in force"
     accepted = watch.accept_into(before)
     assert changes(accepted) == []
@@ -71,7 +71,7 @@ def test_what_an_import_of_a_server_changed_is_told_and_accepted_once(watch: Ser
 def test_an_import_inside_another_belongs_to_the_outer_one(watch: ServerImports) -> None:
     before = take_state()
     importlib.import_module("pretend_server.outer")
-    (line,) = watch.told
+    (line,) = watch.reported
     assert line.startswith("importing pretend_server.outer changed the process: ")
     assert CHANGE in line
     assert "matmul precision" in line, "a library that the server imports is the server's, too"
@@ -85,14 +85,14 @@ def test_of_two_watches_in_a_process_the_later_one_has_what_an_import_changed(wa
         importlib.import_module("pretend_server.cuda")
     finally:
         later.remove()
-    assert (later.told, watch.told) == ([f"importing pretend_server.cuda changed the process: {CHANGE}"], [])
+    assert (later.reported, watch.reported) == ([f"importing pretend_server.cuda changed the process: {CHANGE}"], [])
 
 
 @pytest.mark.parametrize("name", ["pretend_author", "pretend_library"])
 def test_an_import_of_somebody_else_is_not_accepted(watch: ServerImports, name: str) -> None:
     before = take_state()
     importlib.import_module(name)
-    assert watch.told == []
+    assert watch.reported == []
     assert len(changes(watch.accept_into(before))) == 1
 
 
@@ -101,19 +101,19 @@ def test_whatever_a_bridge_imports_is_the_servers_but_not_the_backends_own_modul
     before = take_state()
     exec("def forward(name):\n    return load(name)", bridge)
     bridge["forward"]("pretend_library")
-    assert [line.partition(" changed")[0] for line in watch.told] == ["importing pretend_library"]
+    assert [line.partition(" changed")[0] for line in watch.reported] == ["importing pretend_library"]
     assert changes(watch.accept_into(before)) == []
     own = ServerImports("pretend_author:Mine")
     own.install()
     bridge["forward"]("pretend_author")
     own.remove()
-    assert own.told == []
+    assert own.reported == []
 
 
 def test_what_is_changed_of_the_kit_is_never_accepted(watch: ServerImports) -> None:
     before = take_state()
     importlib.import_module("pretend_server.breaks")
-    assert watch.told == []
+    assert watch.reported == []
     assert changes(watch.accept_into(before)) == ["attn_testkit.model.pack was replaced"]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from attn_testkit.runner_modes.messages import DriveCase
+from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.contract import Execution
 from attn_testkit.registry import UsageError
@@ -115,8 +115,8 @@ def test_what_the_harness_raises_is_an_answer_and_the_next_request_is_served(not
 
 def test_schedules_are_kept_until_another_case_is_driven(notes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker_main, "forget_schedules", lambda: notes.append("forgets"))
-    eager, graph = (DriveCase("a", execution) for execution in (Execution.EAGER, Execution.GRAPH))
-    other = DriveCase("b", Execution.EAGER)
+    eager, graph = (RunCase("a", execution) for execution in (Execution.EAGER, Execution.GRAPH))
+    other = RunCase("b", Execution.EAGER)
     with pytest.raises(Ended):
         serve(pipe(notes, eager, graph, other), Named("m:A"), "cpu", "", 300.0, 60.0)  # type: ignore[arg-type]
     done = [note for note in notes if note == "forgets" or note[0] == "drives"]

@@ -1,4 +1,5 @@
-"""Whether heads of new k and v are strided is declared: what is given without the claim, and what is said with it."""
+"""Whether heads of new k and v are strided is declared: what is given without the capability, and what is said with
+it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from attn_testkit.examples import MinimalBackend
 
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k3.21.5-n4a1.3.4-shuffled-gauss-b3prod"
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.21.5-shuffled-gauss-b3prod"
-CLAIMS: Capabilities = MinimalBackend.capabilities.with_changes(server={"takes_strided_heads": True})
+CAPABILITIES: Capabilities = MinimalBackend.capabilities.with_changes(server={"takes_strided_heads": True})
 SEEDS = [parse_case(EXTEND).with_seed(seed) for seed in range(16)]
 STRIDED = next(case for case in SEEDS if case.strided_heads)
 PLAIN = next(case for case in SEEDS if not case.strided_heads)
@@ -32,8 +33,8 @@ class Spy(MinimalBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
 
-class ClaimingSpy(Spy):
-    capabilities = CLAIMS
+class DeclaringSpy(Spy):
+    capabilities = CAPABILITIES
     seen: ClassVar[set[tuple[bool, bool]]] = set()
 
 
@@ -49,14 +50,14 @@ class RowsOfAProjection(MinimalBackend):
         return super().forward(q, _in_line(k), _in_line(v), layer, batch, save_kv_cache)
 
 
-class ClaimsMore(RowsOfAProjection):
-    """The same writer, and strided heads claimed."""
+class DeclaresMore(RowsOfAProjection):
+    """The same writer, and strided heads declared."""
 
-    capabilities = CLAIMS
+    capabilities = CAPABILITIES
 
 
 class HonoursStrides(MinimalBackend):
-    capabilities = CLAIMS
+    capabilities = CAPABILITIES
 
 
 class Refuses(HonoursStrides):
@@ -85,7 +86,7 @@ def findings(backend: type[MinimalBackend], case: Case, execution: str = "eager"
 
 
 @pytest.mark.parametrize("execution", ["eager", "graph"])
-def test_without_the_claim_heads_lie_one_behind_the_other_and_rows_may_be_strided(execution: str) -> None:
+def test_without_the_capability_heads_lie_one_behind_the_other_and_rows_may_be_strided(execution: str) -> None:
     Spy.seen.clear()
     for case in (STRIDED, PLAIN):
         assert findings(Spy, case, execution) == {}
@@ -93,25 +94,25 @@ def test_without_the_claim_heads_lie_one_behind_the_other_and_rows_may_be_stride
     assert (True, False) in Spy.seen, "rows that are a part of q, k and v of one projection"
 
 
-def test_with_the_claim_heads_are_strided_in_extend_where_the_case_says_so() -> None:
+def test_with_the_capability_heads_are_strided_in_extend_where_the_case_says_so() -> None:
     assert {case.id: case.strided_heads for case in SEEDS} != dict.fromkeys((case.id for case in SEEDS), True)
     for case, in_line in ((STRIDED, {False}), (PLAIN, {True}), (parse_case(DECODE), {True})):
-        ClaimingSpy.seen.clear()
-        assert findings(ClaimingSpy, case) == {}
-        assert {heads for heads, _ in ClaimingSpy.seen} == in_line
+        DeclaringSpy.seen.clear()
+        assert findings(DeclaringSpy, case) == {}
+        assert {heads for heads, _ in DeclaringSpy.seen} == in_line
     assert not parse_case(DECODE).strided_heads
 
 
 @pytest.mark.parametrize("execution", ["eager", "graph"])
-def test_a_writer_of_packed_heads_passes_unless_it_claims_strided_ones(execution: str) -> None:
+def test_a_writer_of_packed_heads_passes_unless_it_declares_strided_ones(execution: str) -> None:
     assert findings(RowsOfAProjection, STRIDED, execution) == {}
-    found = findings(ClaimsMore, STRIDED, execution)
+    found = findings(DeclaresMore, STRIDED, execution)
     assert "declare takes_strided_heads" in found["writes-own-kv"]
     assert "token * stride(0) + h * head_dim" in found["writes-own-kv"]
     assert findings(HonoursStrides, STRIDED, execution) == {}
 
 
-def test_who_refuses_strided_heads_or_attends_them_wrongly_is_told_of_the_claim() -> None:
+def test_who_refuses_strided_heads_or_attends_them_wrongly_is_reported_of_the_capability() -> None:
     (refused,) = findings(Refuses, STRIDED).items()
     assert refused[0] == "completes"
     assert refused[1].startswith("right if the heads of k and v are contiguous: in this case they are")
@@ -125,4 +126,4 @@ def test_another_cause_is_not_put_down_to_strided_heads() -> None:
     for case in (STRIDED, PLAIN):
         (hint,) = findings(WrongWhatever, case).values()
         assert "takes_strided_heads" not in hint
-    assert findings(ClaimsMore, PLAIN) == findings(WrongNumbers, PLAIN) == {}
+    assert findings(DeclaresMore, PLAIN) == findings(WrongNumbers, PLAIN) == {}

@@ -1,4 +1,4 @@
-"""A backend claims to do without the width at capture, and cannot: the failure says so."""
+"""A backend declares to do without the width at capture, and cannot: the failure says so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CASES = {
     ),
 }  # fmt: skip
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod"
-CLAIMS = MinimalBackend.capabilities.with_changes(
+CAPABILITIES = MinimalBackend.capabilities.with_changes(
     server={"takes_unset_width": True}, dtypes={"fp32"}, head_dims={32}, page_sizes={4}
 )
 
@@ -30,7 +30,7 @@ CLAIMS = MinimalBackend.capabilities.with_changes(
 class Healthy(MinimalBackend):
     """Looks at the width, and takes it from the context where it is unset."""
 
-    capabilities: Capabilities = CLAIMS
+    capabilities: Capabilities = CAPABILITIES
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
@@ -66,9 +66,9 @@ class WrongWhatever(Healthy):
 
 
 class WrongAsWell(WrongNumbers):
-    """Without the claim, the width is always there."""
+    """Without the capability, the width is always there."""
 
-    capabilities = CLAIMS.with_changes(server={"takes_unset_width": False})
+    capabilities = CAPABILITIES.with_changes(server={"takes_unset_width": False})
 
     def forward(self, q: Any, k: Any, v: Any, layer: Any, batch: Any, save_kv_cache: bool = True) -> torch.Tensor:
         return super().forward(q, k, v, layer, batch, save_kv_cache) * 2
@@ -82,11 +82,11 @@ def hint_of(backend: type[MinimalBackend], case: str) -> str | None:
 
 @pytest.mark.parametrize("backend", [Dies, WrongNumbers])
 @pytest.mark.parametrize("mode", CASES)
-def test_who_cannot_deal_with_an_unset_width_is_told_what_it_was_and_where_it_stands_besides(
+def test_who_cannot_deal_with_an_unset_width_is_reported_what_it_was_and_where_it_stands_besides(
     backend: type[MinimalBackend], mode: str
 ) -> None:
     case, width, place = CASES[mode]
-    unset = -1 if parse_case(case).pick("num-tokens-per-req") else 0
+    unset = -1 if parse_case(case).derived("num-tokens-per-req") else 0
     hint = hint_of(backend, case)
     assert hint is not None
     assert hint.splitlines()[0] == (

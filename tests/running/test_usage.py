@@ -50,7 +50,7 @@ def test_a_device_that_is_not_there_is_said_so(monkeypatch: pytest.MonkeyPatch) 
         plan_run(backends=["torch_native"], device="cuda:3")
 
 
-def test_unclaimed_modes_are_unsupported_and_not_counted() -> None:
+def test_undeclared_modes_are_unsupported_and_not_counted() -> None:
     plan = plan_run(backends=["broken_backends:ForwardExits"], device="cpu", cases=[CASE], executions=["eager"])
     results = list(run(plan))
     assert [r.status for r in results if not r.case] == [Status.UNSUPPORTED] * 5
@@ -69,7 +69,7 @@ def test_green_needs_a_denominator() -> None:
     plan = plan_run(backends=["attn_testkit.examples:MinimalBackend"], device="cpu", cases=[CASE])
     results = list(run(plan))
     assert exit_code(plan.header.planned, results) == 0
-    assert exit_code(plan.header.planned, results[:-1]) == 1, "a claimed case-run that did not run"
+    assert exit_code(plan.header.planned, results[:-1]) == 1, "a declared case-run that did not run"
     assert exit_code(0, []) == 5
 
 
@@ -83,9 +83,9 @@ def test_emulated_results_say_so() -> None:
     assert plan.header.limits
 
 
-def test_graph_support_that_works_and_is_not_claimed_is_a_hint() -> None:
+def test_graph_support_that_works_and_is_not_declared_is_a_hint() -> None:
     for name, expected in (("EagerOnly", True), ("EagerOnlyAndRightly", False)):
-        plan = plan_run(backends=[f"unclaimed_graphs:{name}"], device="cpu", cases=[CASE], modes=["decode"])
+        plan = plan_run(backends=[f"undeclared_graphs:{name}"], device="cpu", cases=[CASE], modes=["decode"])
         (eager,) = (r for r in run(plan) if r.case)
         assert eager.status is Status.PASSED
         assert bool(eager.hints) == expected

@@ -49,7 +49,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         sys.modules.pop(name, None)
 
 
-def claims(*packages: str, of_mode: tuple[str, ...] = ()):
+def declared(*packages: str, of_mode: tuple[str, ...] = ()):
     changes = {"mode_requires": {ForwardMode.DECODE: Requires(packages=of_mode)}} if of_mode else {}
     return MinimalBackend.capabilities.with_changes(requires=Requires(packages=packages), **changes)
 
@@ -57,7 +57,7 @@ def claims(*packages: str, of_mode: tuple[str, ...] = ()):
 @pytest.mark.parametrize("of_mode", [False, True])
 def test_a_package_that_raises_where_it_is_imported_is_named_with_its_line(here: Path, of_mode: bool) -> None:
     install(here, BROKEN)
-    needs = claims(of_mode=("vendor-kernels>=1",)) if of_mode else claims("vendor-kernels>=1")
+    needs = declared(of_mode=("vendor-kernels>=1",)) if of_mode else declared("vendor-kernels>=1")
     found = broken_packages(needs)
     assert list(found) == ["vendor-kernels>=1"]
     assert found["vendor-kernels>=1"].startswith(SAID)
@@ -67,13 +67,13 @@ def test_a_package_that_raises_where_it_is_imported_is_named_with_its_line(here:
 
 def test_also_one_that_ends_the_process_where_it_is_imported(here: Path) -> None:
     install(here, "raise SystemExit('no device')")
-    assert "SystemExit: no device" in broken_packages(claims("vendor-kernels"))["vendor-kernels"]
+    assert "SystemExit: no device" in broken_packages(declared("vendor-kernels"))["vendor-kernels"]
 
 
 @pytest.mark.parametrize("text", ["vendor-kernels>=1", "vendor-kernels>=9", "no-such-kernels"])
 def test_one_that_imports_or_is_said_to_be_absent_otherwise_is_not_named(here: Path, text: str) -> None:
     install(here, "" if text.endswith(">=1") else BROKEN)
-    assert broken_packages(claims(text)) == {}
+    assert broken_packages(declared(text)) == {}
 
 
 @pytest.mark.parametrize(

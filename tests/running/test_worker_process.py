@@ -159,7 +159,7 @@ def test_the_kits_own_exception_is_no_verdict_on_the_backend(monkeypatch: pytest
     def fails(*_: object) -> CaseResult:
         raise ZeroDivisionError("a bug of the kit")
 
-    monkeypatch.setattr(lane, "judge_item", fails)
+    monkeypatch.setattr(lane, "evaluate_item", fails)
     found = results_of("Wrong")
     assert {result.status for result in found} == {Status.CRASHED}
     assert found[0].reason.startswith(KIT_ERROR + "ZeroDivisionError: a bug of the kit")
@@ -191,7 +191,7 @@ def test_giving_up_early_leaves_no_process_behind(runners: list[Runner]) -> None
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path, jobs: int) -> None:
     """A cancelled CI job must not leave a process on the GPU."""
-    script = tmp_path / "judge.py"
+    script = tmp_path / "evaluate.py"
     script.write_text(
         textwrap.dedent(
             f"""

@@ -103,10 +103,10 @@ class WrongAndReplacesJudge(Wrong):
         import attn_testkit.checks.numeric
         import attn_testkit.checks.step
         import attn_testkit.results
-        import attn_testkit.running.case_runs.judge
+        import attn_testkit.running.case_runs.evaluate
 
-        attn_testkit.checks.step.judge_step = lambda *args: []
-        attn_testkit.running.case_runs.judge.judge_step = lambda *args: []
+        attn_testkit.checks.step.evaluate_step = lambda *args: []
+        attn_testkit.running.case_runs.judge.evaluate_step = lambda *args: []
         attn_testkit.checks.numeric.matches_oracle = lambda *args: []
         attn_testkit.results.BAD = frozenset()
         attn_testkit.results.exit_code = lambda *args, **more: 0
@@ -134,11 +134,11 @@ class ReplacesAnEntryOfATable(TorchNativeBackend):
         super().__init__(context)
         from dataclasses import replace
 
-        from attn_testkit.runner_modes.drivers import DRIVERS
+        from attn_testkit.runner_modes.mode_runners import MODE_RUNNERS
 
         from attn_testkit.contract import ForwardMode
 
-        DRIVERS[ForwardMode.DECODE] = replace(DRIVERS[ForwardMode.DECODE])
+        MODE_RUNNERS[ForwardMode.DECODE] = replace(MODE_RUNNERS[ForwardMode.DECODE])
 
 
 class ReplacesAMethodOfTheHarness(TorchNativeBackend):

@@ -48,36 +48,36 @@ _PACKBITS = Family("flashinfer.jit.quantization:gen_quantization_module", ())
 _CASCADE = Family("flashinfer.jit.cascade:gen_cascade_module", ())
 
 
-def _dtype_pairs(claims: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
-    pairs = itertools.product(sorted(claims.dtypes), sorted(claims.kv_dtypes))
+def _dtype_pairs(declared: Capabilities) -> list[tuple[torch.dtype, torch.dtype]]:
+    pairs = itertools.product(sorted(declared.dtypes), sorted(declared.kv_dtypes))
     return [(_DTYPES[q], _DTYPES[q if kv == "same" else kv]) for q, kv in pairs]
 
 
-def _plans(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[tuple[Any, ...]]:
+def _plans(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[tuple[Any, ...]]:
     """Parameters for which modules of plans are compiled: with and without window and soft cap."""
-    for (q, kv), dim, window, cap in itertools.product(_dtype_pairs(claims), head_dims, (False, True), (False, True)):
+    for (q, kv), dim, window, cap in itertools.product(_dtype_pairs(declared), head_dims, (False, True), (False, True)):
         yield (q, kv, q, torch.int32, dim, dim, 0, window, cap)
 
 
-def _prefill(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
+def _prefill(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
     """Paged or ragged, with a custom mask or without: all of a module."""
-    for common in _plans(claims, head_dims):
+    for common in _plans(declared, head_dims):
         yield Family(f"{_MODULES}:_gen_batch_prefill_primary_module", ("fa2", *common, False))
     yield _PACKBITS
     yield _CASCADE
 
 
-def _paged(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
+def _paged(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
     """Decode with and without tensor cores, prefill."""
-    yield from _prefill(claims, head_dims)
-    for q, kv, *others in _plans(claims, head_dims):
+    yield from _prefill(declared, head_dims)
+    for q, kv, *others in _plans(declared, head_dims):
         if kv.itemsize > 1:
             yield Family(f"{_MODULES}:gen_batch_decode_module", (q, kv, *others))
 
 
 def _mla(backend: str) -> Callable[[Capabilities, Sequence[int]], Iterable[Family]]:
-    def families(claims: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
-        for (q, kv), dim, rope in itertools.product(_dtype_pairs(claims), head_dims, sorted(claims.mla_rope_dims)):
+    def families(declared: Capabilities, head_dims: Sequence[int]) -> Iterable[Family]:
+        for (q, kv), dim, rope in itertools.product(_dtype_pairs(declared), head_dims, sorted(declared.mla_rope_dims)):
             yield Family(f"{_MODULES}:gen_batch_mla_module", (backend, q, kv, q, torch.int32, dim, rope, False))
 
     return families
@@ -100,9 +100,9 @@ def families_of(backends: Sequence[str], head_dims: Sequence[int] = ()) -> list[
     for name in backends:
         path, families = FAMILIES[name]
         module, _, attribute = path.partition(":")
-        claims: Capabilities = getattr(importlib.import_module(module), attribute).capabilities
-        dims = [dim for dim in sorted(claims.head_dims) if not head_dims or dim in head_dims]
-        found.update(dict.fromkeys(families(claims, dims)))
+        declared: Capabilities = getattr(importlib.import_module(module), attribute).capabilities
+        dims = [dim for dim in sorted(declared.head_dims) if not head_dims or dim in head_dims]
+        found.update(dict.fromkeys(families(declared, dims)))
     return list(found)
 
 

@@ -2,7 +2,7 @@
 
 The kit takes the place of the server around them: SGLang's own KV pools (``pools``), a model runner with the attributes
 that backends read (``runner``), ``RadixAttention`` layers and ``ForwardBatch`` objects (``batches``). A table lists the
-capabilities of each backend, and the places in SGLang that document them: ``claims``. Nothing of SGLang is replaced.
+capabilities of each backend, and the places in SGLang that document them: ``declared``. Nothing of SGLang is replaced.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import importlib
 
 from attn_testkit.contract import AttentionBackend
 
-from ..claims import class_of
-from .claims import CLAIMS, CLAIMS_OF_OLDER, OF_SGLANG, OLDER_NAMES
+from ..capabilities import class_of
+from .capabilities import CAPABILITIES, CAPABILITIES_OF_OLDER, OF_SGLANG, OLDER_NAMES
 from .versions import CURRENT, OLDER, supported
 
 __all__ = ["NAMES", "backend_class"]
 
-NAMES = tuple(CLAIMS)
+NAMES = tuple(CAPABILITIES)
 """Names that may follow ``sglang:``."""
 _NOT_DRIVEN = "which the kit does not run"
 _CLASSES = {CURRENT: ("current", "SGLangBackend"), OLDER: ("older", "OlderSGLangBackend")}
@@ -29,23 +29,23 @@ def backend_class(name: str) -> type[AttentionBackend]:
     Raises ``LookupError``, which says what to do, for a name that no table here has, and if SGLang is not installed or
     its version is not supported.
     """
-    if name not in CLAIMS:
+    if name not in CAPABILITIES:
         listed = ", ".join(f"sglang:{known}" for known in NAMES)
         what = OLDER_NAMES.get(name) or (_NOT_DRIVEN if name in OF_SGLANG else "which SGLang does not have")
         raise LookupError(f"it names {name!r}, {what}; there are {listed}")
     version = supported()
-    of_version = CLAIMS_OF_OLDER if version == OLDER else CLAIMS
+    of_version = CAPABILITIES_OF_OLDER if version == OLDER else CAPABILITIES
     if name not in of_version:
         raise LookupError(f"the kit runs {', '.join(of_version)} of SGLang {version}, and {name} of {CURRENT}")
-    claims = of_version[name]
+    declared = of_version[name]
     # Before SGLang's modules are imported, which ask what the machine has.
     from . import fakes, imports
 
     missing = imports.prepare()
-    faked = bool(claims.fakes) and fakes.is_needed()
+    faked = bool(declared.fakes) and fakes.is_needed()
     if faked:
-        fakes.put_in_place(claims.fakes)
+        fakes.put_in_place(declared.fakes)
     module, drives = _CLASSES[version]
     base = getattr(importlib.import_module(f"{__name__}.{module}"), drives)
     notes = (f"sgl_kernel cannot be imported ({missing}): nothing that this class calls is compiled in it",)
-    return class_of(base, "SGLang", name, claims, "emulated" if faked else "real", notes=notes if missing else ())
+    return class_of(base, "SGLang", name, declared, "emulated" if faked else "real", notes=notes if missing else ())

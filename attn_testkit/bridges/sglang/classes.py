@@ -9,7 +9,7 @@ import torch
 from attn_testkit.contract import AttentionBackend, AttentionLayer
 
 from ..rows import as_projected
-from .claims import Claims
+from .capabilities import BridgeCapabilities
 
 __all__ = ["SAME_FIELDS", "OfSGLang", "of_projection"]
 
@@ -24,7 +24,7 @@ SAME_FIELDS = (
 class OfSGLang(AttentionBackend):
     """An adapter from the kit's contract to an object that SGLang's registry made."""
 
-    claims: ClassVar[Claims]
+    declared: ClassVar[BridgeCapabilities]
     """Name in SGLang's registry, capabilities, and how the class is run."""
 
 

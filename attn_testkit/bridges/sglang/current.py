@@ -50,8 +50,8 @@ class SGLangBackend(OfSGLang):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        scales = {layer.scaling for layer in context.layers} if self.claims.one_scale else {context.layers[0].scaling}
-        runners = {scale: make_runner(self.claims.registered, context, scale) for scale in sorted(scales)}
+        scales = {layer.scaling for layer in context.layers} if self.declared.one_scale else {context.layers[0].scaling}
+        runners = {scale: make_runner(self.declared.registered, context, scale) for scale in sorted(scales)}
         self.runner = next(iter(runners.values()))
         self.real: Any = None
         """Backend that SGLang's registry made."""
@@ -60,7 +60,7 @@ class SGLangBackend(OfSGLang):
         self.draft: Any = None
         """Backend for draft-decode: a draft worker has a multi-step backend in addition to the other one."""
         if context.modes - {ForwardMode.DRAFT_DECODE}:
-            self.reals = {scale: ATTENTION_BACKENDS[self.claims.registered](each) for scale, each in runners.items()}
+            self.reals = {scale: ATTENTION_BACKENDS[self.declared.registered](each) for scale, each in runners.items()}
             self.real = next(iter(self.reals.values()))
         if ForwardMode.DRAFT_DECODE in context.modes:
             branches, steps = context.draft_branches, context.speculative_num_steps
@@ -137,7 +137,7 @@ class SGLangBackend(OfSGLang):
         new_k, new_v = (k, v) if save_kv_cache else self._stored(layer, batch)
         if not layer.is_mla:
             q, new_k, new_v = of_projection(q, new_k, new_v, layer)
-        if self.claims.rope_apart:
+        if self.declared.rope_apart:
             rank = layer.kv_lora_rank
             given["q_rope"], given["k_rope"] = q[..., rank:], None if new_k is None else new_k[..., rank:]
             q, new_k = q[..., :rank], None if new_k is None else new_k[..., :rank]
@@ -149,7 +149,7 @@ class SGLangBackend(OfSGLang):
 
     def _stored(self, layer: AttentionLayer, batch: ForwardBatch) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """k and v of rows that the pool holds already."""
-        if self.claims.reads_back:
+        if self.declared.reads_back:
             return None, None
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         return keys[batch.out_cache_loc], values[batch.out_cache_loc]

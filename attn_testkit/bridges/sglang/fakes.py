@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 import torch
 
-from attn_testkit.backends.flashinfer_parts import MERGE_STATE
+from attn_testkit.backends.flashinfer_kv_splits import MERGE_STATE
 from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE, BATCH_MLA_FA2, BATCH_PREFILL, BATCH_RAGGED
 from attn_testkit.backends.vendor.provider import EntryPoint, device_is_real, fake_of, swapped
 from attn_testkit.backends.vendor.trtllm_fake import DECODE_XQA
@@ -53,7 +53,7 @@ SETS: Mapping[str, FakeSet] = {
         {"is_sm90": True},
     ),
 }
-"""Name -> set. ``claims.Claims.fakes`` says which."""
+"""Name -> set. ``declared.Claims.fakes`` says which."""
 _ATTENTION = "sglang.srt.layers.attention"
 
 

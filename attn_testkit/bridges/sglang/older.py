@@ -94,7 +94,7 @@ class OlderSGLangBackend(LegacyGraphHooks, OfSGLang):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.runner = _make_runner(context)
-        self.real: Any = ATTENTION_BACKENDS[self.claims.registered](self.runner)
+        self.real: Any = ATTENTION_BACKENDS[self.declared.registered](self.runner)
         """Backend that SGLang's registry made."""
         self.layers = {layer.layer_id: _layer(layer) for layer in context.layers}
 

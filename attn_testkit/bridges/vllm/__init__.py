@@ -3,19 +3,19 @@
 The kit takes the place of the server around them: configuration objects (``config``), ``Attention`` layers
 (``layers``), KV cache groups and a metadata builder for each (``groups``), its pools (``pools``), the buffers that its
 model runner fills before every step (``inputs``). A table lists the capabilities of each backend, and the places in
-vLLM that document them: ``claims``. vLLM's Python is unchanged; without a GPU compiled code is replaced (``fakes``).
+vLLM that document them: ``declared``. vLLM's Python is unchanged; without a GPU compiled code is replaced (``fakes``).
 """
 
 from __future__ import annotations
 
 from attn_testkit.contract import AttentionBackend
 
-from .claims import CLAIMS, OF_VLLM
+from .capabilities import CAPABILITIES, OF_VLLM
 from .versions import supported
 
 __all__ = ["NAMES", "backend_class"]
 
-NAMES = tuple(CLAIMS)
+NAMES = tuple(CAPABILITIES)
 """Names that may follow ``vllm:``."""
 _NOT_DRIVEN = "which the kit does not run"
 
@@ -26,17 +26,17 @@ def backend_class(name: str) -> type[AttentionBackend]:
     Raises ``LookupError``, which says what to do, for a name that the table does not have, and if vLLM is not installed
     or its version is not supported.
     """
-    if name not in CLAIMS:
+    if name not in CAPABILITIES:
         listed = ", ".join(f"vllm:{known}" for known in NAMES)
         what = _NOT_DRIVEN if name in OF_VLLM else "which vLLM does not have"
         raise LookupError(f"it names {name!r}, {what}; there are {listed}")
     supported()
-    claims = CLAIMS[name]
+    declared = CAPABILITIES[name]
     # Before vLLM's modules are imported, which ask what the machine has.
     from . import imports
 
-    machine = imports.prepare(claims)
+    machine = imports.prepare(declared)
     from .driver import make_backend
 
-    made: type[AttentionBackend] = make_backend(name, claims, machine)
+    made: type[AttentionBackend] = make_backend(name, declared, machine)
     return made

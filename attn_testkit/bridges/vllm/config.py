@@ -21,7 +21,7 @@ from vllm.config import (
 
 from attn_testkit.contract import BackendContext, ForwardMode
 
-from .claims import Claims
+from .capabilities import BridgeCapabilities
 
 __all__ = ["make_config", "width_of"]
 
@@ -54,8 +54,8 @@ def _speculation(drafts: int) -> Any:
     return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False)
 
 
-def make_config(claims: Claims, context: BackendContext, blocks: int, layout: str) -> Any:
-    """The configuration of a server with these layers, ``blocks`` KV blocks and the flags of ``claims``.
+def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: int, layout: str) -> Any:
+    """The configuration of a server with these layers, ``blocks`` KV blocks and the flags of ``declared``.
 
     ``layout``: name of a ``KVCacheLayout``, which the engine settles before it plans.
     """
@@ -65,14 +65,14 @@ def make_config(claims: Claims, context: BackendContext, blocks: int, layout: st
     scheduler = SchedulerConfig(
         max_num_seqs=context.max_bs, max_num_batched_tokens=max(context.max_num_tokens, context.max_bs),
         max_model_len=context.max_context_len, is_encoder_decoder=False,
-        disable_hybrid_kv_cache_manager=claims.one_kv_group,
+        disable_hybrid_kv_cache_manager=declared.one_kv_group,
     )  # fmt: skip
     cache = CacheConfig(
         block_size=context.page_size,
         cache_dtype="auto" if context.kv_pool.dtype == context.dtype else "fp8",
         enable_prefix_caching=False,
     )
-    sizes = list(claims.capture_sizes) or _capture_sizes(context)
+    sizes = list(declared.capture_sizes) or _capture_sizes(context)
     cache.num_gpu_blocks, cache.kv_cache_layout = blocks, layout
     return SimpleNamespace(
         model_config=SimpleNamespace(
@@ -92,7 +92,7 @@ def make_config(claims: Claims, context: BackendContext, blocks: int, layout: st
             max_cudagraph_capture_size=sizes[-1],
         ),
         cache_config=cache,
-        attention_config=AttentionConfig(**claims.attention),
+        attention_config=AttentionConfig(**declared.attention),
         kernel_config=KernelConfig(),
         speculative_config=_speculation(drafts),
         num_speculative_tokens=drafts,

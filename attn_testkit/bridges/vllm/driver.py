@@ -18,14 +18,14 @@ from attn_testkit.contract import (
     ForwardBatch,
     ForwardMode,
     KVLayer,
-    KVPart,
     KVPoolSpec,
+    KVSplit,
 )
 
-from ..claims import class_of
+from ..capabilities import class_of
 from ..rows import as_projected
 from . import pools
-from .claims import Claims
+from .capabilities import BridgeCapabilities
 from .config import make_config
 from .groups import make_groups
 from .imports import STABLE, Machine
@@ -41,14 +41,14 @@ _KEPT = "vllm"
 class VLLMBackend(AttentionBackend):
     """An adapter from the kit's contract to a class of vLLM's registry, its builders and implementations."""
 
-    claims: ClassVar[Claims]
+    declared: ClassVar[BridgeCapabilities]
     real: ClassVar[Any]
     """Class of vLLM's registry."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
-        self.config = make_config(self.claims, context, blocks, pools.layout_of(self.real).name)
+        self.config = make_config(self.declared, context, blocks, pools.layout_of(self.real).name)
         self.layers = make_layers(self.real, self.config, context)
         self.groups = make_groups(self.config, context, self.layers, blocks)
         self.inputs = Inputs(context, self.groups.of_kit)
@@ -158,7 +158,7 @@ class VLLMLatentBackend(VLLMBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         *,
-        part: KVPart,
+        part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Output and log-sum-exp of ``forward_mqa`` over all keys. vLLM merges ranks of decode context parallelism by
         it."""
@@ -194,22 +194,22 @@ class VLLMLatentBackend(VLLMBackend):
         return found
 
 
-def make_backend(name: str, claims: Claims, machine: Machine) -> type[AttentionBackend]:
-    """The class for one of the names of ``claims.CLAIMS``."""
-    parent = VLLMLatentBackend if "mla" in claims.capabilities.families else VLLMBackend
+def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> type[AttentionBackend]:
+    """The class for one of the names of ``declared.CLAIMS``."""
+    parent = VLLMLatentBackend if "mla" in declared.capabilities.families else VLLMBackend
     kernels = "real"
-    if claims.compiled_store and (machine.without_gpu or STABLE in machine.missing):
+    if declared.compiled_store and (machine.without_gpu or STABLE in machine.missing):
         kernels = "stores"
-    if machine.without_gpu and claims.compiled_kernel:
+    if machine.without_gpu and declared.compiled_kernel:
         kernels = "emulated"
     notes = [f"{module} does not load ({why})" for module, why in machine.missing.items() if module == STABLE]
     if notes:
-        notes = [f"{notes[0]}: {_STORES_IN_TORCH if claims.compiled_store else _CALLS_NONE}"]
-    absent = machine.missing.get(claims.compiled_module, "")
-    real = AttentionBackendEnum[claims.registered].get_class()
+        notes = [f"{notes[0]}: {_STORES_IN_TORCH if declared.compiled_store else _CALLS_NONE}"]
+    absent = machine.missing.get(declared.compiled_module, "")
+    real = AttentionBackendEnum[declared.registered].get_class()
     return class_of(
-        parent, "VLLM", name, claims, kernels, real=real, notes=tuple(notes),
-        not_here=f"{claims.compiled_module} does not load: {absent}" if absent else "",
+        parent, "VLLM", name, declared, kernels, real=real, notes=tuple(notes),
+        not_here=f"{declared.compiled_module} does not load: {absent}" if absent else "",
     )  # fmt: skip
 
 

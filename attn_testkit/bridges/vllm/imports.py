@@ -16,7 +16,7 @@ import torch
 
 from attn_testkit.backends.vendor.provider import device_is_real
 
-from .claims import Claims
+from .capabilities import BridgeCapabilities
 
 __all__ = ["FA3", "STABLE", "Machine", "prepare"]
 
@@ -34,12 +34,12 @@ class Machine:
     """Compiled module -> reason why it does not load, on a GPU."""
 
 
-def prepare(claims: Claims) -> Machine:
+def prepare(declared: BridgeCapabilities) -> Machine:
     """Set vLLM's environment variables, and let its imports pass if there is no GPU or a compiled module is missing.
 
     Safe to call again. Raises ``RuntimeError`` if vLLM was imported already and decided otherwise.
     """
-    for name, value in claims.environment.items():
+    for name, value in declared.environment.items():
         if os.environ.get(name) != value and "vllm.envs" in sys.modules:
             raise RuntimeError(f"vLLM was imported before {name}={value} was set; a process has one of these backends")
         os.environ[name] = value

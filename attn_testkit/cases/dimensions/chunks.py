@@ -22,14 +22,14 @@ CHUNKS = Dimension(
         "chunks": f"{case.chunks}: the own batch is the first, and the others follow it" if case.chunks > 1 else ""
     },
     values=Columns(
-        lambda claims, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {},
-        lambda claims, row, so_far: changed_rows(so_far["rows"], chunks=row["chunks"]) if "chunks" in row else {},
+        lambda declared, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {},
+        lambda declared, row, so_far: changed_rows(so_far["rows"], chunks=row["chunks"]) if "chunks" in row else {},
     ),
     simpler=of_rows_part(
         "chunks",
-        steps=lambda claims, case, plain: (changed_rows(case.rows, chunks=2) for _ in range(case.chunks > 2)),
+        steps=lambda declared, case, minimal: (changed_rows(case.rows, chunks=2) for _ in range(case.chunks > 2)),
     ),
-    random=lambda draws, claims, so_far: (
+    random=lambda draws, declared, so_far: (
         changed_rows(so_far["rows"], chunks=draws.number(1, 3)) if isinstance(so_far["rows"], Extend) else {}
     ),
     varies="step",

@@ -12,12 +12,12 @@ _REGIONS = 6
 """Pages that a draft may take behind its prefix."""
 
 
-def _tried(claims: Capabilities, case: Fields) -> int:
+def _tried(declared: Capabilities, case: Fields) -> int:
     """All that are declared, if the longest request and its new rows fill them. Else with the first of the new tokens:
     how many more there are has no part in it.
     """
     most = max(case.prefixes) + 1
-    if most < claims.max_context_len - _REGIONS * case.page_size:
+    if most < declared.max_context_len - _REGIONS * case.page_size:
         return most
     return max(most, case.context_len)
 
@@ -29,7 +29,8 @@ CONTEXT = Dimension(
     describe=Without("The steps that `explain` prints begin with it."),
     declared=(
         Asked(
-            lambda case: "as many tokens of context", lambda claims, case: case.context_len <= claims.max_context_len
+            lambda case: "as many tokens of context",
+            lambda declared, case: case.context_len <= declared.max_context_len,
         ),
     ),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
@@ -38,7 +39,7 @@ CONTEXT = Dimension(
         Covered(
             "context",
             "tokens of context",
-            lambda claims, mode: (claims.max_context_len,),
+            lambda declared, mode: (declared.max_context_len,),
             _tried,
             Without("cases/options_together.py has a full context if it is short enough."),
             bound=True,

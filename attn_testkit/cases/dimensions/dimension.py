@@ -92,7 +92,7 @@ class Columns:
 
     values: Callable[[Capabilities, ForwardMode, str], Mapping[str, Sequence[Any]]]
     """(capabilities, mode, tier) -> name of a column -> its values, the plainest first. Empty: no column."""
-    fields: Callable[[Capabilities, Row, Changes], Changes] = lambda claims, row, so_far: {}
+    fields: Callable[[Capabilities, Row, Changes], Changes] = lambda declared, row, so_far: {}
     """(capabilities, row, fields of the dimensions before): the dimension's. A column that has the name of a field is
     that field, and needs nothing here."""
 
@@ -138,8 +138,8 @@ def option(
     return Covered(
         name,
         "",
-        lambda claims, mode: (name,) if declared(claims, mode) else (),
-        lambda claims, case: name if has(case) else None,
+        lambda capabilities, mode: (name,) if declared(capabilities, mode) else (),
+        lambda declared, case: name if has(case) else None,
         Without(made_by),
     )
 
@@ -149,14 +149,14 @@ def no_capability(why: str) -> dict[str, Any]:
     return dict.fromkeys(("declared", "fit", "covered", "undeclared"), Without(why))
 
 
-def nothing_simpler(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+def nothing_simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     """No value lies between the case's and the minimal case's."""
     yield from ()
 
 
 @dataclass(frozen=True)
 class Simpler:
-    """How a failing case comes nearer to the minimal case of its mode (``plain``) in this dimension."""
+    """How a failing case comes nearer to the minimal case of its mode (``minimal``) in this dimension."""
 
     value: Callable[[Fields], str]
     """The value for people, in a word or two."""
@@ -164,7 +164,7 @@ class Simpler:
     """The value: the minimal case's if the case does not differ in it, whatever the number of requests."""
     reset: Callable[[Fields, Fields], Changes]
     """(case, plain): what gives the case the minimal value."""
-    size: Callable[[Fields, Fields], Size] = lambda case, plain: (0,)
+    size: Callable[[Fields, Fields], Size] = lambda case, minimal: (0,)
     """(case, plain): the distance from the minimal value."""
     steps: Callable[[Capabilities, Fields, Fields], Iterator[Changes]] = nothing_simpler
     """(capabilities, case, plain): what may bring it nearer without resetting it; what is worth most comes first."""
@@ -175,7 +175,7 @@ def of_fields(*names: str, **more: Any) -> Simpler:
     values: dict[str, Any] = {
         "value": lambda case: str(getattr(case, names[0]) or "none"),
         "of": lambda case: tuple(getattr(case, each) for each in names),
-        "reset": lambda case, plain: {each: getattr(plain, each) for each in names},
+        "reset": lambda case, minimal: {each: getattr(minimal, each) for each in names},
     }
     return Simpler(**values | more)
 
@@ -189,7 +189,7 @@ def of_number(*names: str, **more: Any) -> Simpler:
     """The same where the first field is a number."""
     values: dict[str, Any] = {
         "value": lambda case: str(getattr(case, names[0])),
-        "size": lambda case, plain: (abs(getattr(case, names[0]) - getattr(plain, names[0])),),
+        "size": lambda case, minimal: (abs(getattr(case, names[0]) - getattr(minimal, names[0])),),
     }
     return of_fields(*names, **values | more)
 
@@ -197,8 +197,8 @@ def of_number(*names: str, **more: Any) -> Simpler:
 def of_rows_part(name: str, **more: Any) -> Simpler:
     """``Simpler`` of a part that rows of one mode have; ``Fields`` has a property of its name for all modes."""
 
-    def reset(case: Fields, plain: Fields) -> Changes:
-        value = getattr(plain, name)
+    def reset(case: Fields, minimal: Fields) -> Changes:
+        value = getattr(minimal, name)
         return {} if getattr(case, name) == value else changed_rows(case.rows, **{name: value})
 
     return of_number(name, reset=reset, **more)

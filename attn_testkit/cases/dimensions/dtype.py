@@ -15,8 +15,8 @@ __all__ = ["DTYPE"]
 _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    name = next((n for n in ("fp32", "bf16", "fp16") if n not in claims.dtypes), None)
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    name = next((n for n in ("fp32", "bf16", "fp16") if n not in declared.dtypes), None)
     if name is None or context.kv_pool.dtype != context.dtype:
         return None
     pool = pool_like(context, dtype=_TORCH[name])
@@ -28,13 +28,13 @@ DTYPE = Dimension(
     fields=("dtype",),
     words=(listed_word(DTYPES, "dtype"),),
     describe=lambda case: {"dtype": case.dtype},
-    declared=(Asked(lambda case: f"dtype {case.dtype}", lambda claims, case: case.dtype in claims.dtypes),),
+    declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
     fit=Without("Cases are made of declared dtypes."),
-    values=Columns(lambda claims, mode, tier: {"dtype": sorted(claims.dtypes)}),
+    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
     covered=Without("The KV dtype counts each pair of the two."),
     simpler=of_fields("dtype"),
     undeclared=(_undeclared,),
-    random=lambda draws, claims, so_far: {"dtype": draws.one_of(sorted(claims.dtypes))},
+    random=lambda draws, declared, so_far: {"dtype": draws.one_of(sorted(declared.dtypes))},
     varies="instance",
     apply=Without("cases/data.py rounds the numbers to it, and the harness makes pool and batches of it."),
 )

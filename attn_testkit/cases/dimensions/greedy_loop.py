@@ -11,17 +11,17 @@ from .numbers import nearer_numbers
 __all__ = ["GREEDY_LOOP"]
 
 
-def _loop_declared(claims: Capabilities, case: Fields) -> bool:
+def _loop_declared(declared: Capabilities, case: Fields) -> bool:
     if not case.rounds or not case.draft:
         return True
-    modes = claims.eager | claims.graph
+    modes = declared.eager | declared.graph
     extends = {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
     nodes = 1 + case.draft.branches * case.draft.steps
     return (
         ForwardMode.TARGET_VERIFY in modes
         and bool(extends & modes)
-        and case.draft.branches <= claims.max_topk
-        and nodes <= claims.max_q_rows
+        and case.draft.branches <= declared.max_topk
+        and nodes <= declared.max_q_rows
     )
 
 
@@ -42,12 +42,12 @@ GREEDY_LOOP = Dimension(
     covered=Without("A loop follows from the modes, and is no capability of its own."),
     simpler=of_rows_part(
         "rounds",
-        steps=lambda claims, case, plain: (
+        steps=lambda declared, case, minimal: (
             changed_rows(case.rows, rounds=rounds) for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
         ),
     ),
     undeclared=Without("A loop follows from the modes, and is no capability of its own."),
     random=Without("A loop costs as much as a mode."),
     varies="instance",
-    apply=Without("cases/loop.py lays the rounds out."),
+    apply=Without("cases/greedy_loop.py lays the rounds out."),
 )

@@ -20,28 +20,28 @@ _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 """Wider rows than the second are those of MLA."""
 
 
-def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
-    dims = [dim for dim in claims.head_dims if dim <= _WIDEST]
-    if per_head(claims):
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
+    dims = [dim for dim in declared.head_dims if dim <= _WIDEST]
+    if per_head(declared):
         dims = [dim for dim in dims if dim <= _WIDEST_OF_OTHERS] or dims
     found = {"head_dim": some_of(dims, 2 if tier == "smoke" else 3)}
-    return {**found, "rope_dim": sorted(claims.mla_rope_dims)} if latent(claims) else found
+    return {**found, "rope_dim": sorted(declared.mla_rope_dims)} if latent(declared) else found
 
 
-def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     return {"rope_dim": row["rope_dim"] if so_far["heads"].layout.values_in_keys else 0}
 
 
-def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     # As in the catalogue: wider rows are those of MLA.
-    widest = max(_WIDEST, min(claims.head_dims))
-    dim = draws.one_of([dim for dim in sorted(claims.head_dims) if dim <= widest])
+    widest = max(_WIDEST, min(declared.head_dims))
+    dim = draws.one_of([dim for dim in sorted(declared.head_dims) if dim <= widest])
     has_rope = so_far["heads"].layout.values_in_keys
-    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(claims.mla_rope_dims)) if has_rope else 0}
+    return {"head_dim": dim, "rope_dim": draws.one_of(sorted(declared.mla_rope_dims)) if has_rope else 0}
 
 
-def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    dim = first_undeclared((48, 80, 24), claims.head_dims)
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    dim = first_undeclared((48, 80, 24), declared.head_dims)
     if dim is None or context.layers[0].head_layout.values_in_keys:
         return None
     other = with_layers(context, head_dim=dim, v_head_dim=dim)
@@ -70,13 +70,16 @@ HEAD_DIM = Dimension(
     declared=(
         Asked(
             lambda case: f"head dim {case.head_dim}",
-            lambda claims, case: all(
-                dim in claims.head_dims for dim in ([shape.head_dim for shape in case.layers.shapes] or [case.head_dim])
+            lambda declared, case: all(
+                dim in declared.head_dims
+                for dim in ([shape.head_dim for shape in case.layers.shapes] or [case.head_dim])
             ),
         ),
         Asked(
             lambda case: f"MLA rope width {case.rope_dim}",
-            lambda claims, case: case.rope_dim in (claims.mla_rope_dims if case.heads.layout.values_in_keys else {0}),
+            lambda declared, case: (
+                case.rope_dim in (declared.mla_rope_dims if case.heads.layout.values_in_keys else {0})
+            ),
         ),
     ),
     fit=Without("Cases are made of declared head dims."),
@@ -85,23 +88,23 @@ HEAD_DIM = Dimension(
         Covered(
             "head_dim",
             "head dim",
-            lambda claims, mode: claims.head_dims if per_head(claims) else (),
-            lambda claims, case: None if case.heads.layout.values_in_keys else case.head_dim,
-            lambda claims, case, dim: of_others(claims, case, head_dim=dim),
+            lambda declared, mode: declared.head_dims if per_head(declared) else (),
+            lambda declared, case: None if case.heads.layout.values_in_keys else case.head_dim,
+            lambda declared, case, dim: of_others(declared, case, head_dim=dim),
         ),
         Covered(
             "latent",
             "MLA latent width",
-            lambda claims, mode: claims.head_dims if latent(claims) else (),
-            lambda claims, case: case.head_dim if case.heads.layout.values_in_keys else None,
-            lambda claims, case, dim: of_mla(claims, case, head_dim=dim),
+            lambda declared, mode: declared.head_dims if latent(declared) else (),
+            lambda declared, case: case.head_dim if case.heads.layout.values_in_keys else None,
+            lambda declared, case, dim: of_mla(declared, case, head_dim=dim),
         ),
         Covered(
             "rope",
             "MLA rope width",
-            lambda claims, mode: claims.mla_rope_dims if latent(claims) else (),
-            lambda claims, case: case.rope_dim if case.heads.layout.values_in_keys else None,
-            lambda claims, case, dim: of_mla(claims, case, rope_dim=dim),
+            lambda declared, mode: declared.mla_rope_dims if latent(declared) else (),
+            lambda declared, case: case.rope_dim if case.heads.layout.values_in_keys else None,
+            lambda declared, case, dim: of_mla(declared, case, rope_dim=dim),
         ),
     ),
     simpler=of_number("head_dim", steps=smaller_declared("head_dim", "head_dims")),

@@ -20,69 +20,69 @@ MOST_USUAL_RATIO = 8
 _MOST_HEADS = 64
 
 
-def typical_heads(claims: Capabilities) -> list[Heads]:
+def typical_heads(declared: Capabilities) -> list[Heads]:
     """The layouts that a covering array tries."""
-    ratios = sorted(claims.gqa_ratios - {1})
+    ratios = sorted(declared.gqa_ratios - {1})
     heads: list[Heads] = []
-    heads += [Heads(layout.name, 2, 2) for layout in as_many(claims)]
-    if "gqa" in claims.families and ratios:
+    heads += [Heads(layout.name, 2, 2) for layout in as_many(declared)]
+    if "gqa" in declared.families and ratios:
         # The smallest, one that is no power of two, and one large enough to matter.
         odd = [r for r in ratios if r & (r - 1) and r <= MOST_USUAL_RATIO]
         large = [r for r in ratios if r <= MOST_USUAL_RATIO]
         heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
-    if "mqa" in claims.families and ratios:
+    if "mqa" in declared.families and ratios:
         heads.append(Heads("mqa", nearest(ratios, 4), 1))
-    if latent(claims):
-        wanted = [r for r in sorted(claims.gqa_ratios) if r in (2, 16)] or sorted(claims.gqa_ratios)[:1]
-        heads += [latent_heads(claims, r) for r in wanted]
+    if latent(declared):
+        wanted = [r for r in sorted(declared.gqa_ratios) if r in (2, 16)] or sorted(declared.gqa_ratios)[:1]
+        heads += [latent_heads(declared, r) for r in wanted]
     return heads
 
 
-def smallest_heads_first(claims: Capabilities) -> list[Heads]:
+def smallest_heads_first(declared: Capabilities) -> list[Heads]:
     """Layouts of few KV heads, the simplest first; empty if a family is declared without its numbers."""
-    groups = [ratio for ratio in sorted(claims.gqa_ratios) if ratio > 1]
-    found = [Heads(layout.name, count, count) for layout in as_many(claims) for count in (2, 1, 4)]
-    if "gqa" in claims.families:
+    groups = [ratio for ratio in sorted(declared.gqa_ratios) if ratio > 1]
+    found = [Heads(layout.name, count, count) for layout in as_many(declared) for count in (2, 1, 4)]
+    if "gqa" in declared.families:
         found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
-    if "mqa" in claims.families:
+    if "mqa" in declared.families:
         found += [Heads("mqa", ratio, 1) for ratio in groups]
-    if latent(claims) and claims.mla_rope_dims:
-        found += [latent_heads(claims, count) for count in sorted(claims.gqa_ratios)]
+    if latent(declared) and declared.mla_rope_dims:
+        found += [latent_heads(declared, count) for count in sorted(declared.gqa_ratios)]
     return [heads for heads in found if heads.q_heads <= _MOST_HEADS] or found[:1]
 
 
-def fewest_latent_heads(claims: Capabilities) -> Heads:
+def fewest_latent_heads(declared: Capabilities) -> Heads:
     """The fewest of a latent layout."""
-    return latent_heads(claims, min(claims.gqa_ratios))
+    return latent_heads(declared, min(declared.gqa_ratios))
 
 
-def other_heads(claims: Capabilities) -> Heads:
+def other_heads(declared: Capabilities) -> Heads:
     """A group of several heads where it costs little: with many rows they are more than a tile."""
-    groups = sorted(claims.gqa_ratios - {1})
-    if not groups or not claims.families & {"gqa", "mqa"}:
-        return Heads(plain_layout(claims), 2, 2)
-    return _group(claims, max([group for group in groups if group <= 8], default=groups[0]))
+    groups = sorted(declared.gqa_ratios - {1})
+    if not groups or not declared.families & {"gqa", "mqa"}:
+        return Heads(plain_layout(declared), 2, 2)
+    return _group(declared, max([group for group in groups if group <= 8], default=groups[0]))
 
 
-def _group(claims: Capabilities, group: int) -> Heads:
-    return Heads("gqa", 2 * group, 2) if "gqa" in claims.families else Heads("mqa", group, 1)
+def _group(declared: Capabilities, group: int) -> Heads:
+    return Heads("gqa", 2 * group, 2) if "gqa" in declared.families else Heads("mqa", group, 1)
 
 
-def _with(claims: Capabilities, case: Fields, heads: Heads, **changes: Any) -> Changes:
-    rope = (case.rope_dim or min(claims.mla_rope_dims)) if heads.layout.values_in_keys else 0
+def _with(declared: Capabilities, case: Fields, heads: Heads, **changes: Any) -> Changes:
+    rope = (case.rope_dim or min(declared.mla_rope_dims)) if heads.layout.values_in_keys else 0
     return {"heads": heads, "rope_dim": rope, **changes}
 
 
-def of_mla(claims: Capabilities, case: Fields, **changes: Any) -> Changes:
+def of_mla(declared: Capabilities, case: Fields, **changes: Any) -> Changes:
     """``changes``, and heads of MLA if the case has others."""
     return _with(
-        claims, case, case.heads if case.heads.layout.values_in_keys else fewest_latent_heads(claims), **changes
+        declared, case, case.heads if case.heads.layout.values_in_keys else fewest_latent_heads(declared), **changes
     )
 
 
-def of_others(claims: Capabilities, case: Fields, **changes: Any) -> Changes:
+def of_others(declared: Capabilities, case: Fields, **changes: Any) -> Changes:
     """``changes``, and heads of another family if the case has those of MLA."""
-    return _with(claims, case, other_heads(claims) if case.heads.layout.values_in_keys else case.heads, **changes)
+    return _with(declared, case, other_heads(declared) if case.heads.layout.values_in_keys else case.heads, **changes)
 
 
 def _read(family: str, first: int, second: int) -> Heads:
@@ -102,28 +102,28 @@ def _phrase(case: Fields) -> str:
     return f"{heads.family}: {heads.q_heads} query heads, {kv_heads}{of_all}"
 
 
-def _declared(claims: Capabilities, case: Fields) -> bool:
+def _declared(declared: Capabilities, case: Fields) -> bool:
     """A case whose layers differ has heads of its own, which no layer has."""
     own = (Heads.of(case.heads.layout.family, shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
     return all(
-        heads.family in claims.families
-        and (heads.layout.kv_heads == "as many" or heads.q_heads // heads.kv_heads in claims.gqa_ratios)
+        heads.family in declared.families
+        and (heads.layout.kv_heads == "as many" or heads.q_heads // heads.kv_heads in declared.gqa_ratios)
         for heads in (own if case.layers.shapes else (case.heads,))
     )
 
 
-def _grouped(claims: Capabilities) -> str:
+def _grouped(declared: Capabilities) -> str:
     """The family whose cases try groups: with more KV heads than one a group can also be the wrong one."""
-    return next((family for family in ("gqa", "mqa") if family in claims.families), "")
+    return next((family for family in ("gqa", "mqa") if family in declared.families), "")
 
 
-def _groups(claims: Capabilities, mode: ForwardMode) -> Iterable[int]:
+def _groups(declared: Capabilities, mode: ForwardMode) -> Iterable[int]:
     # A group of one is mha.
-    return claims.gqa_ratios - {1} if _grouped(claims) else ()
+    return declared.gqa_ratios - {1} if _grouped(declared) else ()
 
 
-def _group_of(claims: Capabilities, case: Fields) -> int | None:
-    return case.heads.q_heads // case.heads.kv_heads if case.heads.family == _grouped(claims) else None
+def _group_of(declared: Capabilities, case: Fields) -> int | None:
+    return case.heads.q_heads // case.heads.kv_heads if case.heads.family == _grouped(declared) else None
 
 
 def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
@@ -133,12 +133,12 @@ def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
     return {"heads": heads, "rope_dim": 0, "usual_scaling": like.usual_scaling}
 
 
-def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
-    for heads in smallest_heads_first(claims):
+def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
+    for heads in smallest_heads_first(declared):
         if not heads.layout.values_in_keys or case.heads.layout.values_in_keys:
-            yield _like(case, heads, plain)
+            yield _like(case, heads, minimal)
     if case.heads.layout.values_in_keys:
-        yield from ({"rope_dim": width} for width in sorted(claims.mla_rope_dims))
+        yield from ({"rope_dim": width} for width in sorted(declared.mla_rope_dims))
 
 
 HEADS = Dimension(
@@ -156,13 +156,13 @@ HEADS = Dimension(
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),
     fit=Without("Cases are made of declared heads."),
-    values=Columns(lambda claims, mode, tier: {"heads": typical_heads(claims)}),
+    values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}),
     covered=(
         Covered(
             "family",
             "family",
-            lambda claims, mode: claims.families,
-            lambda claims, case: case.heads.family,
+            lambda declared, mode: declared.families,
+            lambda declared, case: case.heads.family,
             Without("The covering array has heads of every family."),
         ),
         Covered(
@@ -170,15 +170,15 @@ HEADS = Dimension(
             "group",
             _groups,
             _group_of,
-            lambda claims, case, group: _with(claims, case, _group(claims, group)),
+            lambda declared, case, group: _with(declared, case, _group(declared, group)),
             largest_first=True,
         ),
         Covered(
             "mla_heads",
             "MLA heads",
-            lambda claims, mode: claims.gqa_ratios if latent(claims) else (),
-            lambda claims, case: case.heads.q_heads if case.heads.layout.values_in_keys else None,
-            lambda claims, case, heads: _with(claims, case, latent_heads(claims, heads)),
+            lambda declared, mode: declared.gqa_ratios if latent(declared) else (),
+            lambda declared, case: case.heads.q_heads if case.heads.layout.values_in_keys else None,
+            lambda declared, case, heads: _with(declared, case, latent_heads(declared, heads)),
             largest_first=True,
         ),
     ),
@@ -186,15 +186,15 @@ HEADS = Dimension(
         "heads",
         "rope_dim",
         value=lambda case: f"{case.heads} with rope {case.rope_dim}" if case.rope_dim else str(case.heads),
-        reset=lambda case, plain: {**_like(case, plain.heads, plain), "rope_dim": plain.rope_dim},
-        size=lambda case, plain: (
+        reset=lambda case, minimal: {**_like(case, minimal.heads, minimal), "rope_dim": minimal.rope_dim},
+        size=lambda case, minimal: (
             case.heads.layout.values_in_keys, case.heads.q_heads // case.heads.kv_heads, case.heads.q_heads,
             case.rope_dim,
         ),
         steps=_fewer,
     ),
     undeclared=Without("No context asks for undeclared heads so far."),
-    random=lambda draws, claims, so_far: {"heads": draws.one_of(smallest_heads_first(claims))},
+    random=lambda draws, declared, so_far: {"heads": draws.one_of(smallest_heads_first(declared))},
     varies="layer",
     apply=(OnLayers(
         lambda case: [

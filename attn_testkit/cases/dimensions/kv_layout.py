@@ -15,9 +15,9 @@ from .rows import keys_of
 __all__ = ["KV_LAYOUT", "usual_layout"]
 
 
-def usual_layout(claims: Capabilities) -> str:
+def usual_layout(declared: Capabilities) -> str:
     """The layout of all cases but those of ``cases/pool_layouts.py``: the first that is declared."""
-    return next(name for name in KV_LAYOUTS if name in claims.kv_layouts)
+    return next(name for name in KV_LAYOUTS if name in declared.kv_layouts)
 
 
 def _word(name: str) -> str:
@@ -27,16 +27,16 @@ def _word(name: str) -> str:
 _NAMES = {_word(name): name for name in KV_LAYOUTS if name != "nhd"}
 
 
-def _tried(claims: Capabilities, case: Fields) -> str | None:
-    one_head = case.heads.kv_heads == 1 and any(layout.kv_heads != "one" for layout in declared_layouts(claims))
-    one_slot = case.page_size == 1 and claims.page_sizes != {1}
+def _tried(declared: Capabilities, case: Fields) -> str | None:
+    one_head = case.heads.kv_heads == 1 and any(layout.kv_heads != "one" for layout in declared_layouts(declared))
+    one_slot = case.page_size == 1 and declared.page_sizes != {1}
     # Of one KV head, in pages of one slot, or in one page, layouts are alike.
     alike = one_head or one_slot or max(keys_of(case)) <= case.page_size
     return None if alike and case.kv_layout != "nhd" else case.kv_layout
 
 
-def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    name = next((name for name in KV_LAYOUTS if name not in claims.kv_layouts and name != OWN), None)
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    name = next((name for name in KV_LAYOUTS if name not in declared.kv_layouts and name != OWN), None)
     pool = name and pool_like(context, layout=name)
     return (f"KV layout {name}", replace(context, kv_pool=pool)) if pool else None
 
@@ -54,23 +54,23 @@ KV_LAYOUT = Dimension(
     ),
     describe=lambda case: {"kv_layout": "" if case.kv_layout == "nhd" else case.kv_layout},
     declared=(
-        Asked(lambda case: f"KV layout {case.kv_layout}", lambda claims, case: case.kv_layout in claims.kv_layouts),
+        Asked(lambda case: f"KV layout {case.kv_layout}", lambda declared, case: case.kv_layout in declared.kv_layouts),
     ),
-    fit=lambda claims, case: {} if case.kv_layout in claims.kv_layouts else {"kv_layout": usual_layout(claims)},
+    fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
     values=Without("The main array has the usual layout; cases/pool_layouts.py and pair_array.py have the others."),
     covered=(
         Covered(
             "kv_layout",
             "KV layout",
-            lambda claims, mode: claims.kv_layouts,
+            lambda declared, mode: declared.kv_layouts,
             _tried,
             Without("cases/pool_layouts.py and pair_array.py have every layout."),
         ),
     ),
     simpler=of_fields("kv_layout"),
     undeclared=(_undeclared,),
-    random=lambda draws, claims, so_far: {
-        "kv_layout": draws.one_of([name for name in KV_LAYOUTS if name in claims.kv_layouts])
+    random=lambda draws, declared, so_far: {
+        "kv_layout": draws.one_of([name for name in KV_LAYOUTS if name in declared.kv_layouts])
     },
     varies="instance",
     apply=Without("The pool of the contract has the axes, and the harness makes one of this layout."),

@@ -10,7 +10,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, HeadShape, KVGroup
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
-from ..head_shapes import claimed_shapes, read_shapes
+from ..head_shapes import declared_shapes, read_shapes
 from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
 from .dimension import Asked, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option
 from .outside import pool_like
@@ -38,7 +38,7 @@ def _read(match: re.Match[str], so_far: Changes) -> Changes:
     return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[4], match[5])))}
 
 
-def _nearer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     count, first = case.layers.count, case.layers.first
     alone = Layers(count, first)
     one_thing = (replace(alone, groups=case.layers.groups), replace(alone, shapes=case.layers.shapes))
@@ -46,14 +46,14 @@ def _nearer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Chang
         yield {"layers": layers}
 
 
-def _size(case: Fields, plain: Fields) -> Size:
+def _size(case: Fields, minimal: Fields) -> Size:
     layers = case.layers
-    return (bool(layers.shapes) + layers.groups, abs(layers.count - plain.layers.count), layers.first)
+    return (bool(layers.shapes) + layers.groups, abs(layers.count - minimal.layers.count), layers.first)
 
 
-def _second_group(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     # Of three layers and more: what a case of two has to choose from stays what it was.
-    if claims.kv_groups or len(context.layers) < 3:
+    if declared.kv_groups or len(context.layers) < 3:
         return None
     first, *rest = context.layers
     groups = tuple(
@@ -63,17 +63,17 @@ def _second_group(claims: Capabilities, context: BackendContext) -> tuple[str, B
     return "a second KV group", replace(context, kv_groups=groups)
 
 
-def _other_heads(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     # Of three layers and more, as above. Another layer has heads that are declared by themselves.
     first = context.layers[0]
     if (
-        claims.heads_by_layer
+        declared.heads_by_layer
         or len(context.layers) < 3
         or not first.head_layout.by_layer
         or len(context.head_shapes) > 1
     ):
         return None
-    other = next((dim for dim in sorted(claims.head_dims) if dim != first.head_dim), None)
+    other = next((dim for dim in sorted(declared.head_dims) if dim != first.head_dim), None)
     changed: dict[str, Any] = {"head_dim": other, "v_head_dim": other} if other else {
         "tp_q_head_num": 2 * first.tp_q_head_num, "tp_k_head_num": 2 * first.tp_k_head_num,
     }  # fmt: skip
@@ -86,13 +86,13 @@ def _other_heads(claims: Capabilities, context: BackendContext) -> tuple[str, Ba
     return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
 
 
-def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """The simplest are two layers from 0, in one KV group."""
     counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
     count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
-    groups = claims.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
+    groups = declared.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
-    pairs = claimed_shapes(claims) if claims.heads_by_layer and by_layer(claims) else []
+    pairs = declared_shapes(declared) if declared.heads_by_layer and by_layer(declared) else []
     # Drawn whatever else is: what needs fewer draws would be taken for simpler. Parts are not drawn with them.
     shapes = draws.one_of([*[None] * (2 * len(pairs) or 1), *pairs])
     return fields_with_shapes(layers, shapes) if shapes and count >= PERIOD else {"layers": layers}
@@ -110,21 +110,21 @@ LAYERS = Dimension(
     ),
     describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},
     declared=(
-        Asked(lambda case: "KV groups", lambda claims, case: claims.kv_groups or not case.layers.groups),
-        Asked(lambda case: "heads by layer", lambda claims, case: claims.heads_by_layer or not case.layers.shapes),
+        Asked(lambda case: "KV groups", lambda declared, case: declared.kv_groups or not case.layers.groups),
+        Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
     fit=Without("Cases are made of declared layers."),
-    values=Without("cases/layer_cases.py makes its cases, and cases/enriched.py combines them."),
+    values=Without("cases/layer_cases.py makes its cases, and cases/randomly_combined.py combines them."),
     covered=(
         option(
             "KV groups",
-            lambda claims, mode: claims.kv_groups and not mode.is_draft_decode(),
+            lambda declared, mode: declared.kv_groups and not mode.is_draft_decode(),
             lambda case: case.layers.groups,
             "cases/layer_cases.py has them.",
         ),
         option(
             "heads by layer",
-            lambda claims, mode: claims.heads_by_layer and bool(by_layer(claims)),
+            lambda declared, mode: declared.heads_by_layer and bool(by_layer(declared)),
             lambda case: bool(case.layers.shapes),
             "cases/layer_cases.py has them.",
         ),

@@ -29,14 +29,14 @@ _PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
 """Name -> prefixes for a page of so many slots (8 at least) and so many rows of a request."""
 
 
-def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     width = row["draft"].steps if "draft" in row else len(row.get("tree", ())) or row.get("width", 1)
     return {"prefixes": _PATTERNS[row["prefixes"]](max(so_far["page_size"], 8), width)}
 
 
-def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     """All requests as the shortest; some minimal; the longest shorter; each length shorter."""
-    lens, of_plain = case.prefixes, plain.prefixes[0]
+    lens, of_plain = case.prefixes, minimal.prefixes[0]
 
     def with_lens(length_of: Callable[[int], int]) -> Changes:
         return {"prefixes": tuple(map(length_of, lens))}
@@ -64,15 +64,15 @@ KEYS = Dimension(
         ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
-    values=Columns(lambda claims, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row),
+    values=Columns(lambda declared, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row),
     simpler=Simpler(
         value=lambda case: ".".join(map(str, case.prefixes)),
         of=lambda case: frozenset(case.prefixes),
-        reset=lambda case, plain: {"prefixes": plain.prefixes * case.bs},
-        size=lambda case, plain: (len(set(case.prefixes)), sum(abs(n - plain.prefixes[0]) for n in case.prefixes)),
+        reset=lambda case, minimal: {"prefixes": minimal.prefixes * case.bs},
+        size=lambda case, minimal: (len(set(case.prefixes)), sum(abs(n - minimal.prefixes[0]) for n in case.prefixes)),
         steps=_fewer,
     ),
-    random=lambda draws, claims, so_far: {"prefixes": draws.numbers((1, _MOST_REQUESTS), (0, 20), (0, _MOST_PREFIX))},
+    random=lambda draws, declared, so_far: {"prefixes": draws.numbers((1, _MOST_REQUESTS), (0, 20), (0, _MOST_PREFIX))},
     varies="step",
     apply=Without("cases/plans.py makes the lengths of all steps from the case's own."),
     **no_capability("The context, of which all steps take a part, is asked about instead."),

@@ -16,8 +16,8 @@ _CAPS = (0.0, 1.5)
 """None, and one of the size of the logits that the data give."""
 
 
-def _undeclared_cap(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if claims.logit_cap:
+def _undeclared_cap(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if declared.logit_cap:
         return None
     return "a soft cap", with_layers(context, logit_cap=2.0)
 
@@ -25,7 +25,7 @@ def _undeclared_cap(claims: Capabilities, context: BackendContext) -> tuple[str,
 def _caps(case: Fields) -> Sequence[Changes]:
     caps = [0.0] * PERIOD
     if case.logit_cap:
-        caps[case.pick("capped-layer")] = case.logit_cap
+        caps[case.derived("capped-layer")] = case.logit_cap
     return [{"logit_cap": caps[place % PERIOD]} for place in range(case.layers.count)]
 
 
@@ -40,13 +40,13 @@ LOGIT_CAP = Dimension(
         ),
     ),
     describe=lambda case: {"logit_cap": f"{case.logit_cap:g}, in {case.layers.turns}" if case.logit_cap else ""},
-    declared=(Asked(lambda case: "soft cap", lambda claims, case: claims.logit_cap or not case.logit_cap),),
+    declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
     fit=Without("Cases are made of declared options."),
-    values=Columns(lambda claims, mode, tier: {"logit_cap": list(_CAPS if claims.logit_cap else _CAPS[:1])}),
-    covered=(option("soft cap", lambda claims, mode: claims.logit_cap, lambda case: case.logit_cap > 0),),
+    values=Columns(lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])}),
+    covered=(option("soft cap", lambda declared, mode: declared.logit_cap, lambda case: case.logit_cap > 0),),
     simpler=of_number("logit_cap"),
     undeclared=(_undeclared_cap,),
-    random=lambda draws, claims, so_far: {"logit_cap": draws.one_of(_CAPS)} if claims.logit_cap else {},
+    random=lambda draws, declared, so_far: {"logit_cap": draws.one_of(_CAPS)} if declared.logit_cap else {},
     varies="layer",
     apply=(OnLayers(_caps),),
 )

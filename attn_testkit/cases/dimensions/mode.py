@@ -10,8 +10,8 @@ from .dimension import Asked, Dimension, Without
 __all__ = ["MODE"]
 
 
-def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    missing = frozenset(ForwardMode) - claims.eager - claims.graph
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    missing = frozenset(ForwardMode) - declared.eager - declared.graph
     if not missing:
         return None
     mode = min(missing)
@@ -23,7 +23,9 @@ MODE = Dimension(
     fields=Without("It follows from the rows."),
     words=Without("Every id begins with the mode, whose name may have the dashes that separate words."),
     describe=lambda case: {"mode": case.mode.value},
-    declared=(Asked(lambda case: f"mode {case.mode}", lambda claims, case: case.mode in claims.eager | claims.graph),),
+    declared=(
+        Asked(lambda case: f"mode {case.mode}", lambda declared, case: case.mode in declared.eager | declared.graph),
+    ),
     fit=Without("Rows have a meaning in one mode only, so no other mode is the nearest."),
     values=Without("Each mode has a covering array of its own."),
     covered=Without("A mode that is declared has cases."),

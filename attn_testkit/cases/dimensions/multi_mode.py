@@ -10,11 +10,11 @@ MULTI_MODE = Dimension(
     name="mixed",
     fields=("mixed",),
     words=(flag_word("mixed", "mixed"),),
-    describe=lambda case: {"mixed": "graphs of all claimed modes on one instance, interleaved" if case.mixed else ""},
+    describe=lambda case: {"mixed": "graphs of all declared modes on one instance, interleaved" if case.mixed else ""},
     declared=(
         Asked(
             lambda case: "several modes on one instance",
-            lambda claims, case: not case.mixed or {case.mode} < claims.graph | claims.eager,
+            lambda declared, case: not case.mixed or {case.mode} < declared.graph | declared.eager,
         ),
     ),
     fit=Without("Cases are made so if several modes are declared."),
@@ -24,5 +24,5 @@ MULTI_MODE = Dimension(
     undeclared=Without("It follows from the modes, and is no capability of its own."),
     random=Without("One costs as much as all modes together."),
     varies="instance",
-    apply=Without("cases/companions.py makes the cases of the other modes, and runner_modes/ interleave them."),
+    apply=Without("cases/co_residents.py makes the cases of the other modes, and runner_modes/ interleave them."),
 )

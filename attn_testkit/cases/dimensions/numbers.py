@@ -30,19 +30,19 @@ def some_of(values: Collection[int], count: int) -> list[int]:
     return [values[round(i * step)] for i in range(count)]
 
 
-def nearer_numbers(value: int, plain: int) -> Iterator[int]:
+def nearer_numbers(value: int, minimal: int) -> Iterator[int]:
     """Numbers from half way on, back to the one next to the value: a bisection, if it is asked after each step."""
-    step = abs(value - plain) // 2
+    step = abs(value - minimal) // 2
     while step:
-        yield value - step if value > plain else value + step
+        yield value - step if value > minimal else value + step
         step //= 2
 
 
 def smaller_declared(name: str, declared: str) -> Callable[[Capabilities, Fields, Fields], Iterator[Changes]]:
     """``Simpler.steps`` of a field whose values a backend lists."""
 
-    def steps(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
-        below = [value for value in sorted(getattr(claims, declared)) if value < getattr(case, name)]
+    def steps(capabilities: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
+        below = [value for value in sorted(getattr(capabilities, declared)) if value < getattr(case, name)]
         few = len(below) <= _FEW
         yield from ({name: value} for value in below if few or not value & (value - 1) or value in below[-2:])
 

@@ -35,17 +35,19 @@ PADDED_REQUESTS = Dimension(
     ),
     describe=lambda case: {"bucket": _phrase(case)},
     values=Columns(
-        lambda claims, mode, tier: {"slack": [0, 1, 3]},
-        lambda claims, row, so_far: {"bucket": len(so_far["prefixes"]) + row["slack"]},
+        lambda declared, mode, tier: {"slack": [0, 1, 3]},
+        lambda declared, row, so_far: {"bucket": len(so_far["prefixes"]) + row["slack"]},
     ),
     simpler=Simpler(
         value=lambda case: str(_padded(case)),
         of=_padded,
-        reset=lambda case, plain: {"bucket": case.bs},
-        size=lambda case, plain: (_padded(case),),
-        steps=lambda claims, case, plain: ({"bucket": case.bs + padded} for padded in nearer_numbers(_padded(case), 0)),
+        reset=lambda case, minimal: {"bucket": case.bs},
+        size=lambda case, minimal: (_padded(case),),
+        steps=lambda declared, case, minimal: (
+            {"bucket": case.bs + padded} for padded in nearer_numbers(_padded(case), 0)
+        ),
     ),
-    random=lambda draws, claims, so_far: {"bucket": len(so_far["prefixes"]) + draws.number(0, _MOST_SLACK)},
+    random=lambda draws, declared, so_far: {"bucket": len(so_far["prefixes"]) + draws.number(0, _MOST_SLACK)},
     varies="step",
     apply=Without("cases/plans.py gives each step one of the two buckets."),
     **no_capability("No capability bounds the size of a graph."),

@@ -15,11 +15,11 @@ PADDING = Dimension(
     words=Without("It is written in the word of the bucket."),
     describe=Without("The phrase of the bucket says it where there is any padding."),
     values=Columns(
-        lambda claims, mode, tier: {"padding": list(PADDINGS)},
-        lambda claims, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
+        lambda declared, mode, tier: {"padding": list(PADDINGS)},
+        lambda declared, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
     ),
     simpler=of_fields("padding"),
-    random=lambda draws, claims, so_far: {
+    random=lambda draws, declared, so_far: {
         "padding": draws.one_of(PADDINGS) if so_far["bucket"] > len(so_far["prefixes"]) else "prod"
     },
     varies="step",

@@ -19,12 +19,12 @@ def lens_beyond_a_page(page: int) -> tuple[int, ...]:
     return (max(page, 16) + 5, 3)
 
 
-def _tried(claims: Capabilities, case: Fields) -> int | None:
+def _tried(declared: Capabilities, case: Fields) -> int | None:
     return case.page_size if max(keys_of(case)) > case.page_size else None
 
 
-def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    page = first_undeclared((48, 3, 5, 256), claims.page_sizes)
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    page = first_undeclared((48, 3, 5, 256), declared.page_sizes)
     if page is None:
         return None
     pool = pool_like(context, page * 2, page)
@@ -44,22 +44,24 @@ PAGE_SIZE = Dimension(
     ),
     describe=lambda case: {"page_size": str(case.page_size)},
     declared=(
-        Asked(lambda case: f"page size {case.page_size}", lambda claims, case: case.page_size in claims.page_sizes),
+        Asked(lambda case: f"page size {case.page_size}", lambda declared, case: case.page_size in declared.page_sizes),
     ),
     fit=Without("Cases are made of declared page sizes."),
-    values=Columns(lambda claims, mode, tier: {"page_size": some_of(claims.page_sizes, 3 if tier == "smoke" else 5)}),
+    values=Columns(
+        lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)}
+    ),
     covered=(
         Covered(
             "page",
             "page size",
-            lambda claims, mode: claims.page_sizes,
+            lambda declared, mode: declared.page_sizes,
             _tried,
-            lambda claims, case, page: {"page_size": page, "prefixes": lens_beyond_a_page(page)},
+            lambda declared, case, page: {"page_size": page, "prefixes": lens_beyond_a_page(page)},
         ),
     ),
     simpler=of_number("page_size", steps=smaller_declared("page_size", "page_sizes")),
     undeclared=(_undeclared,),
-    random=lambda draws, claims, so_far: {"page_size": draws.one_of(sorted(claims.page_sizes))},
+    random=lambda draws, declared, so_far: {"page_size": draws.one_of(sorted(declared.page_sizes))},
     varies="instance",
     apply=Without("cases/schedule.py lays requests out in pages, and the harness makes the pool of them."),
 )

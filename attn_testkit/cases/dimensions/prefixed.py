@@ -13,8 +13,8 @@ from .dimension import Asked, Dimension, OnSteps, Without, Word, of_rows_part
 __all__ = ["PREFIXED"]
 
 
-def _behind_prefixes(claims: Capabilities, case: Fields) -> Changes:
-    if not case.draft or claims.server.drafts_without_prefix or case.with_prefix:
+def _behind_prefixes(declared: Capabilities, case: Fields) -> Changes:
+    if not case.draft or declared.server.drafts_without_prefix or case.with_prefix:
         return {}
     prefixes = tuple(max(1, prefix) for prefix in case.prefixes)
     return {"prefixes": prefixes, **changed_rows(case.rows, with_prefix=True)}
@@ -41,7 +41,7 @@ PREFIXED = Dimension(
     declared=(
         Asked(
             lambda case: "a draft without a prefix",
-            lambda claims, case: claims.server.drafts_without_prefix or case.with_prefix or not case.draft,
+            lambda declared, case: declared.server.drafts_without_prefix or case.with_prefix or not case.draft,
         ),
     ),
     fit=_behind_prefixes,

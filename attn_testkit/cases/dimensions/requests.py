@@ -16,7 +16,7 @@ def _keep(case: Fields, which: Sequence[int]) -> Changes:
     return {"prefixes": prefixes, "rows": case.rows.counted(new), "bucket": len(which) + case.bucket - case.bs}
 
 
-def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     """One of each kind alone; one of each kind; a half; all but one of a kind."""
     entries = list(zip(case.prefixes, case.new or case.prefixes, strict=True))
     kinds = [entries.index(kind) for kind in dict.fromkeys(entries)]
@@ -35,8 +35,8 @@ REQUESTS = Dimension(
     simpler=Simpler(
         value=lambda case: str(case.bs),
         of=lambda case: case.bs,
-        reset=lambda case, plain: _keep(case, [0]),
-        size=lambda case, plain: (case.bs,),
+        reset=lambda case, minimal: _keep(case, [0]),
+        size=lambda case, minimal: (case.bs,),
         steps=_fewer,
     ),
     random=Without("Random prefixes say how many requests there are."),

@@ -47,11 +47,11 @@ def keys_of(case: Fields) -> Iterator[int]:
     return (prefix + rows for prefix, rows in zip(case.prefixes, rows_of(case), strict=True))
 
 
-def most_rows(claims: Capabilities, mode: ForwardMode) -> int:
+def most_rows(declared: Capabilities, mode: ForwardMode) -> int:
     """As many query rows of one request as are declared in a mode."""
     if mode is ForwardMode.EXTEND:
-        return claims.max_extend_tokens
-    return claims.max_q_rows if mode.is_speculative() else 1
+        return declared.max_extend_tokens
+    return declared.max_q_rows if mode.is_speculative() else 1
 
 
 def accepted(pattern: str, width: int, bs: int) -> tuple[int, ...]:
@@ -78,43 +78,43 @@ def rows_of_two(mode: ForwardMode, rows: int, topk: int) -> Rows:
     return Accepted(new, rows, v2=mode is ForwardMode.DRAFT_EXTEND_V2)
 
 
-def _columns(claims: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    rows = claims.max_q_rows
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    rows = declared.max_q_rows
     if mode is ForwardMode.DECODE:
         return {}
     if mode is ForwardMode.EXTEND:
         return {"new_tokens": list(NEW_TOKENS)}
     if mode is ForwardMode.DRAFT_DECODE:
-        return {"draft": [draft for draft in _DRAFTS if draft.branches <= claims.max_draft_branches]}
+        return {"draft": [draft for draft in _DRAFTS if draft.branches <= declared.max_draft_branches]}
     if mode is ForwardMode.TARGET_VERIFY:
         chains = [chain(min(n, rows)) for n in (2, 4, 7)]
-        trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= claims.max_topk]
+        trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= declared.max_topk]
         return {"tree": list(dict.fromkeys([*chains, *trees]))}
     widths = sorted({min(n, rows) for n in (2, 4, MOST_USUAL_ROWS)})
     return {"width": widths, "accepted": ["uneven", "one", "all"]}
 
 
-def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     requests, rows = len(so_far["prefixes"]), so_far["rows"]
     if "new_tokens" in row:
-        new = new_tokens(row["new_tokens"], requests, so_far["page_size"], claims.max_extend_tokens)
+        new = new_tokens(row["new_tokens"], requests, so_far["page_size"], declared.max_extend_tokens)
         return changed_rows(rows, new=new, room=room_for(new))
     if "accepted" in row:
         return changed_rows(rows, new=accepted(row["accepted"], row["width"], requests), width=row["width"])
     return changed_rows(rows, **{name: row[name] for name in ("tree", "draft") if name in row})
 
 
-def _declared(claims: Capabilities, case: Fields) -> bool:
+def _declared(declared: Capabilities, case: Fields) -> bool:
     if case.draft:
-        return case.draft.branches <= claims.max_draft_branches
+        return case.draft.branches <= declared.max_draft_branches
     # The width of an extend is the room of its graph, and not what a request has.
     rows = max(case.new) if case.mode is ForwardMode.EXTEND else case.width
-    return rows <= most_rows(claims, case.mode)
+    return rows <= most_rows(declared, case.mode)
 
 
-def _widest_tree(claims: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
+def _widest_tree(declared: Capabilities, mode: ForwardMode) -> tuple[int, ...]:
     # The children of a node are rows next to it.
-    return (max(1, min(claims.max_topk, claims.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
+    return (max(1, min(declared.max_topk, declared.max_q_rows - 1)),) if mode is ForwardMode.TARGET_VERIFY else ()
 
 
 def _is_chain(tree: Tree) -> bool:
@@ -152,13 +152,13 @@ def _value(case: Fields) -> str:
     return new if case.mode is ForwardMode.EXTEND else f"{new} of {case.width}"
 
 
-def _reset(case: Fields, plain: Fields) -> Changes:
+def _reset(case: Fields, minimal: Fields) -> Changes:
     """Minimal rows; parts that have a dimension of their own, such as chunks, stay."""
     kept = {name: getattr(case.rows, name) for name in ("rounds", "with_prefix", "chunks") if hasattr(case.rows, name)}
-    return changed_rows(plain.rows.counted(plain.new * case.bs), **kept)
+    return changed_rows(minimal.rows.counted(minimal.new * case.bs), **kept)
 
 
-def _size(case: Fields, plain: Fields) -> Size:
+def _size(case: Fields, minimal: Fields) -> Size:
     if case.tree:
         return (case.topk, len(case.tree))
     if case.draft:
@@ -168,7 +168,7 @@ def _size(case: Fields, plain: Fields) -> Size:
     return (len({*case.new, case.width}), case.width, sum(case.width - count for count in case.new))
 
 
-def _fewer(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
+def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     found: Iterator[Rows]
     match case.rows:
         case Decode():
@@ -223,21 +223,21 @@ def _fewer_accepted(rows: Accepted) -> Iterator[Rows]:
             yield replace(rows, new=tuple(more if count == old else count for count in new))
 
 
-def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     rows, requests = so_far["rows"], len(so_far["prefixes"])
-    most = min(claims.max_q_rows, _MOST_RANDOM_ROWS)
+    most = min(declared.max_q_rows, _MOST_RANDOM_ROWS)
     match rows:
         case Verify():
             parents: list[int] = []
             for node in range(1, draws.number(1, most)):
-                room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < claims.max_topk]
+                room = [parent for parent in range(node - 1, -1, -1) if parents.count(parent) < declared.max_topk]
                 parents.append(draws.one_of(room))
             return changed_rows(rows, tree=Tree(tuple(parents)))
         case Drafted():
-            branches = draws.number(1, min(claims.max_draft_branches, _MOST_RANDOM_BRANCHES))
+            branches = draws.number(1, min(declared.max_draft_branches, _MOST_RANDOM_BRANCHES))
             return changed_rows(rows, draft=Draft(branches, draws.number(2, 7)))
         case Extend():
-            new = draws.numbers((requests, requests), (1, min(claims.max_extend_tokens, _MOST_RANDOM_NEW)))
+            new = draws.numbers((requests, requests), (1, min(declared.max_extend_tokens, _MOST_RANDOM_NEW)))
             return changed_rows(rows, new=new, room=room_for(new))
         case Accepted():
             width = draws.number(1, most)
@@ -245,30 +245,30 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     return {}
 
 
-def _undeclared_rows(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    rows = claims.max_q_rows + 1
+def _undeclared_rows(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    rows = declared.max_q_rows + 1
     if not context.modes & _ROW_MODES or rows > _MOST_ASKED:
         return None
     more = replace(context, num_draft_tokens=rows, max_num_tokens=context.max_bs * rows)
     return f"{rows} query rows per request", more
 
 
-def _undeclared_tokens(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    tokens = claims.max_extend_tokens + 1
+def _undeclared_tokens(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    tokens = declared.max_extend_tokens + 1
     if ForwardMode.EXTEND not in context.modes or tokens > _MOST_ASKED:
         return None
     more = replace(context, max_extend_tokens=tokens, max_num_tokens=max(context.max_num_tokens, tokens))
     return f"{tokens} new tokens per request", more
 
 
-def _undeclared_children(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if ForwardMode.TARGET_VERIFY not in context.modes or claims.max_topk >= _MOST_ASKED:
+def _undeclared_children(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if ForwardMode.TARGET_VERIFY not in context.modes or declared.max_topk >= _MOST_ASKED:
         return None
-    return f"topk {claims.max_topk + 1}", replace(context, topk=claims.max_topk + 1)
+    return f"topk {declared.max_topk + 1}", replace(context, topk=declared.max_topk + 1)
 
 
-def _undeclared_branches(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    branches = claims.max_draft_branches + 1
+def _undeclared_branches(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    branches = declared.max_draft_branches + 1
     if ForwardMode.DRAFT_DECODE not in context.modes or branches > _MOST_ASKED:
         return None
     more = replace(context, draft_branches=branches, max_num_tokens=context.max_bs * branches)
@@ -306,7 +306,7 @@ ROWS = Dimension(
         Asked(lambda case: "as many rows of a request", _declared),
         Asked(
             lambda case: f"a tree with {case.topk} children of a node",
-            lambda claims, case: case.topk <= claims.max_topk,
+            lambda declared, case: case.topk <= declared.max_topk,
         ),
     ),
     fit=Without("Cases are made of no more rows than are declared."),
@@ -315,18 +315,18 @@ ROWS = Dimension(
         Covered(
             "rows",
             "query rows",
-            lambda claims, mode: (claims.max_q_rows,) if mode.is_speculative() else (),
-            lambda claims, case: max(rows_of(case)),
-            lambda claims, case, rows: {"rows": rows_of_two(case.mode, rows, max(1, case.topk))},
+            lambda declared, mode: (declared.max_q_rows,) if mode.is_speculative() else (),
+            lambda declared, case: max(rows_of(case)),
+            lambda declared, case, rows: {"rows": rows_of_two(case.mode, rows, max(1, case.topk))},
             bound=True,
             most=MOST_ROWS,
         ),
         Covered(
             "extend",
             "new tokens of a request",
-            lambda claims, mode: (claims.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
-            lambda claims, case: max(case.new, default=0),
-            lambda claims, case, tokens: {"rows": rows_of_two(case.mode, tokens, 0)},
+            lambda declared, mode: (declared.max_extend_tokens,) if mode is ForwardMode.EXTEND else (),
+            lambda declared, case: max(case.new, default=0),
+            lambda declared, case, tokens: {"rows": rows_of_two(case.mode, tokens, 0)},
             bound=True,
             most=MOST_NEW_TOKENS,
         ),
@@ -334,17 +334,17 @@ ROWS = Dimension(
             "topk",
             "children of a tree node",
             _widest_tree,
-            lambda claims, case: case.topk,
-            lambda claims, case, topk: {"rows": rows_of_two(case.mode, max(case.width, topk + 1), topk)},
+            lambda declared, case: case.topk,
+            lambda declared, case, topk: {"rows": rows_of_two(case.mode, max(case.width, topk + 1), topk)},
             bound=True,
             most=MOST_ROWS - 1,
         ),
         Covered(
             "branches",
             "branches of a draft",
-            lambda claims, mode: (claims.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
-            lambda claims, case: case.draft.branches if case.draft else 0,
-            lambda claims, case, branches: changed_rows(case.rows, draft=Draft(branches, 3)),
+            lambda declared, mode: (declared.max_draft_branches,) if mode is ForwardMode.DRAFT_DECODE else (),
+            lambda declared, case: case.draft.branches if case.draft else 0,
+            lambda declared, case, branches: changed_rows(case.rows, draft=Draft(branches, 3)),
             bound=True,
             most=MOST_ROWS,
         ),

@@ -14,8 +14,8 @@ from .dimension import Asked, Dimension, OnLayers, Without, flag_word, of_flag
 __all__ = ["SCALING"]
 
 
-def _other_scaling(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if claims.any_scaling or not context.layers[0].head_layout.usual_scaling:
+def _other_scaling(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if declared.any_scaling or not context.layers[0].head_layout.usual_scaling:
         return None
     layers = tuple(replace(layer, scaling=layer.scaling / 2) for layer in context.layers)
     return "a scaling other than 1/sqrt(head_dim)", replace(context, layers=layers)
@@ -36,10 +36,10 @@ SCALING = Dimension(
     declared=(
         Asked(
             lambda case: "a softmax scale that is not 1/sqrt(head_dim)",
-            lambda claims, case: claims.any_scaling or case.usual_scaling or not case.heads.layout.usual_scaling,
+            lambda declared, case: declared.any_scaling or case.usual_scaling or not case.heads.layout.usual_scaling,
         ),
     ),
-    fit=lambda claims, case: {"usual_scaling": not claims.any_scaling and case.heads.layout.usual_scaling},
+    fit=lambda declared, case: {"usual_scaling": not declared.any_scaling and case.heads.layout.usual_scaling},
     values=Without("The nearest declared case has it, and no other."),
     covered=Without("All cases of a backend have the same."),
     simpler=of_flag("usual_scaling"),

@@ -17,7 +17,7 @@ SEED = Dimension(
     describe=lambda case: {"seed": str(case.seed or "")},
     values=Without("Whoever runs a tier says it, for all cases."),
     simpler=of_number("seed"),
-    random=lambda draws, claims, so_far: {"seed": draws.number(0, 99)},
+    random=lambda draws, declared, so_far: {"seed": draws.number(0, 99)},
     varies="instance",
     apply=Without("It is a word of the id, of which everything random is a hash."),
     **no_capability("A backend does not know it."),

@@ -1,4 +1,4 @@
-"""Server variants (``cases/ways/``): habits that some servers have and others do not."""
+"""Server variants (``cases/server_variants/``): habits that some servers have and others do not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import replace
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..rows import Extend, Rows, Verify
+from ..server_variants import SERVER_VARIANTS, all_fit, excluded, variant_of
 from ..trees import chain
-from ..ways import WAYS, all_fit, excluded, way_of
 from .dimension import (
     Asked,
     Dimension,
@@ -38,7 +38,7 @@ def _word(word: str) -> Word:
 _MOST_RANDOM = 2
 
 
-def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """Half of the draws have one, whatever else is drawn, so that it can be made simple by itself; what it does not go
     with gives way. Layers that are not causal have no window and no tree, which few cases happen to be without.
     """
@@ -46,11 +46,11 @@ def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
     chained = replace(drawn, window=-1, layer_windows="any", rows=_chain(drawn.rows))
     rows = replace(chained.rows, chunks=1) if isinstance(chained.rows, Extend) else chained.rows
     minimal = replace(chained, layout="contiguous", rows=rows)
-    words = [word for word, way in WAYS.items() if way.fits(claims, minimal)]
+    words = [word for word, variant in SERVER_VARIANTS.items() if variant.fits(declared, minimal)]
     chosen = frozenset(draws.one_of([""] * (len(words) or 1) + words) for _ in range(_MOST_RANDOM)) - {""}
     for case in (drawn, chained, replace(chained, parts="", own_merge=False)):
         found = replace(case, variants=chosen)
-        if all_fit(claims, found) and not excluded(found):
+        if all_fit(declared, found) and not excluded(found):
             return {name: getattr(found, name) for name in ("parts", "own_merge", "window", "rows", "variants")}
     return {}
 
@@ -59,46 +59,48 @@ def _chain(rows: Rows) -> Rows:
     return Verify(chain(len(rows.tree))) if isinstance(rows, Verify) else rows
 
 
-def _not_causal(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+def _not_causal(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     asked = context.modes & {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
     # Of three layers and more where nothing is declared: what a case of two has to choose from stays what it was.
-    if asked <= claims.non_causal or (not claims.non_causal and len(context.layers) < 3):
+    if asked <= declared.non_causal or (not declared.non_causal and len(context.layers) < 3):
         return None
     return "a layer that is not causal", with_layers(context, causal=False, sliding_window_size=-1)
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
-    return [{"causal": way_of(case).causal}] * case.layers.count
+    return [{"causal": variant_of(case).causal}] * case.layers.count
 
 
 SERVER_VARIANT = Dimension(
     name="variants",
     fields=("variants",),
-    words=tuple(map(_word, WAYS)),
+    words=tuple(map(_word, SERVER_VARIANTS)),
     describe=lambda case: {
-        "server variant": "; ".join(f"{word}: {way.about}" for word, way in WAYS.items() if word in case.variants)
+        "server variant": "; ".join(
+            f"{word}: {variant.about}" for word, variant in SERVER_VARIANTS.items() if word in case.variants
+        )
     },
-    declared=(Asked(lambda case: f"the server variant {way_of(case).word}", all_fit),),
+    declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
     fit=Without("Cases are made of variants that the backend takes."),
-    values=Without("Each variant makes its cases, and cases/enriched.py combines them."),
+    values=Without("Each variant makes its cases, and cases/randomly_combined.py combines them."),
     covered=(
         option(
             "layers that are not causal",
-            lambda claims, mode: mode in claims.non_causal,
-            lambda case: not way_of(case).causal,
-            "cases/ways/non_causal.py has them.",
+            lambda declared, mode: mode in declared.non_causal,
+            lambda case: not variant_of(case).causal,
+            "cases/server_variants/non_causal.py has them.",
         ),
     ),
     simpler=of_fields(
         "variants",
-        value=lambda case: way_of(case).word or "none",
-        size=lambda case, plain: (len(case.variants),),
-        steps=lambda claims, case, plain: (
+        value=lambda case: variant_of(case).word or "none",
+        size=lambda case, minimal: (len(case.variants),),
+        steps=lambda declared, case, minimal: (
             {"variants": case.variants - {word}} for word in sorted(case.variants) if len(case.variants) > 1
         ),
     ),
     undeclared=(_not_causal,),
     random=_random,
     varies="instance",
-    apply=(OnLayers(_layers), OnSteps(lambda case, plans: way_of(case).plans(case, plans))),
+    apply=(OnLayers(_layers), OnSteps(lambda case, plans: variant_of(case).plans(case, plans))),
 )

@@ -27,8 +27,8 @@ from .dimension import (
 __all__ = ["SINKS"]
 
 
-def _undeclared_sinks(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if claims.sinks:
+def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if declared.sinks:
         return None
     layers = tuple(
         replace(layer, sinks=torch.zeros(layer.tp_q_head_num, device=context.device)) for layer in context.layers
@@ -54,13 +54,13 @@ SINKS = Dimension(
     fields=("sinks",),
     words=(flag_word("sink", "sinks"),),
     describe=lambda case: {"sinks": "one more logit for each query head" if case.sinks else ""},
-    declared=(Asked(lambda case: "sinks", lambda claims, case: claims.sinks or not case.sinks),),
+    declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
     fit=Without("Cases are made of declared options."),
-    values=Columns(lambda claims, mode, tier: {"sinks": [False, True] if claims.sinks else [False]}),
-    covered=(option("sinks", lambda claims, mode: claims.sinks, lambda case: case.sinks),),
+    values=Columns(lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]}),
+    covered=(option("sinks", lambda declared, mode: declared.sinks, lambda case: case.sinks),),
     simpler=of_flag("sinks"),
     undeclared=(_undeclared_sinks,),
-    random=lambda draws, claims, so_far: {"sinks": draws.one_of([False, True])} if claims.sinks else {},
+    random=lambda draws, declared, so_far: {"sinks": draws.one_of([False, True])} if declared.sinks else {},
     varies="layer",
     apply=(OnLayers(_sinks),),
 )

@@ -40,72 +40,72 @@ def _phrase(case: Fields) -> str:
     return f"{case.window} keys back, in {turns}" + ("; the others have none" if case.layer_windows == "one" else "")
 
 
-def _declared(claims: Capabilities, case: Fields) -> bool:
+def _declared(declared: Capabilities, case: Fields) -> bool:
     if case.window < 0:
         return True
-    wider = LAYER_WINDOWS.index(claims.windows.layers) <= LAYER_WINDOWS.index(case.layer_windows)
-    return case.mode in claims.windows.modes and case.window >= claims.windows.smallest and wider
+    wider = LAYER_WINDOWS.index(declared.windows.layers) <= LAYER_WINDOWS.index(case.layer_windows)
+    return case.mode in declared.windows.modes and case.window >= declared.windows.smallest and wider
 
 
-def _fit(claims: Capabilities, case: Fields) -> Changes:
+def _fit(declared: Capabilities, case: Fields) -> Changes:
     if case.window < 0:
         return {"layer_windows": "any"}
-    return {"window": max(case.window, claims.windows.smallest), "layer_windows": claims.windows.layers}
+    return {"window": max(case.window, declared.windows.smallest), "layer_windows": declared.windows.layers}
 
 
-def _columns(claims: Capabilities, mode: ForwardMode) -> list[int]:
-    windows = dict.fromkeys(max(window, claims.windows.smallest) for window in _WINDOWS)
-    return [-1, *windows] if mode in claims.windows.modes else [-1]
+def _columns(declared: Capabilities, mode: ForwardMode) -> list[int]:
+    windows = dict.fromkeys(max(window, declared.windows.smallest) for window in _WINDOWS)
+    return [-1, *windows] if mode in declared.windows.modes else [-1]
 
 
-def _of_row(claims: Capabilities, row: Row, so_far: Changes) -> Changes:
-    return {"window": -1} if branches(row.get("tree")) and not claims.windows.in_trees else {}
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    return {"window": -1} if branches(row.get("tree")) and not declared.windows.in_trees else {}
 
 
 def _windowed(case: Fields) -> bool:
     return case.window >= 0 and case.window + 1 < max(keys_of(case))
 
 
-def _in_trees(claims: Capabilities, mode: ForwardMode) -> bool:
-    trees = mode is ForwardMode.TARGET_VERIFY and min(claims.max_topk, claims.max_q_rows - 1) > 1
-    return trees and mode in claims.windows.modes and claims.windows.in_trees
+def _in_trees(declared: Capabilities, mode: ForwardMode) -> bool:
+    trees = mode is ForwardMode.TARGET_VERIFY and min(declared.max_topk, declared.max_q_rows - 1) > 1
+    return trees and mode in declared.windows.modes and declared.windows.in_trees
 
 
-def _smaller(claims: Capabilities, case: Fields, plain: Fields) -> Iterator[Changes]:
-    if case.window > claims.windows.smallest:
-        yield {"window": claims.windows.smallest}
-        yield from ({"window": window} for window in nearer_numbers(case.window, claims.windows.smallest))
+def _smaller(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
+    if case.window > declared.windows.smallest:
+        yield {"window": declared.windows.smallest}
+        yield from ({"window": window} for window in nearer_numbers(case.window, declared.windows.smallest))
 
 
-def _random(draws: Draws, claims: Capabilities, so_far: Changes) -> Changes:
-    fits = claims.windows.in_trees or not branches(getattr(so_far["rows"], "tree", None))
-    if so_far["rows"].mode not in claims.windows.modes or not fits or not draws.one_of([False, True]):
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
+    fits = declared.windows.in_trees or not branches(getattr(so_far["rows"], "tree", None))
+    if so_far["rows"].mode not in declared.windows.modes or not fits or not draws.one_of([False, True]):
         return {}
-    return {"window": draws.number(claims.windows.smallest, max(_MOST_RANDOM, claims.windows.smallest))}
+    return {"window": draws.number(declared.windows.smallest, max(_MOST_RANDOM, declared.windows.smallest))}
 
 
-def _undeclared(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if context.modes <= claims.windows.modes:
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if context.modes <= declared.windows.modes:
         return None
     return "a sliding window", with_layers(context, sliding_window_size=4)
 
 
-def _takes_windows(claims: Capabilities, context: BackendContext) -> bool:
-    return context.modes <= claims.windows.modes and (context.topk <= 1 or claims.windows.in_trees)
+def _takes_windows(declared: Capabilities, context: BackendContext) -> bool:
+    return context.modes <= declared.windows.modes and (context.topk <= 1 or declared.windows.in_trees)
 
 
-def _narrower(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if not claims.windows.smallest or not _takes_windows(claims, context):
+def _narrower(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if not declared.windows.smallest or not _takes_windows(declared, context):
         return None
-    window = claims.windows.smallest - 1
+    window = declared.windows.smallest - 1
     return f"a sliding window of size {window}", with_layers(context, sliding_window_size=window)
 
 
-def _two(claims: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    if claims.windows.layers == "any" or len(context.layers) < 2 or not _takes_windows(claims, context):
+def _two(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if declared.windows.layers == "any" or len(context.layers) < 2 or not _takes_windows(declared, context):
         return None
-    first = max(claims.windows.smallest, 4)
-    other = first + 1 if claims.windows.layers == "one" else -1
+    first = max(declared.windows.smallest, 4)
+    other = first + 1 if declared.windows.layers == "one" else -1
     by_turns = (replace(each, sliding_window_size=(first, other)[at % 2]) for at, each in enumerate(context.layers))
     return f"layers with sliding windows {first} and {other}", replace(context, layers=tuple(by_turns))
 
@@ -114,8 +114,8 @@ def _layers(case: Fields) -> Sequence[Changes]:
     """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
     windows = [case.window, case.window]
     if case.window >= 0 and case.layer_windows != "same":
-        wider = case.layer_windows == "any" and case.pick("other-window")
-        windows[1 - case.pick("windowed-layer")] = 2 * case.window + 3 if wider else -1
+        wider = case.layer_windows == "any" and case.derived("other-window")
+        windows[1 - case.derived("windowed-layer")] = 2 * case.window + 3 if wider else -1
     return [{"sliding_window_size": windows[place % PERIOD]} for place in range(case.layers.count)]
 
 
@@ -134,21 +134,21 @@ WINDOW = Dimension(
         Asked(lambda case: f"sliding window {case.window} ({case.layer_windows})", _declared),
         Asked(
             lambda case: "a sliding window with a branching tree",
-            lambda claims, case: claims.windows.in_trees or case.window < 0 or not branches(case.tree),
+            lambda declared, case: declared.windows.in_trees or case.window < 0 or not branches(case.tree),
         ),
     ),
     fit=_fit,
-    values=Columns(lambda claims, mode, tier: {"window": _columns(claims, mode)}, _of_row),
+    values=Columns(lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row),
     covered=(
-        option("sliding window", lambda claims, mode: mode in claims.windows.modes, _windowed),
+        option("sliding window", lambda declared, mode: mode in declared.windows.modes, _windowed),
         option("sliding window in trees", _in_trees, lambda case: _windowed(case) and branches(case.tree)),
         # The smallest, if it is not the usual one.
         Covered(
             "window",
             "sliding window of size",
-            lambda claims, mode: {claims.windows.smallest} - {0} if mode in claims.windows.modes else (),
-            lambda claims, case: case.window if _windowed(case) else None,
-            lambda claims, case, window: {
+            lambda declared, mode: {declared.windows.smallest} - {0} if mode in declared.windows.modes else (),
+            lambda declared, case: case.window if _windowed(case) else None,
+            lambda declared, case, window: {
                 "window": window,
                 "prefixes": (max(case.prefixes[0], window + 1), *case.prefixes[1:]),
             },

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from ...cases.data import StepData, make_layers
-from ...cases.ways import way_of
+from ...cases.server_variants import variant_of
 from .evidence import LONGEST, SAME_RESULTS, SMALLEST_TILE, Evidence, Supposed, places_of
 from .hint import Level, assumption, hint
 
@@ -17,7 +17,7 @@ __all__ = ["without_windows"]
 
 def _other_keys(e: Evidence) -> bool:
     """True if a row attended to wrong KV tokens, of its own request as far as is known."""
-    return e.attended is not None and not e.attended.right and not e.swapped and e.can_be_asked
+    return e.attended is not None and not e.attended.right and not e.misrouted and e.can_be_asked
 
 
 def _rows_in_order(e: Evidence) -> bool:
@@ -27,14 +27,14 @@ def _rows_in_order(e: Evidence) -> bool:
 
 def _from_positions(e: Evidence) -> bool:
     """True if, in addition, visibility follows from positions."""
-    return _rows_in_order(e) and way_of(e.schedule.case).causal
+    return _rows_in_order(e) and variant_of(e.schedule.case).causal
 
 
 def _first_keys(e: Evidence) -> bool:
     """True if a row attended to KV tokens 0..i, i its index among the new rows, even if it equals another row."""
     a = e.attended
     first = a is not None and not a.right and not a.elsewhere and a.used == set(range(a.row + 1))
-    return first and e.can_be_asked and not e.branches and way_of(e.schedule.case).causal
+    return first and e.can_be_asked and not e.branches and variant_of(e.schedule.case).causal
 
 
 def _with_windows(e: Evidence) -> bool:
@@ -47,13 +47,13 @@ def without_windows(e: Evidence) -> Supposed:
     return Supposed(data=replace(data, query_positions=data.key_positions[:, :1].clone()))
 
 
-def _astray(e: Evidence) -> bool:
+def _misrouted(e: Evidence) -> bool:
     """True if KV tokens of another request were attended to."""
-    others = e.swapped or (e.attended is not None and "others" in e.attended.elsewhere)
+    others = e.misrouted or (e.attended is not None and "others" in e.attended.elsewhere)
     return bool(others) and e.schedule.case.data not in SAME_RESULTS and e.can_be_asked
 
 
-@assumption(_astray, silences=("rows_of_others", "uneven_offsets", "later_requests", "elsewhere"))
+@assumption(_misrouted, silences=("rows_of_others", "uneven_offsets", "later_requests", "elsewhere"))
 def entered_at_query_offsets(e: Evidence) -> Iterator[Supposed]:
     """Rows are right for KV tokens from their query offset on, in one list of all requests' KV tokens."""
     data = e.expected.data
@@ -201,11 +201,11 @@ def window_on_new_rows_alone(e: Evidence) -> Iterator[Supposed]:
 
 
 def _lengths_can_be_asked(e: Evidence) -> bool:
-    case, judgement = e.schedule.case, e.judgement
-    if case.head_maps or max(e.lens, default=0) > LONGEST or e.swapped or e.branches or not way_of(case).causal:
+    case, comparison = e.schedule.case, e.comparison
+    if case.head_maps or max(e.lens, default=0) > LONGEST or e.misrouted or e.branches or not variant_of(case).causal:
         return False
     own = e.attended is None or not (e.attended.right or e.attended.elsewhere or e.attended.heads)
-    return own and judgement.all_finite and not judgement.right and judgement.worst is not None
+    return own and comparison.all_finite and not comparison.right and comparison.worst is not None
 
 
 @assumption(
@@ -221,15 +221,17 @@ def lengths_of_others(e: Evidence) -> str:
         if longer:
             # No request has fewer than its new rows, and the last row sees the last KV token.
             cut = [min(own, max(length, rows)) - rows for own, rows in zip(lens, new, strict=True)]
-            right = e.near(Supposed(data=_from_start(e, cut))).all(-1) | ~e.judgement.wrong.flatten(2).any(-1)
+            right = e.near(Supposed(data=_from_start(e, cut))).all(-1) | ~e.comparison.wrong.flatten(2).any(-1)
             for i in longer:
                 if right[:, e.expected.data.row_request == i].all():
                     found[i].add(length)
     if any(not lengths for lengths in found.values()) or len(found) < _FEW:
         return ""
     # If all are cut to their new rows, the prefix is missing; if all lack equally many, an end is off.
-    told = [(request, length) for request, lengths in found.items() for length in lengths if length > new[request]]
-    if not told or len({lens[request] - max(length, new[request]) for request, length in told}) == 1 < len(told):
+    reported = [(request, length) for request, lengths in found.items() for length in lengths if length > new[request]]
+    if not reported or len({lens[request] - max(length, new[request]) for request, length in reported}) == 1 < len(
+        reported
+    ):
         return ""
     if same := set.intersection(*found.values()):
         length = min(same)
@@ -240,7 +242,7 @@ def lengths_of_others(e: Evidence) -> str:
             "a list of lengths belongs to other requests, or is read at the wrong index: every wrong request is "
             f"right with the length of request {lens.index(length)}, {length} (or its new rows, if they are more)"
         )
-    named = ", ".join(f"request {i} with that of request {lens.index(length)}, {length}" for i, length in told[:2])
+    named = ", ".join(f"request {i} with that of request {lens.index(length)}, {length}" for i, length in reported[:2])
     more = " and so on" if len(found) > _FEW else ""
     return (
         "the list of lengths is read at the wrong index: the result is right with lengths of other requests, "

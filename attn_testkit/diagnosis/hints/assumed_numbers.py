@@ -28,7 +28,7 @@ def _numbers_wrong(e: Evidence) -> bool:
 
 
 def _finite_numbers_wrong(e: Evidence) -> bool:
-    return e.judgement.all_finite and not e.judgement.right and not e.counts_alone
+    return e.comparison.all_finite and not e.comparison.right and not e.counts_alone
 
 
 @assumption(_numbers_wrong)
@@ -74,7 +74,7 @@ def vanished_weights(e: Evidence) -> str:
     whole, large = attend(data, layers, flat=True), attend(data, layers, visible, flat=True)
     limit = attention_limit(large, schedule.case.dtype, schedule.matmul_dtype)
     counted = torch.exp(large.lse - whole.lse)[..., None]
-    if not any(((e.judgement.out.double() - large.out * part).abs() <= limit).all() for part in (1.0, counted)):
+    if not any(((e.comparison.out.double() - large.out * part).abs() <= limit).all() for part in (1.0, counted)):
         return ""
     return (
         "small weights vanish when they are rounded to FP8 without a factor: multiply them first (by 256, say), or "
@@ -101,10 +101,10 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
 
 def right_keys_and_a_wrong_number(e: Evidence) -> bool:
     """True if the right KV tokens were attended to, as far as is known, and a row has a wrong number."""
-    attended, judgement, case = e.attended, e.judgement, e.schedule.case
-    if e.swapped or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
+    attended, comparison, case = e.attended, e.comparison, e.schedule.case
+    if e.misrouted or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
         return False
-    if (judgement.out == 0).flatten(2).all(-1)[judgement.wrong.flatten(2).any(-1)].any():
+    if (comparison.out == 0).flatten(2).all(-1)[comparison.wrong.flatten(2).any(-1)].any():
         return False  # nothing computed them, and within wide limits 0 fits many answers
     # The effect of a missing KV token may be small compared with limits that a mistake makes wider. If weights do not
     # sum to 1, tokens that seem to count twice may have another FP8 scale.
@@ -271,7 +271,7 @@ def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
 def other_sink_counts(e: Evidence) -> str:
     """Each wrong row is right for a sink that counts some number of times, the same for all heads of the row."""
     counts: list[int] = []
-    left = e.judgement.wrong.flatten(2).any(-1)
+    left = e.comparison.wrong.flatten(2).any(-1)
     for count in range(2, _MOST_SINKS + 1):
         more = math.log(count)
         right = e.near(Supposed(layers=_with_sinks(e, lambda _, sinks, more=more: sinks + more))).all(-1)  # type: ignore[misc]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from ...cases.data import make_layers
-from ...cases.parts import parts_of
-from ...contract import KVPart
+from ...cases.kv_splits import splits_of
+from ...contract import KVSplit
 from ...families.softmax.attention import windowed
 from .evidence import Evidence
 from .hint import Level, hint
@@ -42,10 +42,10 @@ def kept_from_before(e: Evidence) -> str:
 
 
 @hint(Level.SHOWN, silences=("later_requests", "last_page", "elsewhere"))
-def only_empty_parts(e: Evidence) -> str:
+def only_empty_splits(e: Evidence) -> str:
     """Exactly the requests without a KV token in some KV split are wrong, or those after them."""
     requests = range(e.step.bs)
-    for part in parts_of(e.schedule.case):
+    for part in splits_of(e.schedule.case):
         empty = [_empty(e, part, request) for request in requests]
         if not any(empty) or all(empty):
             continue
@@ -62,7 +62,7 @@ def only_empty_parts(e: Evidence) -> str:
     return ""
 
 
-def _empty(e: Evidence, part: KVPart, request: int) -> bool:
+def _empty(e: Evidence, part: KVSplit, request: int) -> bool:
     """True if no row of the request sees a KV token of the split, in any wrong layer."""
     data, held = e.expected.data, e.step.requests[request]
     of_part = part.holds(torch.arange(data.visible.shape[-1]), torch.tensor(held.prefix))
@@ -77,7 +77,7 @@ def last_request_not_written(e: Evidence) -> str:
     rows, last = e.expected.data.row_request, e.step.bs - 1
     if e.wrong != [last] or last == 0 or e.schedule.case.head_maps or e.may_be_nan:
         return ""
-    if not e.judgement.unwritten[:, rows == last].all():
+    if not e.comparison.unwritten[:, rows == last].all():
         return ""
     return (
         "offsets of requests (cu_seqlens_q, indptr) lack an entry, or a grid or loop covers one request too few: no "
@@ -137,7 +137,7 @@ def later_requests(e: Evidence) -> str:
     # tokens of other requests.
     shorter, own = e.lens[0] < max(e.lens), e.attended is not None and e.attended.own
     if e.step.bs > 2 and shorter and not own and e.wrong == list(range(1, e.step.bs)):
-        if e.judgement.unwritten.flatten(2).any(-1).any(0)[e.rows].all() and not e.reads_foreign:
+        if e.comparison.unwritten.flatten(2).any(-1).any(0)[e.rows].all() and not e.reads_foreign:
             return "a work list, a grid or a number of tiles probably ends early: request 0 is computed and no other is"
         return (
             "a stride is probably wrong: request 0 is right and all others are wrong, and request 0 is at offset 0 "

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...cases.kv_groups import group_of_place, pages_in_pool
-from ...cases.ways import way_of
+from ...cases.server_variants import variant_of
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence, Supposed
 from .hint import Level, hint
@@ -33,7 +33,7 @@ def beyond_32_bits(e: Evidence) -> str:
 @hint(Level.SHOWN, silences=("some_heads", "elsewhere", "read_twice", "later_requests", "last_page"))
 def right_with_other_layers(e: Evidence) -> str:
     """The case is right if layers do not differ in heads, KV group or window, whatever was attended to."""
-    if e.changed is None or e.in_graph or e.judgement.right:
+    if e.changed is None or e.in_graph or e.comparison.right:
         return ""
     layers = e.schedule.case.layers
     if layers.shapes and e.changed.right_without("shapes"):
@@ -73,10 +73,10 @@ def right_without(e: Evidence) -> str:
 
 def _asked(e: Evidence) -> ChangedCases | None:
     """Other cases, if a number is clearly wrong: with the right KV tokens, or without some of the last ones."""
-    if e.changed is None or e.in_graph or e.swapped or not e.judgement.all_finite or e.judgement.worst is None:
+    if e.changed is None or e.in_graph or e.misrouted or not e.comparison.all_finite or e.comparison.worst is None:
         return None
     if _right_keys(e):
-        return e.changed if e.judgement.margin >= _NOT_SMALL and not e.reads_foreign else None
+        return e.changed if e.comparison.margin >= _NOT_SMALL and not e.reads_foreign else None
     return e.changed if _cut_off(e) else None
 
 
@@ -102,7 +102,8 @@ def _of_data(e: Evidence) -> str:
 def _of_far(e: Evidence) -> str:
     return (
         "right with a max_context_len that fits the requests, and wrong with one of "
-        f"{way_of(e.schedule.case).context_len:,}: look at sizes and splits that depend on max_context_len, such as "
+        f"{variant_of(e.schedule.case).context_len:,}: look at sizes and splits that depend on max_context_len, such "
+        f"as "
         "more splits than are merged"
     )
 

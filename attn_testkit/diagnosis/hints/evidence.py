@@ -9,14 +9,14 @@ import torch
 
 from ...cases.data import StepData
 from ...cases.schedule import Schedule, Step
-from ...checks import Judgement
+from ...checks import Comparison
 from ...checks.observation import Observation
 from ...contract import AttentionLayer, HeadShape
 from ...families.softmax.answer import attend_with_limit
 from ...oracle.expect import Expected
 from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
-from ..swapped_rows import SwappedRow
+from ..misrouted_rows import MisroutedRow
 
 __all__ = ["LONGEST", "SAME_RESULTS", "SMALLEST_TILE", "SMALL_ERROR", "Evidence", "Supposed", "places_of"]
 
@@ -53,14 +53,14 @@ class Evidence:
     """Evidence about one wrong step."""
 
     schedule: Schedule
-    judgement: Judgement
+    comparison: Comparison
     attended: AttendedKeys | None
     """KV tokens that one wrong row attended to; None if they could not be found out."""
     passed: list[Observation]
     """Steps of the same case-run that were right."""
     in_graph: bool
     """True if the eager run of the step is right."""
-    swapped: tuple[SwappedRow, ...] = ()
+    misrouted: tuple[MisroutedRow, ...] = ()
     """Wrong rows that hold results of others."""
     right_when_fresh: bool = False
     """True if an eager step after others is right as the first of a fresh instance."""
@@ -78,12 +78,12 @@ class Evidence:
     @property
     def observed(self) -> Observation:
         """The observation of the step."""
-        return self.judgement.observed
+        return self.comparison.observed
 
     @property
     def expected(self) -> Expected:
         """The expected results of the step."""
-        return self.judgement.expected
+        return self.comparison.expected
 
     @property
     def step(self) -> Step:
@@ -93,12 +93,12 @@ class Evidence:
     @property
     def wrong(self) -> list[int]:
         """Wrong requests, ascending."""
-        return list(self.judgement.wrong_requests)
+        return list(self.comparison.wrong_requests)
 
     @property
     def rows(self) -> list[int]:
         """Wrong flat rows, ascending."""
-        return list(self.judgement.wrong_rows)
+        return list(self.comparison.wrong_rows)
 
     @property
     def wrong_shapes(self) -> list[HeadShape]:
@@ -109,7 +109,7 @@ class Evidence:
     @property
     def wrong_layers(self) -> list[bool]:
         """List of bool, one per layer in the order in which they run: true if the layer is wrong."""
-        wrong: list[bool] = self.judgement.wrong.flatten(1).any(-1).tolist()
+        wrong: list[bool] = self.comparison.wrong.flatten(1).any(-1).tolist()
         return wrong
 
     @property
@@ -138,14 +138,14 @@ class Evidence:
     @property
     def counts_alone(self) -> bool:
         """True if only counts of KV tokens are wrong: each element is within its limit, so other limits do not help."""
-        return self.judgement.all_finite and self.judgement.worst is None
+        return self.comparison.all_finite and self.comparison.worst is None
 
     @property
     def can_be_asked(self) -> bool:
         """True if other KV tokens can be tried: for wrong, finite, eager results, and requests that are not long."""
-        judgement = self.judgement
+        comparison = self.comparison
         asked = not self.schedule.case.head_maps and max(self.lens, default=0) <= LONGEST
-        wrong = judgement.all_finite and not judgement.right and judgement.worst is not None
+        wrong = comparison.all_finite and not comparison.right and comparison.worst is not None
         return asked and wrong and not self.in_graph
 
     def near(self, supposed: Supposed) -> torch.Tensor:
@@ -158,14 +158,14 @@ class Evidence:
         if supposed.q_scale:
             schedule = schedule.with_numerics(q_scale=supposed.q_scale)
         want, limit = attend_with_limit(schedule, supposed.data or self.expected.data, given, supposed.layers)
-        out = self.judgement.out.double()
+        out = self.comparison.out.double()
         # Of a row that sees no KV token the oracle has NaN, and a backend 0.
         return (((out - want.out).abs() <= limit) | (want.out.isnan() & (out == 0))).all(-1)
 
     def right_for(self, supposed: Supposed) -> bool:
         """True if every wrong row of a layer, or every row, is what the supposed backend gives."""
         near = self.near(supposed).all(-1)
-        return bool((near if supposed.every_row else near[self.judgement.wrong.flatten(2).any(-1)]).all())
+        return bool((near if supposed.every_row else near[self.comparison.wrong.flatten(2).any(-1)]).all())
 
 
 def places_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:

@@ -14,10 +14,10 @@ __all__ = ["part_of_a_head"]
 @hint(Level.SHOWN, silences=("some_heads",))
 def heads_not_computed(e: Evidence) -> str:
     """Exactly some heads are wrong, and these are all zeros in every row."""
-    if e.schedule.case.head_maps or not e.judgement.all_finite:
+    if e.schedule.case.head_maps or not e.comparison.all_finite:
         return ""
-    wrong = e.judgement.wrong.any(-1)
-    zero = (e.judgement.out == 0).all(-1)
+    wrong = e.comparison.wrong.any(-1)
+    zero = (e.comparison.out == 0).all(-1)
     heads = wrong.flatten(0, 1).any(0).nonzero().flatten().tolist()
     count = wrong.shape[-1]
     if not heads or len(heads) == count or not zero[wrong].all() or not zero[..., heads].all():
@@ -32,13 +32,13 @@ def heads_not_computed(e: Evidence) -> str:
 @hint(Level.SHOWN, silences=("some_heads", "one_row_each", "later_requests"))
 def results_of_other_heads(e: Evidence) -> str:
     """Every wrong head of a row that was written holds what another head of another row should."""
-    if e.swapped or e.schedule.case.head_maps or e.schedule.case.data in SAME_RESULTS or e.reads_foreign:
+    if e.misrouted or e.schedule.case.head_maps or e.schedule.case.data in SAME_RESULTS or e.reads_foreign:
         return ""
-    judgement, want, limit = e.judgement, e.expected.attention, e.expected.attention_limit
-    places = (judgement.wrong.any(-1) & ~judgement.unwritten.any(-1)).nonzero().tolist()[:_MOST_PLACES]
+    comparison, want, limit = e.comparison, e.expected.attention, e.expected.attention_limit
+    places = (comparison.wrong.any(-1) & ~comparison.unwritten.any(-1)).nonzero().tolist()[:_MOST_PLACES]
     found: list[tuple[int, int, int, int, int]] = []
     for layer, row, head in places:
-        near = ((judgement.out[layer, row, head].double() - want[layer]).abs() <= limit[layer]).all(-1)
+        near = ((comparison.out[layer, row, head].double() - want[layer]).abs() <= limit[layer]).all(-1)
         if not near.any() or near[row, head]:
             return ""
         of_row, of_head = near.nonzero()[0].tolist()
@@ -74,7 +74,7 @@ def other_shape(e: Evidence) -> str:
 @hint(Level.SHOWN, silences=("part_of_a_head", "some_dims"))
 def columns_not_written(e: Evidence) -> str:
     """The same values of every head are unwritten in every wrong row, and others are not."""
-    unwritten, heads = e.judgement.unwritten, e.judgement.unwritten.any(-1)
+    unwritten, heads = e.comparison.unwritten, e.comparison.unwritten.any(-1)
     if not heads.any() or e.schedule.case.head_maps or e.may_be_nan:
         return ""
     columns = unwritten[heads]
@@ -95,7 +95,7 @@ def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.
     if len(lost) != len(written):
         return 0
     out, want, limit = (
-        each[heads].double() for each in (e.judgement.out, e.expected.attention, e.expected.attention_limit)
+        each[heads].double() for each in (e.comparison.out, e.expected.attention, e.expected.attention_limit)
     )
     near = (out[:, written] - want[:, lost]).abs() <= limit[:, lost]
     return int(lost[0] - written[0]) if bool(near.all()) else 0
@@ -104,10 +104,10 @@ def _shift(e: Evidence, heads: torch.Tensor, lost: torch.Tensor, written: torch.
 @hint(Level.PATTERN)
 def part_of_a_head(e: Evidence) -> str:
     """NaN or Inf next to numbers in one row of one head: no key or value that is read does that."""
-    bad = ~e.judgement.finite
+    bad = ~e.comparison.finite
     # An overflow gives Inf and NaN, depending on the signs of the values.
     large = e.schedule.case.data in ("peaked", "negative", "cliff")
-    if not (bad.any(-1) & (~bad & e.judgement.exists).any(-1)).any() or e.reads_foreign or large:
+    if not (bad.any(-1) & (~bad & e.comparison.exists).any(-1)).any() or e.reads_foreign or large:
         return ""
     return (
         "only a part of a head's values is NaN or Inf, so it was overwritten, or never computed: probably the layout "
@@ -161,7 +161,7 @@ def _lacks_a_part(e: Evidence) -> bool:
 @hint(Level.PATTERN, silences=("key_range", "right_keys"))
 def some_dims(e: Evidence) -> str:
     """A range of dims is wrong, and the others are right. With one-hot values a dim is a key, so none is reported."""
-    dims = [int(dim) for dim in e.judgement.wrong.flatten(0, 2).any(0).nonzero().flatten()]
+    dims = [int(dim) for dim in e.comparison.wrong.flatten(0, 2).any(0).nonzero().flatten()]
     widths = {shape.head_dim - e.schedule.case.rope_dim for shape in e.wrong_shapes}
     if len(widths) != 1 or e.schedule.case.data == "footprint" or not dims or part_of_a_head(e):
         return ""
@@ -187,8 +187,8 @@ def some_dims(e: Evidence) -> str:
 def _dims_they_hold(e: Evidence, first: int, end: int) -> str:
     """Name the dims whose values the wrong dims hold, if those of equally many others do."""
     want, limit, count = e.expected.attention, e.expected.attention_limit, end - first
-    wrong = e.judgement.wrong.any(-1)
-    held = e.judgement.out[..., first:end].double()[wrong]
+    wrong = e.comparison.wrong.any(-1)
+    held = e.comparison.out[..., first:end].double()[wrong]
     for start in range(0, want.shape[-1] - count + 1, 16):
         theirs = slice(start, start + count)
         if bool(((held - want[..., theirs][wrong]).abs() <= limit[..., theirs][wrong]).all()):

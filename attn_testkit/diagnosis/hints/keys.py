@@ -9,7 +9,7 @@ import torch
 
 from ...cases.case import Case
 from ...cases.data import make_layers, new_kv
-from ...cases.parts import parts_of
+from ...cases.kv_splits import splits_of
 from ...checks.describe import index_ranges
 from ..attended_keys import AttendedKeys, ranges
 from .assumed_keys import without_windows
@@ -66,7 +66,7 @@ def _spoilt(e: Evidence) -> dict[int, list[int]]:
 def window_of_another_layer(e: Evidence) -> str:
     """The row of a layer attended to what the window of another layer lets it see."""
     attended = e.attended
-    if attended is None or attended.elsewhere or attended.doubled or attended.not_asked or e.swapped or e.in_graph:
+    if attended is None or attended.elsewhere or attended.doubled or attended.not_asked or e.misrouted or e.in_graph:
         return ""
     windows = {layer.sliding_window_size for layer in make_layers(e.schedule.case)} - {attended.window, -1}
     data, request, row = e.expected.data, attended.request, attended.row
@@ -94,7 +94,7 @@ def window_of_another_layer(e: Evidence) -> str:
 def beyond_a_slot(e: Evidence) -> str:
     """KV tokens are missing depending on their place in the pool, and not on their order."""
     attended = e.attended
-    if attended is None or e.swapped or attended.heads or attended.used - attended.wanted:
+    if attended is None or e.misrouted or attended.heads or attended.used - attended.wanted:
         return ""
     wanted, missing = sorted(attended.wanted), sorted(attended.wanted - attended.used)
     at_one_end = missing in (wanted[: len(missing)], wanted[len(wanted) - len(missing) :])
@@ -149,7 +149,7 @@ def weighs_a_little(e: Evidence) -> str:
 def pool_layout(e: Evidence) -> str:
     """The keys are wrong, and the pool has not the default layout."""
     layout, attended = e.schedule.case.kv_layout, e.attended
-    if layout == "nhd" or attended is None or attended.right or e.in_graph or e.swapped:
+    if layout == "nhd" or attended is None or attended.right or e.in_graph or e.misrouted:
         return ""
     # A wrong offset or stride loses KV tokens. A token that counts twice, or should not be visible, was found.
     if attended.wanted <= attended.used and not attended.elsewhere:
@@ -164,7 +164,7 @@ def pool_layout(e: Evidence) -> str:
 def elsewhere(e: Evidence) -> str:
     """Weight went to slots that the request does not own."""
     attended = e.attended
-    if attended is None or not attended.elsewhere or e.swapped:
+    if attended is None or not attended.elsewhere or e.misrouted:
         return ""
     place = max(attended.elsewhere, key=lambda name: attended.elsewhere[name])
     whole = "" if e.schedule.case.page_size == 1 else ", or a last page that counts as full"
@@ -243,7 +243,7 @@ def key_range(e: Evidence) -> str:
     if attended is None or (attended.elsewhere and not attended.used & attended.wanted):
         return ""
     # All rows of a request share a length: if rows or heads are mixed up, wrong lengths follow from that.
-    if e.swapped or attended.heads or row_tile(e):
+    if e.misrouted or attended.heads or row_tile(e):
         return ""
     missing, extra = sorted(attended.wanted - attended.used), sorted(attended.used - attended.wanted)
     if missing and not {"others", "unowned", "page0"}.isdisjoint(attended.elsewhere):
@@ -316,7 +316,7 @@ def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], pre
         return ""
     of_parts = {
         str(part): {key for key in wanted if part.holds(torch.tensor(key), torch.tensor(prefix))}
-        for part in parts_of(case)
+        for part in splits_of(case)
     }
     found = {name: keys for name, keys in of_parts.items() if keys and keys <= set(doubled)}
     return " and ".join(found) if set().union(*found.values()) == set(doubled) else ""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ...cases.schedule import Request
-from ...cases.ways import way_of
+from ...cases.server_variants import variant_of
 from ..attended_keys import AttendedKeys, ranges
 from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence
@@ -66,7 +66,7 @@ def _in_a_tree(m: _Missing) -> str | None:
 
 def _later_ones(m: _Missing) -> str | None:
     later = [key for key in sorted(m.attended.wanted) if key > m.request.prefix + m.attended.row]
-    if m.keys != later or way_of(m.e.schedule.case).causal:
+    if m.keys != later or variant_of(m.e.schedule.case).causal:
         return None
     return (
         "the mask is causal, but the layers of this case are not (layer.causal is False): KV tokens after the row's "

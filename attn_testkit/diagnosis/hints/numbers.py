@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
-from ...cases.choices import CONTIGUOUS
 from ...cases.data import make_layers
+from ...cases.derived_parameters import CONTIGUOUS
 from ...contract import FP8_PRODUCTS
 from ..attended_keys import AttendedKeys
 from .evidence import SMALL_ERROR, SMALLEST_TILE, Evidence
@@ -47,12 +47,12 @@ LARGE_VALUES = ("towering", "colossal")
 def right_keys(e: Evidence) -> str:
     """The KV tokens are right, so softmax, scales, rounding or the mapping of heads is wrong."""
     attended = e.attended
-    if attended is None or not attended.right or e.reads_foreign or e.swapped:
+    if attended is None or not attended.right or e.reads_foreign or e.misrouted:
         return ""
     if attended.heads or not _asked_a_wrong_head(e, attended):
         return ""
     case = e.schedule.case
-    if not e.judgement.all_finite:
+    if not e.comparison.all_finite:
         large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, DATA_SUSPECTS.get(case.data, [])))
         if large or _cannot_tell(e, attended):
             what = "not finite where values" if case.data in LARGE_VALUES else "a NaN where logits"
@@ -76,7 +76,7 @@ def right_keys(e: Evidence) -> str:
             "the output is rounded to FP8, probably in a scratch buffer of the pool's dtype: every value is within "
             "1/16 of the right one"
         )
-    few, free = e.judgement.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
+    few, free = e.comparison.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
     if few < SMALL_ERROR and case.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype must declare" if free else ""
         return (
@@ -126,9 +126,9 @@ def _rounded_to_fp8(e: Evidence) -> bool:
 
     If weights or sums are wrong, small values are off by more than a part of their own size.
     """
-    heads = e.judgement.wrong.any(-1)
+    heads = e.comparison.wrong.any(-1)
     out, want, limit = (
-        each[heads].double() for each in (e.judgement.out, e.expected.attention, e.expected.attention_limit)
+        each[heads].double() for each in (e.comparison.out, e.expected.attention, e.expected.attention_limit)
     )
     off = (out - want).abs() - limit
     near, far = off <= (want.abs() / 16).clamp(min=_LEAST), off > (want.abs() / 64).clamp(min=_LEAST / 4)
@@ -142,14 +142,14 @@ _MANY, _LEAST = 32, 2.0**-9
 def _asked_a_wrong_head(e: Evidence, attended: AttendedKeys) -> bool:
     """True if the examined head is right, so that it shows nothing about the wrong ones."""
     row = sum(request.new for request in e.step.requests[: attended.request]) + attended.row
-    wrong = e.judgement.wrong[:, row].any(-1).any(0)
+    wrong = e.comparison.wrong[:, row].any(-1).any(0)
     return bool(wrong[attended.head]) or not wrong.any() or e.counts_alone
 
 
 def _strides(e: Evidence) -> list[str]:
     """Suspect strides if q is a view and only the first row is right, as if the view were read as contiguous."""
     later = list(range(1, e.step.tokens))
-    contiguous = (e.schedule.case.pick("qkv-memory") == CONTIGUOUS) != e.step.turned
+    contiguous = (e.schedule.case.derived("qkv-memory") == CONTIGUOUS) != e.step.other_strides
     if not later or e.rows != later or contiguous:
         return []
     return ["the strides of q (here a view of a packed tensor, not contiguous; row 0 is right under any stride)"]
@@ -159,7 +159,7 @@ def _cannot_tell(e: Evidence, attended: AttendedKeys) -> bool:
     """True if the examined KV tokens need not be all: a window hides others, and so does a NaN of a replay."""
     seen = len(attended.wanted)
     hidden = attended.window >= 0 and seen < e.lens[attended.request] - len(attended.not_asked)
-    return not e.judgement.all_finite and (e.observed.replay or hidden)
+    return not e.comparison.all_finite and (e.observed.replay or hidden)
 
 
 def _rescaling(e: Evidence) -> str:

@@ -29,7 +29,7 @@ _ROUNDED = {
 def other_query_scale(e: Evidence) -> Iterator[Supposed]:
     """The step is right for queries that are rounded with another ``q_scale``."""
     data, own = e.expected.data, e.schedule.q_scale
-    if e.counts_alone or not e.judgement.all_finite:
+    if e.counts_alone or not e.comparison.all_finite:
         return
     for q_scale, words in _ROUNDED.items():
         rounded = replace(data, q=_rounded(data.q.float(), q_scale))

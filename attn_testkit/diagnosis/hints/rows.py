@@ -16,11 +16,11 @@ __all__ = ["row_tile", "uneven_offsets"]
 @hint(Level.SHOWN)
 def rows_of_others(e: Evidence) -> str:
     """Wrong rows hold results of others: the numbers are right, but in the wrong place."""
-    if not e.swapped:
+    if not e.misrouted:
         return ""
-    text = ", ".join(row.text for row in e.swapped[:2]) + (" and so on" if len(e.swapped) > 2 else "")
-    alike = sorted({request for row in e.swapped for request in (row.request, row.of_request)})
-    if all(row.copied for row in e.swapped) and max(r.new for r in e.step.requests) == 1:
+    text = ", ".join(row.text for row in e.misrouted[:2]) + (" and so on" if len(e.misrouted) > 2 else "")
+    alike = sorted({request for row in e.misrouted for request in (row.request, row.of_request)})
+    if all(row.copied for row in e.misrouted) and max(r.new for r in e.step.requests) == 1:
         text = f"requests {index_ranges(alike)} hold the same values as each other"
     cause = _swap_cause(e)
     requests = e.step.requests
@@ -33,34 +33,34 @@ def rows_of_others(e: Evidence) -> str:
 
 def _swap_cause(e: Evidence) -> str:
     several = max(r.new for r in e.step.requests) > 1
-    if any(row.queried for row in e.swapped):
+    if any(row.queried for row in e.misrouted):
         return "the stride or the offset of query rows is wrong (q may be a view: use its strides)"
-    if any(row.copied for row in e.swapped):
+    if any(row.copied for row in e.misrouted):
         return "offsets of query rows (cu_seqlens_q), or the index of a request, are wrong"
-    if all(row.of_row is not None for row in e.swapped):
+    if all(row.of_row is not None for row in e.misrouted):
         if times := _times_its_row(e):
             return (
                 "output rows are written by the strides of another tensor, such as q, which may be a view (row "
                 f"{times}n holds what row n should, counted over all requests)"
             )
-        if all(row.request == row.of_request for row in e.swapped):
+        if all(row.request == row.of_request for row in e.misrouted):
             return "the order of rows in a request is wrong"
         if not several:
             return "results are returned in another order than the requests, or offsets of query rows are wrong"
         return "offsets of query rows (cu_seqlens_q) are wrong, or a reordering of requests is not undone"
     starts = list(accumulate((request.new for request in e.step.requests), initial=0))
-    flat = [(starts[m.request] + m.row, m.of_request) for m in e.swapped]
+    flat = [(starts[m.request] + m.row, m.of_request) for m in e.misrouted]
     by_row = [of_request == row for row, of_request in flat if row < e.step.bs]
     if several and len(by_row) > 1 and all(by_row):
         return "the page table, or other data of a request, is indexed by query row: row j has that of request j"
     # If some rows of a request, or adjacent rows, are taken for another's, offsets are wrong; if all, its table row.
     partly = any(
-        {m.row for m in e.swapped if m.request == i} != set(range(r.new))
+        {m.row for m in e.misrouted if m.request == i} != set(range(r.new))
         for i, r in enumerate(e.step.requests)
-        if any(m.request == i for m in e.swapped)
+        if any(m.request == i for m in e.misrouted)
     )
-    as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.swapped)
-    as_theirs = all(m.keys == e.lens[m.of_request] for m in e.swapped)
+    as_own = all(m.keys == e.step.requests[m.request].prefix + m.row + 1 for m in e.misrouted)
+    as_theirs = all(m.keys == e.lens[m.of_request] for m in e.misrouted)
     if partly or not (as_own or as_theirs or several) or uneven_offsets(e):
         return "offsets of query rows (cu_seqlens_q) are wrong"
     return "the request row (req_pool_indices), the table's stride, or offsets of query rows are wrong"
@@ -69,7 +69,7 @@ def _swap_cause(e: Evidence) -> str:
 def _times_its_row(e: Evidence) -> int:
     """The factor by which the index of each swapped row exceeds that of the row whose result it holds; else 0."""
     starts = list(accumulate((request.new for request in e.step.requests), initial=0))
-    pairs = [(starts[m.request] + m.row, starts[m.of_request] + (m.of_row or 0)) for m in e.swapped]
+    pairs = [(starts[m.request] + m.row, starts[m.of_request] + (m.of_row or 0)) for m in e.misrouted]
     times = {row / of_row if of_row else 0.0 for row, of_row in pairs}
     several = len(pairs) > 1 and len(times) == 1
     return int(min(times)) if several and min(times) > 1 and min(times).is_integer() else 0
@@ -110,14 +110,14 @@ def _uneven_in_eager(e: Evidence) -> str:
     if e.computes_nan and e.rows == [row for row, (of, *_) in enumerate(places_of(counts)) if of in e.wrong]:
         # No foreign key is read, and whole requests are wrong: a stride need not be the reason.
         return ""
-    astray = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
-    told = len(e.rows) < sum(counts) or astray
-    if stride is None or len(counts) == 1 or not told:
+    misrouted = attended is not None and "others" in attended.elsewhere and not attended.used & attended.wanted
+    reported = len(e.rows) < sum(counts) or misrouted
+    if stride is None or len(counts) == 1 or not reported:
         return ""
     if attended is not None and attended.own and not _as_under(stride, e, attended):
         return ""
     # The stride leads to a row of the request itself, but it read tokens of another.
-    if attended is not None and astray and _place_under(stride, e, attended)[0] == attended.request:
+    if attended is not None and misrouted and _place_under(stride, e, attended)[0] == attended.request:
         return ""
     return (
         f"query offsets have a uniform stride of {stride}, but must be the running sum of the counts, since rows are "

@@ -15,19 +15,19 @@ __all__ = ["with_a_window_alone"]
 @hint(Level.SHOWN, silences=("later_requests", "elsewhere"))
 def rows_of_other_layers(e: Evidence) -> str:
     """Wrong rows hold the result of a row of another layer: outputs of layers overlap."""
-    if e.swapped or e.judgement.right or e.schedule.case.head_maps:
+    if e.misrouted or e.comparison.right or e.schedule.case.head_maps:
         return ""
-    want, limit, wrong = e.expected.attention, e.expected.attention_limit, e.judgement.wrong.flatten(2).any(-1)
+    want, limit, wrong = e.expected.attention, e.expected.attention_limit, e.comparison.wrong.flatten(2).any(-1)
     found: list[str] = []
     for layer, row in wrong.nonzero().tolist()[:_MOST_ROWS]:
-        near = ((e.judgement.out[layer, row].double() - want).abs() <= limit).flatten(2).all(-1)
+        near = ((e.comparison.out[layer, row].double() - want).abs() <= limit).flatten(2).all(-1)
         # With codes only counts of KV tokens may be wrong, and all numbers within limits: those of the layer itself.
         own = bool(near[layer, row])
         near[layer] = False
         if own or not near.any():
             return ""
         of_layer, of_row = near.nonzero()[0].tolist()
-        data, name = e.expected.data, e.judgement.name
+        data, name = e.expected.data, e.comparison.name
         whose = f"the result of {row_name(data, of_row)} of {name(of_layer)}"
         found.append(f"{row_name(data, row)} of {name(layer)} holds {whose}")
     if not found:
@@ -44,9 +44,9 @@ _MOST_ROWS = 12
 def last_rows_right(e: Evidence) -> str:
     """Only the last row of each wrong request is right, and no KV token is left out."""
     attended, data = e.attended, e.expected.data
-    if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.swapped:
+    if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.misrouted:
         return ""
-    if attended.faint or e.reads_foreign or not e.judgement.all_finite:
+    if attended.faint or e.reads_foreign or not e.comparison.all_finite:
         return ""
     wrong, shown = set(e.rows), 0
     for request in range(e.step.bs):
@@ -65,7 +65,7 @@ def last_rows_right(e: Evidence) -> str:
 @hint(Level.PATTERN)
 def one_row_each(e: Evidence) -> str:
     """Exactly the first rows are written, one per request."""
-    written = (~e.judgement.unwritten).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    written = (~e.comparison.unwritten).flatten(2).any(-1).any(0).nonzero().flatten().tolist()
     if e.step.tokens <= e.step.bs or written != list(range(e.step.bs)):
         return ""
     rows = f"rows 0-{e.step.bs - 1} of the output are" if e.step.bs > 1 else "row 0 of the output is"
@@ -75,8 +75,8 @@ def one_row_each(e: Evidence) -> str:
 @hint(Level.PATTERN, silences=("key_range",))
 def nothing_computed(e: Evidence) -> str:
     """Wrong rows are all zeros, which no attention over the values of a case gives."""
-    wrong = e.judgement.wrong.flatten(2).any(-1)
-    zero = (e.judgement.out == 0).flatten(2).all(-1)
+    wrong = e.comparison.wrong.flatten(2).any(-1)
+    zero = (e.comparison.out == 0).flatten(2).all(-1)
     if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e):
         return ""
     if widths := with_a_window_alone(e):

@@ -11,9 +11,9 @@ from ...cases.schedule import Schedule
 from ...contract import FP8_PRODUCTS, AttentionLayer
 from ..family import Answer
 from .attention import Attention, attend
+from .kv_splits import merged_attention_limit, split_sums
 from .limits import attention_limit, key_factor
 from .new_rows import as_given
-from .parts import merged_attention_limit, part_sums
 
 __all__ = ["answer", "attend_with_limit"]
 
@@ -24,7 +24,7 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     attention, limit = attend_with_limit(schedule, data, given)
     sums = None
     if case.parts:
-        sums = part_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype, schedule.q_scale)
+        sums = split_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype, schedule.q_scale)
         limit = merged_attention_limit(case, attention, limit, sums)
     return Answer(
         out=attention.out,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...cases.data import StepData, new_kv, pool_image, stored_kv
 from ...cases.schedule import Schedule
-from ...cases.ways import way_of
+from ...cases.server_variants import variant_of
 from ...contract import BackendContext
 from ...watches.group_watch import GroupWatch
 from ...watches.pool_watch import PoolWatch
@@ -17,7 +17,7 @@ __all__ = ["KV_POOL"]
 def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     """The watch of an instance whose first schedule is ``schedule``."""
     case = schedule.case
-    if way_of(case).pool_elements:
+    if variant_of(case).pool_elements:
         return SpreadWatch(context.kv_pool, schedule)
     if context.kv_groups:
         return GroupWatch(context.kv_groups, context.device, case.head_maps)

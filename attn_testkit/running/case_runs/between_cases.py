@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...results import CaseResult, Finding
-from ...runner_modes.messages import DriveCase
+from ...runner_modes.messages import RunCase
 
 __all__ = ["ENOUGH", "Afresh", "Fails", "explained_by_what_was_kept", "named"]
 
-Fails = Callable[[Sequence[DriveCase]], bool | None]
+Fails = Callable[[Sequence[RunCase]], bool | None]
 """Whether the case-run fails in a fresh process after these, in this order; None: they did not come to an end there."""
 MOST_PREDECESSORS = 64
 """A search goes no further back."""
@@ -55,7 +55,7 @@ def _kind(result: CaseResult) -> tuple[str, ...]:
 
 
 def explained_by_what_was_kept(
-    result: CaseResult, before: Sequence[DriveCase], fails: Fails, *, search: bool = True
+    result: CaseResult, before: Sequence[RunCase], fails: Fails, *, search: bool = True
 ) -> CaseResult | None:
     """The result with what is found out; None where the case-run is wrong in a fresh process too, or nobody can tell.
 
@@ -69,12 +69,12 @@ def explained_by_what_was_kept(
     return _with_hint(result, _not_shown(len(before), tried=min(len(before), MOST_PREDECESSORS if search else 1)))
 
 
-def named(request: DriveCase) -> str:
+def named(request: RunCase) -> str:
     """As ``repro --after`` takes it: ``eager:CASE``."""
     return f"{request.execution.value}:{request.case}"
 
 
-def _candidates(before: Sequence[DriveCase], *, search: bool) -> Iterator[Sequence[DriveCase]]:
+def _candidates(before: Sequence[RunCase], *, search: bool) -> Iterator[Sequence[RunCase]]:
     """The one before, the two, the four, ... and all."""
     count = 1
     while True:
@@ -84,7 +84,7 @@ def _candidates(before: Sequence[DriveCase], *, search: bool) -> Iterator[Sequen
         count = min(2 * count, len(before))
 
 
-def _kept(chosen: Sequence[DriveCase]) -> str:
+def _kept(chosen: Sequence[RunCase]) -> str:
     which = f"after {named(chosen[0])}" if len(chosen) == 1 else f"after the {len(chosen)} case-runs that repro names"
     return (
         f"right in a fresh process, wrong {which}: something is kept in a module global or a class attribute, and "
@@ -93,10 +93,10 @@ def _kept(chosen: Sequence[DriveCase]) -> str:
 
 
 def _not_shown(count: int, tried: int) -> str:
-    driven = "the case-run" if tried == 1 else f"the {tried} case-runs"
+    record = "the case-run" if tried == 1 else f"the {tried} case-runs"
     more = f" (of {count})" if count > tried else ""
     return (
-        f"right in a fresh process, and there also after {driven} before it{more}: something of the process is kept "
+        f"right in a fresh process, and there also after {record} before it{more}: something of the process is kept "
         "that this does not bring back, or it fails now and then; the repro below may pass"
     )
 

@@ -11,45 +11,45 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...cases.case import Case, parse_case
-from ...cases.companions import claimed_companions, neighbour_of
+from ...cases.co_residents import co_resident_of, declared_co_residents
 from ...cases.data import DTYPES
+from ...cases.greedy_loop import loop_modes, make_loop
 from ...cases.kv_groups import pages_in_pool
-from ...cases.loop import loop_modes, make_loop
 from ...cases.numerics import numerics_of
 from ...cases.schedule import Schedule, Step, make_schedule, only, part
-from ...cases.ways import way_of
+from ...cases.server_variants import variant_of
 from ...checks import Stage
-from ...checks.claims import refuses_undeclared
+from ...checks.capabilities import refuses_undeclared
 from ...checks.failures import context_lost, first_line, from_exception, is_ctrl_c
-from ...checks.lossless import Spoken
+from ...checks.lossless import GeneratedTokens
 from ...checks.observation import Observation
 from ...contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ...environment import Environment, compiled_regions_run, missing_here
 from ...graphs.compilers import make_room, room_left
 from ...results import NO_ROOM, NOT_COMPILED, Finding
 from ...runner_modes.clock import Clock
+from ...runner_modes.co_resident import EagerCoResident
 from ...runner_modes.compiling import compiles_once
 from ...runner_modes.eager import eager_by_turns, run_eager
-from ...runner_modes.errors import DriveError, NoRoomError, out_of_memory
-from ...runner_modes.graphs import GraphRun, drive_graphs
+from ...runner_modes.errors import NoRoomError, RunError, out_of_memory
+from ...runner_modes.graphs import GraphRun, run_graphs
+from ...runner_modes.greedy_loop import run_loop
 from ...runner_modes.harness import ServerHarness
 from ...runner_modes.hook_answers import kernels_of
-from ...runner_modes.lossless import run_loop
-from ...runner_modes.messages import DriveCase, Driven, Rerun, StepRecord
-from ...runner_modes.neighbour import EagerNeighbour
+from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
 from ..planning.request import Item
 from ..processes.memory_limit import no_more_than
 
 __all__ = [
     "CaseRun",
-    "drive_case",
     "gradients_off",
-    "in_other_company",
     "loop_of",
     "request_to_isolate",
     "rerun",
+    "run_case",
     "schedule_for",
     "schedules_of",
+    "with_other_requests",
 ]
 
 
@@ -69,28 +69,28 @@ def gradients_off(case: Case) -> Iterator[None]:
         yield
 
 
-def schedule_for(case: Case, claims: Capabilities) -> Schedule:
+def schedule_for(case: Case, declared: Capabilities) -> Schedule:
     """One object for all backends with the same limits, so that they share the oracle's answers."""
-    return make_schedule(case, numerics_of(case, claims))
+    return make_schedule(case, numerics_of(case, declared))
 
 
-def schedules_of(case: Case, execution: Execution, claims: Capabilities, environment: Environment) -> list[Schedule]:
+def schedules_of(case: Case, execution: Execution, declared: Capabilities, environment: Environment) -> list[Schedule]:
     """What a drive of the case runs on one instance: its own schedule and, in mixed cases, those of other modes."""
     cases = [case]
     if case.mixed:
-        claimed = claims.graph | claims.eager if execution is Execution.GRAPH else claims.eager
-        runnable = {mode for mode in claimed if not missing_here(claims, environment, mode)}
-        cases += claimed_companions(claims, case, runnable)
-    return [schedule_for(each, claims) for each in cases]
+        supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
+        runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
+        cases += declared_co_residents(declared, case, runnable)
+    return [schedule_for(each, declared) for each in cases]
 
 
 def request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
     by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
-    return (by_length[1], by_length[-1], 0, step.bs - 1)[case.pick("isolated-request")]
+    return (by_length[1], by_length[-1], 0, step.bs - 1)[case.derived("isolated-request")]
 
 
-def in_other_company(case: Case, step: Step) -> list[Step]:
+def with_other_requests(case: Case, step: Step) -> list[Step]:
     """Every request of a step once more: one alone, the others in twos, fours, eights and so on.
 
     So most cross any number of requests from which on a backend does otherwise (pegainfer #623: more than 32).
@@ -105,11 +105,11 @@ def in_other_company(case: Case, step: Step) -> list[Step]:
 
 
 @dataclass
-class _Drive:
+class _CaseRun:
     """What is known so far, kept outside the drive so that an exception does not lose it."""
 
     schedules: Sequence[Schedule]
-    claims: Capabilities
+    declared: Capabilities
     stage: Stage = Stage.STARTED
     clock: Clock = field(default_factory=Clock)
     kernels: str = "real"
@@ -135,7 +135,7 @@ class _Drive:
                 step=each.step.name,
                 copies=each.copies,
                 label=each.label,
-                among=each.among,
+                ran_before=each.ran_before,
                 damaged=each.damaged,
                 replay=each.replay,
                 padded=each.padded,
@@ -145,40 +145,40 @@ class _Drive:
         )
 
 
-def drive_case(
-    backend_class: type[AttentionBackend], request: DriveCase, environment: Environment, claims: Capabilities
-) -> Driven:
+def run_case(
+    backend_class: type[AttentionBackend], request: RunCase, environment: Environment, declared: Capabilities
+) -> RunRecord:
     """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes.
 
-    ``claims``: as the judge knows them, whatever the class answers by now.
+    ``declared``: as the judge knows them, whatever the class answers by now.
     """
     case = parse_case(request.case)
-    schedules = schedules_of(case, request.execution, claims, environment)
-    drive = _Drive(schedules, claims)
-    run = _drive_graph if request.execution is Execution.GRAPH else _drive_eager
+    schedules = schedules_of(case, request.execution, declared, environment)
+    drive = _CaseRun(schedules, declared)
+    run = _run_graph if request.execution is Execution.GRAPH else _run_eager
     lost = ""
-    driven = Driven()
+    record = RunRecord()
     make_room()
     compiled = compiled_regions_run()
     try:
         with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
-            driven = run(backend_class, drive, environment)
-            driven = replace(driven, spoken=_loop(backend_class, drive, request.execution, environment))
+            record = run(backend_class, drive, environment)
+            record = replace(record, generated=_loop(backend_class, drive, request.execution, environment))
             if _gradient_modes() != before:
                 # The block ends the modes; a server has no such block around a backend.
-                driven = replace(driven, changed=(f"the grad mode: {before} -> {_gradient_modes()}",))
+                record = replace(record, changed=(f"the grad mode: {before} -> {_gradient_modes()}",))
     except NoRoomError as error:
-        return Driven(not_here=str(error))
-    except DriveError as error:
+        return RunRecord(not_here=str(error))
+    except RunError as error:
         cause = error.__cause__
         assert cause is not None
-        if way_of(case).pool_elements and out_of_memory(cause):
-            return Driven(not_here=f"{NO_ROOM}beside a KV pool of more than 2^31 elements: {first_line(cause)}")
+        if variant_of(case).pool_elements and out_of_memory(cause):
+            return RunRecord(not_here=f"{NO_ROOM}beside a KV pool of more than 2^31 elements: {first_line(cause)}")
         if context_lost(cause):
             lost = first_line(cause)
         # Of a way something else may be None.
-        needs = claims.needs_cpu_seq_lens or way_of(case).gives_none
+        needs = declared.needs_cpu_seq_lens or variant_of(case).gives_none
         found = from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs)
         if room_left() <= 0:
             found = replace(found, hint="\n".join(filter(None, (found.hint, _GIVEN_UP))))
@@ -187,13 +187,13 @@ def drive_case(
     else:
         drive.stage = Stage.COMPLETED
     return replace(
-        driven,
+        record,
         findings=tuple(drive.findings),
         stage=int(drive.stage),
         lost=lost,
         seconds=drive.clock.seconds,
         kernels=NOT_COMPILED if drive.kernels == "real" and compiled_regions_run() > compiled else drive.kernels,
-        records=driven.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
+        records=record.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
     )
 
 
@@ -207,7 +207,7 @@ is right and slow, takes all of it."""
 
 
 def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:
-    if not environment.emulated or not way_of(schedule.case).pool_elements:
+    if not environment.emulated or not variant_of(schedule.case).pool_elements:
         return contextlib.nullcontext()
     # The pool of an earlier case is no room for a copy of this one.
     gc.collect()
@@ -222,10 +222,10 @@ def _gradient_modes() -> str:
     return f"grad {'on' if torch.is_grad_enabled() else 'off'}, {inference}"
 
 
-def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> ServerHarness:
-    """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a claimed case included."""
+def _build(backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment) -> ServerHarness:
+    """Construct everything; a constructor that raises is a finding, ``Unsupported`` for a declared case included."""
     with drive.clock.phase("setup"):
-        harness = _constructed(backend_class, drive.schedules, environment, drive.claims)
+        harness = _constructed(backend_class, drive.schedules, environment, drive.declared)
     harness.deliver, harness.captured = drive.deliver, drive.captured
     drive.stage = max(drive.stage, Stage.CONSTRUCTED)
     drive.kernels = kernels_of(harness.backend)
@@ -233,101 +233,104 @@ def _build(backend_class: type[AttentionBackend], drive: _Drive, environment: En
 
 
 def _constructed(
-    backend_class: type[AttentionBackend], schedules: Sequence[Schedule], environment: Environment, claims: Capabilities
+    backend_class: type[AttentionBackend],
+    schedules: Sequence[Schedule],
+    environment: Environment,
+    declared: Capabilities,
 ) -> ServerHarness:
     try:
-        return ServerHarness(backend_class, schedules, environment.device, claims=claims)
+        return ServerHarness(backend_class, schedules, environment.device, declared=declared)
     except Unsupported as error:
-        refused = RuntimeError(f"refused a claimed case: Unsupported: {error}")
-        raise DriveError("constructor", "") from refused
-    except (DriveError, NoRoomError):
+        refused = RuntimeError(f"refused a declared case: Unsupported: {error}")
+        raise RunError("constructor", "") from refused
+    except (RunError, NoRoomError):
         raise
     except BaseException as error:
         if is_ctrl_c(error):
             raise
-        raise DriveError("constructor", "") from error
+        raise RunError("constructor", "") from error
 
 
-def _drive_eager(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
-    schedule, claims = drive.schedules[0], drive.claims
+def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment) -> RunRecord:
+    schedule, declared = drive.schedules[0], drive.declared
     case = schedule.case
     harness = _build(backend_class, drive, environment)
     step, second = schedule.steps[0], schedule.second
-    beside = _neighbour(backend_class, drive, environment)
-    between = EagerNeighbour(*beside).another_run if beside else None
-    seen = [run_eager(harness, schedule, step, drive.clock, among="instances" if beside else "", between=between)]
+    beside = _co_resident(backend_class, drive, environment)
+    between = EagerCoResident(*beside).another_run if beside else None
+    seen = [run_eager(harness, schedule, step, drive.clock, ran_before="instances" if beside else "", between=between)]
     # Right after it, and not after another step: what alternates from step to step would have come round again.
-    seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", among="steps"))
+    seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", ran_before="steps"))
     # A chunk's prefix is what the chunk before it wrote.
     seen += [
-        run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", among="steps")
+        run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", ran_before="steps")
         for chunk in schedule.chunks
     ]
-    if claims.server.takes_empty_batches:
+    if declared.server.takes_empty_batches:
         seen += [
-            run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", among="steps")
+            run_eager(harness, schedule, idle, drive.clock, label=f"{idle.label}, eager", ran_before="steps")
             for idle in schedule.idle
         ]
-    label = f"another eager step on the instance ({', '.join((second.label, *second.own_ways))})"
-    seen.append(run_eager(harness, schedule, second, drive.clock, label=label, among="steps"))
-    if claims.batch_invariant and step.bs > 1:
+    label = f"another eager step on the instance ({', '.join((second.label, *second.own_variations))})"
+    seen.append(run_eager(harness, schedule, second, drive.clock, label=label, ran_before="steps"))
+    if declared.batch_invariant and step.bs > 1:
         seen += [
-            run_eager(harness, schedule, few, drive.clock, label=few.label) for few in in_other_company(case, step)
+            run_eager(harness, schedule, few, drive.clock, label=few.label) for few in with_other_requests(case, step)
         ]
     if len(drive.schedules) > 1:
         own = [(each, each.steps[0]) for each in drive.schedules]
         seen += eager_by_turns(harness, own, drive.clock, ("modes in turn", "modes in turn, again"))
     drive.findings += compiles_once(harness, schedule, drive.clock)
     with drive.clock.phase("setup"):
-        drive.findings += refuses_undeclared(backend_class, schedule, harness.context, claims)
-    return Driven(records=drive.records(seen))
+        drive.findings += refuses_undeclared(backend_class, schedule, harness.context, declared)
+    return RunRecord(records=drive.records(seen))
 
 
-def _drive_graph(backend_class: type[AttentionBackend], drive: _Drive, environment: Environment) -> Driven:
+def _run_graph(backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment) -> RunRecord:
     harness = _build(backend_class, drive, environment)
-    neighbour = _neighbour(backend_class, drive, environment)
-    run = drive_graphs(harness, drive.schedules, drive.clock, neighbour=neighbour)
-    if not drive.claims.eager:
+    co_resident = _co_resident(backend_class, drive, environment)
+    run = run_graphs(harness, drive.schedules, drive.clock, co_resident=co_resident)
+    if not drive.declared.eager:
         with drive.clock.phase("setup"):
-            drive.findings += refuses_undeclared(backend_class, drive.schedules[0], harness.context, drive.claims)
+            drive.findings += refuses_undeclared(backend_class, drive.schedules[0], harness.context, drive.declared)
     return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
 
 
-def _neighbour(
-    backend_class: type[AttentionBackend], drive: _Drive, environment: Environment
+def _co_resident(
+    backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment
 ) -> tuple[ServerHarness, Schedule] | None:
     """In a mixed case: another instance beside the one that is judged, and what it runs."""
     case = drive.schedules[0].case
     if not case.mixed:
         return None
-    schedule = schedule_for(neighbour_of(drive.claims, case), drive.claims)
-    return _constructed(backend_class, [schedule], environment, drive.claims), schedule
+    schedule = schedule_for(co_resident_of(drive.declared, case), drive.declared)
+    return _constructed(backend_class, [schedule], environment, drive.declared), schedule
 
 
 def loop_of(
-    case: Case, execution: Execution, claims: Capabilities, environment: Environment
+    case: Case, execution: Execution, declared: Capabilities, environment: Environment
 ) -> tuple[ForwardMode, ...]:
     """The modes of the case's lossless loop; empty where none is due."""
-    claimed = claims.graph if execution is Execution.GRAPH else claims.eager
-    return loop_modes(case, {mode for mode in claimed if not missing_here(claims, environment, mode)})
+    supported = declared.graph if execution is Execution.GRAPH else declared.eager
+    return loop_modes(case, {mode for mode in supported if not missing_here(declared, environment, mode)})
 
 
 def _loop(
-    backend_class: type[AttentionBackend], drive: _Drive, execution: Execution, environment: Environment
-) -> Spoken | None:
+    backend_class: type[AttentionBackend], drive: _CaseRun, execution: Execution, environment: Environment
+) -> GeneratedTokens | None:
     case = drive.schedules[0].case
-    modes = loop_of(case, execution, drive.claims, environment)
+    modes = loop_of(case, execution, drive.declared, environment)
     if not modes:
         return None
     loop = make_loop(case, modes)
-    harness = _constructed(backend_class, loop.schedules, environment, drive.claims)
+    harness = _constructed(backend_class, loop.schedules, environment, drive.declared)
     return run_loop(harness, case, loop, drive.clock, in_graphs=execution is Execution.GRAPH)
 
 
-def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
+def _found(run: GraphRun, schedules: Sequence[Schedule]) -> RunRecord:
     """What a graph drive found beside its steps."""
     warm = tuple(i for i, s in enumerate(schedules) if any(s is each for each in run.not_finite_in_warm_up))
-    return Driven(
+    return RunRecord(
         fill=run.fill,
         not_finite_in_warm_up=warm,
         uneven_warm_ups=run.uneven_warm_ups,
@@ -338,33 +341,33 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> Driven:
 
 
 def rerun(
-    backend_class: type[AttentionBackend], request: Rerun, environment: Environment, claims: Capabilities
-) -> Driven:
+    backend_class: type[AttentionBackend], request: Rerun, environment: Environment, declared: Capabilities
+) -> RunRecord:
     """Answer a question of the diagnosis on a fresh instance. One that raises has no records: it counts as wrong."""
     schedule = request.schedule
     if request.options.width_at_capture:
-        claims = claims.with_changes(server={"takes_unset_width": False})
+        declared = declared.with_changes(server={"takes_unset_width": False})
     if request.options.contiguous_heads:
-        claims = claims.with_changes(server={"takes_strided_heads": False})
-    drive = _Drive([schedule], claims)
+        declared = declared.with_changes(server={"takes_strided_heads": False})
+    drive = _CaseRun([schedule], declared)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
         with environment.active(request.fill, controlled=True), gradients_off(schedule.case):
             harness = ServerHarness(
-                backend_class, [schedule], environment.device, fill=request.fill, claims=claims, **unowned
+                backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
             )
             harness.deliver, harness.copies_pool = drive.deliver, False
             if request.step is not None:
                 pattern = request.options.pattern
                 seen = [run_eager(harness, schedule, request.step, drive.clock, pattern=pattern)]
-                found = Driven()
+                found = RunRecord()
             else:
-                run = drive_graphs(harness, [schedule], drive.clock, request.options)
+                run = run_graphs(harness, [schedule], drive.clock, request.options)
                 seen = [observed for _, observed in run.observed]
                 found = _found(run, [schedule])
     except BaseException as error:
         if is_ctrl_c(error):
             raise
-        cause = error.__cause__ if isinstance(error, DriveError) and error.__cause__ else error
-        return Driven(lost=first_line(cause) if context_lost(cause) else "")
+        cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
+        return RunRecord(lost=first_line(cause) if context_lost(cause) else "")
     return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))

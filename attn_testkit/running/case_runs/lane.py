@@ -14,14 +14,14 @@ from ...cases.case import parse_case
 from ...contract import Execution
 from ...registry import UsageError
 from ...results import CaseResult, Status
-from ...runner_modes.messages import Described, DriveCase
+from ...runner_modes.messages import Described, RunCase
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error
 from ..processes.host_memory import Trimmer
 from ..processes.worker_process import WorkerLost
 from .between_cases import Afresh, explained_by_what_was_kept
 from .case_run import CaseRun
-from .judge import fails, judge_item
+from .evaluate import evaluate_item, fails
 from .worker_slot import WorkerSlot
 
 __all__ = ["Lane", "Work"]
@@ -101,7 +101,7 @@ class Lane:
         slot.before, slot.next = None, self._following(work, asked)
         try:
             described = slot.take(candidate, plan.device).describe()
-            result = judge_item(slot.drive, described, plan, asked)
+            result = evaluate_item(slot.drive, described, plan, asked)
         except WorkerLost as error:
             result = bare_result(item, error.status, error.reason, plan.header.device)
         else:
@@ -112,14 +112,14 @@ class Lane:
         return self._asked_afresh(result, plan, work.afresh, asked, candidate)
 
     @staticmethod
-    def _following(work: Work, asked: CaseRun) -> DriveCase | None:
+    def _following(work: Work, asked: CaseRun) -> RunCase | None:
         after = work.following
         if after is None or after.backend != asked.item.backend:
             return None
         # The worker will have ended (``WorkerSlot.turn_to``).
         if asked.case.inference_mode and not parse_case(after.case).inference_mode:
             return None
-        return DriveCase(after.case, Execution(after.execution))
+        return RunCase(after.case, Execution(after.execution))
 
     def _asked_afresh(
         self, result: CaseResult, plan: Plan, afresh: Afresh, asked: CaseRun, candidate: Candidate
@@ -133,15 +133,13 @@ class Lane:
         if not afresh.asks(result):
             return result, None
 
-        def fails_after(before: Sequence[DriveCase]) -> bool | None:
+        def fails_after(before: Sequence[RunCase]) -> bool | None:
             return self._fails_afresh(before, plan, asked, candidate)
 
         found = explained_by_what_was_kept(result, before, fails_after, search=afresh.searches(result))
         return (result, True) if found is None else (found, False)
 
-    def _fails_afresh(
-        self, before: Sequence[DriveCase], plan: Plan, asked: CaseRun, candidate: Candidate
-    ) -> bool | None:
+    def _fails_afresh(self, before: Sequence[RunCase], plan: Plan, asked: CaseRun, candidate: Candidate) -> bool | None:
         with self._slot.fresh(candidate, plan.device) as worker:
             try:
                 described = worker.describe()

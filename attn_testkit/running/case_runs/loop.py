@@ -59,35 +59,35 @@ class Runner:
                 raise UsageError(f"--after: {error}") from None
         return plan_run(
             request,
-            lambda candidate: self._claims_for(candidate, request),
+            lambda candidate: self._capabilities_for(candidate, request),
             lambda candidate: dict(self._described[candidate].broken_packages),
             lambda candidate: self._described[candidate].notes,
         )
 
-    def _claims_for(self, candidate: Candidate, request: Request) -> Capabilities:
+    def _capabilities_for(self, candidate: Candidate, request: Request) -> Capabilities:
         """Return what it declares. The other workers of the run import it while the plan is made."""
-        claims = self.claims(candidate, request.device)
+        declared = self.declared(candidate, request.device)
         alone = len(request.candidates) == 1 and not request.cases
         for index in range(1, self.options.jobs) if alone and not self.options.in_process else ():
             try:
                 self._lane(index).start(candidate, request.device)
             except WorkerStartError:
                 break  # the run will ask for one again, and say what is in the way
-        return claims
+        return declared
 
-    def claims(self, candidate: Candidate, device: str) -> Capabilities:
+    def declared(self, candidate: Candidate, device: str) -> Capabilities:
         """Return what a backend declares. Raises ``UsageError`` if it cannot be imported."""
         if candidate not in self._described:
             self._described[candidate] = self._lane(0).describe(candidate, device)
-        return self._described[candidate].claims
+        return self._described[candidate].declared
 
-    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
-        """(what it claims in one line, why it cannot be imported) of each, one of them empty."""
+    def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+        """(what it declares in one line, why it cannot be imported) of each, one of them empty."""
         found = []
         resolve(device).prepare_process()
         for spec in specs:
             try:
-                found.append((capabilities_line(self.claims(Candidate(spec), device)), ""))
+                found.append((capabilities_line(self.declared(Candidate(spec), device)), ""))
             except UsageError as error:
                 found.append(("", str(error)))
         return found

@@ -20,7 +20,7 @@ from ...environment import Environment, resolve
 from ...graphs.capture import settle
 from ...registry import UsageError
 from ...results import message_of
-from ...runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..hygiene.left_running import Running
 from ..hygiene.oracle_sealed import seal_oracle
 from ..hygiene.other_sources import use_other_sources
@@ -30,7 +30,7 @@ from ..hygiene.vendor_packages import NOT_HERE, broken_packages
 from ..planning.candidate import Candidate, resolve_candidate
 from ..processes.host_memory import Trimmer
 from ..processes.wire import read
-from .case_run import drive_case, rerun
+from .case_run import rerun, run_case
 
 __all__ = ["LocalWorker", "given_up", "serve"]
 
@@ -49,7 +49,7 @@ class LocalWorker:
         """Raises ``UsageError`` when the backend cannot be imported."""
         self.candidate = candidate
         self.ended = False
-        self.history: list[DriveCase] = []
+        self.history: list[RunCase] = []
         """What it has driven."""
         self.environment: Environment = resolve(device)
         self.environment.prepare_process()
@@ -62,8 +62,8 @@ class LocalWorker:
         # A module may ask for the device where it is imported.
         with self.environment.active():
             self.backend_class: type[AttentionBackend] = resolve_candidate(candidate)
-            claims = _plain(candidate, self.backend_class)
-            broken = broken_packages(claims)
+            declared = _plain(candidate, self.backend_class)
+            broken = broken_packages(declared)
         before = self._servers.accept_into(before)
         changed = tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
         if changed:
@@ -75,19 +75,19 @@ class LocalWorker:
         self._cases = 0
         self._case = ""
         self._trimmer = Trimmer()
-        notes = (*self.backend_class.notes, *self._servers.told)
+        notes = (*self.backend_class.notes, *self._servers.reported)
         if self.backend_class.not_here:
             broken[NOT_HERE] = str(self.backend_class.not_here)
-        self.described = Described(claims, changed, tuple(broken.items()), notes)
-        self._told = len(self._servers.told)
+        self.described = Described(declared, changed, tuple(broken.items()), notes)
+        self._told = len(self._servers.reported)
 
     def describe(self) -> Described:
-        """What the backend claims."""
+        """What the backend declares."""
         return self.described
 
-    def drive(self, request: DriveCase | Rerun) -> Driven:
+    def drive(self, request: RunCase | Rerun) -> RunRecord:
         """Have it driven."""
-        if isinstance(request, DriveCase) and request.case != self._case:
+        if isinstance(request, RunCase) and request.case != self._case:
             # Nobody asks for the numbers of another case again, and those of long requests are large.
             self._case = request.case
             self._cases += 1
@@ -98,19 +98,19 @@ class LocalWorker:
         self._modules = len(sys.modules)
         try:
             if isinstance(request, Rerun):
-                return rerun(self.backend_class, request, self.environment, self.described.claims)
-            driven = drive_case(self.backend_class, request, self.environment, self.described.claims)
+                return rerun(self.backend_class, request, self.environment, self.described.declared)
+            record = run_case(self.backend_class, request, self.environment, self.described.declared)
         except BaseException as error:
             changed = self._changed()
             if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
                 raise
             # Not a fault of the kit's own: a process that was left otherwise makes anything raise.
-            return Driven(changed=(*changed, f"and then {type(error).__name__} was raised: {message_of(error)}"))
-        return self._with_notes(_with_changes(driven, self._changed()))
+            return RunRecord(changed=(*changed, f"and then {type(error).__name__} was raised: {message_of(error)}"))
+        return self._with_notes(_with_changes(record, self._changed()))
 
-    def _with_notes(self, driven: Driven) -> Driven:
-        told, self._told = tuple(self._servers.told[self._told :]), len(self._servers.told)
-        return replace(driven, notes=told) if told else driven
+    def _with_notes(self, record: RunRecord) -> RunRecord:
+        reported, self._told = tuple(self._servers.reported[self._told :]), len(self._servers.reported)
+        return replace(record, notes=reported) if reported else record
 
     def _changed(self) -> tuple[str, ...]:
         # A package that is first imported in the middle of a drive sets what others set where their module is imported.
@@ -127,7 +127,7 @@ class LocalWorker:
             self._running.accept()
         return (*changed, *self._running.left())
 
-    def ahead(self, request: DriveCase) -> None:
+    def ahead(self, request: RunCase) -> None:
         """Nothing: there is no other process to work meanwhile."""
 
     def last_words(self) -> str:
@@ -141,7 +141,8 @@ class LocalWorker:
 
 
 def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capabilities:
-    """The claims as the judge will read them: a drive goes by the same, whatever the class answers the next time."""
+    """The capabilities as the judge will read them: a drive goes by the same, whatever the class answers the next
+    time."""
     try:
         described = read(pickle.dumps(Described(backend_class.capabilities)))
     except Exception as error:
@@ -150,7 +151,7 @@ def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capab
             "capabilities = Capabilities(eager={...}, ...) with numbers, strings and sets"
         ) from error
     assert isinstance(described, Described)
-    return described.claims
+    return described.declared
 
 
 def _packages() -> frozenset[str]:
@@ -163,8 +164,8 @@ def _packages() -> frozenset[str]:
 _ALWAYS_THERE = frozenset({"attn_testkit", "torch", "triton", "numpy", "sympy", "mpmath", "networkx"})
 
 
-def _with_changes(driven: Driven, changed: tuple[str, ...]) -> Driven:
-    return replace(driven, changed=(*driven.changed, *changed)) if changed else driven
+def _with_changes(record: RunRecord, changed: tuple[str, ...]) -> RunRecord:
+    return replace(record, changed=(*record.changed, *changed)) if changed else record
 
 
 def serve(
@@ -193,13 +194,13 @@ def serve(
         except (EOFError, ConnectionError):
             os._exit(0)
         faulthandler.dump_traceback_later(_patience(timeout_s), exit=False)
-        if isinstance(request, DriveCase) and request.case != case:
+        if isinstance(request, RunCase) and request.case != case:
             # Nobody asks for the steps of another case again, and every capture and every first replay begins with a
             # garbage collection, which looks at all that are kept. The judge's own process shares them among backends.
             case = request.case
             forget_schedules()
         answer = _answer(worker, request)
-        if notes and isinstance(request, DriveCase):
+        if notes and isinstance(request, RunCase):
             notes.drove(request.case, request.execution)
         connection.send((number, answer))
         faulthandler.cancel_dump_traceback_later()
@@ -210,15 +211,15 @@ def _patience(seconds: float) -> float:
     return max(seconds - 0.5, seconds * 0.7)
 
 
-def _answer(worker: LocalWorker, request: DriveCase | Rerun) -> Driven | str:
+def _answer(worker: LocalWorker, request: RunCase | Rerun) -> RunRecord | str:
     try:
         return worker.drive(request)
     except Exception as error:
         return given_up(error)
 
 
-def given_up(error: Exception) -> Driven | str:
+def given_up(error: Exception) -> RunRecord | str:
     """The answer where the harness raised: a device that is full is nobody's fault, anything else is the kit's."""
     if full := device_full(error):
-        return Driven(lost=full)
+        return RunRecord(lost=full)
     return f"{type(error).__name__}: {message_of(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"

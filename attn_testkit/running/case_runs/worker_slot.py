@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from ...cases.case import Case, parse_case
 from ...contract import Execution
-from ...runner_modes.messages import DriveCase, Driven, Rerun
+from ...runner_modes.messages import Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Options
 from ..processes.worker_process import Worker, WorkerLost
@@ -31,9 +31,9 @@ class WorkerSlot:
         self._open: list[Worker | LocalWorker] = []
         """Every worker that has not ended: this one, and one that was made to ask it afresh."""
         self._closed = False
-        self.next: DriveCase | None = None
+        self.next: RunCase | None = None
         """Case-run of the same backend after this one: begun while the lane evaluates."""
-        self.before: tuple[DriveCase, ...] | None = None
+        self.before: tuple[RunCase, ...] | None = None
         """History of the worker before the first case that it was asked for since this was None."""
 
     def of(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
@@ -64,7 +64,7 @@ class WorkerSlot:
         if isinstance(worker, Worker) and not case.inference_mode and any(map(_under_inference_mode, worker.history)):
             worker.close()
 
-    def drive(self, request: DriveCase | Rerun) -> Driven:
+    def drive(self, request: RunCase | Rerun) -> RunRecord:
         """Have the backend run something, by another worker if the one before has ended. Raises ``WorkerLost``."""
         if isinstance(request, Rerun):
             self._alive()
@@ -81,7 +81,7 @@ class WorkerSlot:
             self.before = None
             self._note(request)
             answer = worker.drive(request)
-        if isinstance(request, DriveCase) and self.next is not None:
+        if isinstance(request, RunCase) and self.next is not None:
             worker.ahead(self.next)
             worker.history.append(self.next)
             self.next = None
@@ -132,11 +132,11 @@ class WorkerSlot:
             self._end(self._worker)
             self._worker = None
 
-    def _note(self, request: DriveCase | Rerun) -> None:
+    def _note(self, request: RunCase | Rerun) -> None:
         """Keep in mind what a worker runs, and what came before."""
         assert self._worker is not None
         history = self._worker.history
-        if not isinstance(request, DriveCase):
+        if not isinstance(request, RunCase):
             return
         # One that was begun ahead is the last of the list already.
         if not (history and history[-1] == request and self.before is None):
@@ -145,11 +145,11 @@ class WorkerSlot:
             self.before = tuple(history[:-1])
 
 
-def named_request(name: str) -> DriveCase:
+def named_request(name: str) -> RunCase:
     """Read what ``repro --after`` takes: ``eager:CASE``."""
     execution, _, case = name.partition(":")
-    return DriveCase(case, Execution(execution))
+    return RunCase(case, Execution(execution))
 
 
-def _under_inference_mode(driven: DriveCase) -> bool:
-    return parse_case(driven.case).inference_mode
+def _under_inference_mode(record: RunCase) -> bool:
+    return parse_case(record.case).inference_mode

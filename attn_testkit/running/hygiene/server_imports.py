@@ -32,7 +32,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
         """``spec`` names the backend class: its own top-level package is no server's. ``skip``: settings that may
         differ.
         """
-        self.told: list[str] = []
+        self.reported: list[str] = []
         """``importing vllm.x changed the process: ...``, a line for each import that did."""
         own = spec.partition(":")[0].partition(".")[0]
         self._skip, self._never = skip, {"attn_testkit", *({own} - set(BRIDGES))}
@@ -90,7 +90,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
             if not unchanged(self._state):
                 found = changes(self._state, skip=self._skip, of_kit=False)
                 if found:
-                    self.told.append(f"importing {module.__name__} changed the process: {'; '.join(found)}")
+                    self.reported.append(f"importing {module.__name__} changed the process: {'; '.join(found)}")
                     self._accepted.append(accepted(self._state, skip=self._skip))
                 self._state = None
 

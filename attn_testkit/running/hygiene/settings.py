@@ -72,12 +72,12 @@ def _set_environment(before: Mapping[bytes, bytes]) -> None:
 
 def _say_environment(was: Mapping[bytes, bytes], now: Mapping[bytes, bytes]) -> str:
     names = sorted(os.fsdecode(name) for name in {*was, *now} if was.get(name) != now.get(name))
-    told = [
+    reported = [
         f"{name} {_decoded(was.get(os.fsencode(name)))!r} -> {_decoded(now.get(os.fsencode(name)))!r}"
         for name in names
         if not name.startswith(tuple(_JIT_VARIABLES))
     ]
-    return ", ".join(told[:_MOST])
+    return ", ".join(reported[:_MOST])
 
 
 _MOST = 3
@@ -103,12 +103,12 @@ def _set_signals(before: tuple[Any, ...]) -> None:
 
 
 def _say_signals(was: tuple[Any, ...], now: tuple[Any, ...]) -> str:
-    told = [
+    reported = [
         f"{signal.Signals(number).name} {_handler(before)!r} -> {_handler(after)!r}"
         for number, before, after in zip(_NUMBERS, was, now, strict=True)
         if before != after
     ]
-    return ", ".join(told[:_MOST])
+    return ", ".join(reported[:_MOST])
 
 
 def _handler(value: Any) -> Any:

@@ -22,9 +22,13 @@ NOT_HERE = ""
 """In the place of a requirement: the backend class says that nothing of it runs on this machine."""
 
 
-def broken_packages(claims: Capabilities) -> dict[str, str]:
-    """Requirement -> sentence, for packages of the claims that are installed and cannot be imported. Imports them."""
-    needed = [*claims.requires.packages, *(text for each in claims.mode_requires.values() for text in each.packages)]
+def broken_packages(declared: Capabilities) -> dict[str, str]:
+    """Requirement -> sentence, for packages of the capabilities that are installed and cannot be imported. Imports
+    them."""
+    needed = [
+        *declared.requires.packages,
+        *(text for each in declared.mode_requires.values() for text in each.packages),
+    ]
     found = {}
     for text in dict.fromkeys(needed):
         why = _why_broken(Requirement(text))

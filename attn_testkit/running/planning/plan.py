@@ -1,4 +1,4 @@
-"""Backends x modes x executions x cases -> a plan. Asks for claims, and runs nothing."""
+"""Backends x modes x executions x cases -> a plan. Asks for capabilities, and runs nothing."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from enum import Enum
 
 from ...cases.case import Case, parse_case
 from ...cases.catalogue import TIERS, generate
-from ...cases.claimed import not_claimed
+from ...cases.declared import not_declared
 from ...cases.head_layouts import latent
 from ...cases.large_cases import too_large_for_a_cpu
-from ...cases.untried import says_untried
+from ...cases.not_covered import describe_not_covered
 from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
@@ -27,9 +27,9 @@ from .request import Item, Plan, Request, unloadable
 
 __all__ = ["plan_run"]
 
-Claims = Callable[[Candidate], Capabilities]
+CapabilitiesOf = Callable[[Candidate], Capabilities]
 Broken = Callable[[Candidate], Mapping[str, str]]
-"""Requirement of the claims -> why it is installed and cannot be imported."""
+"""Requirement of the capabilities -> why it is installed and cannot be imported."""
 
 
 Notes = Callable[[Candidate], Sequence[str]]
@@ -38,12 +38,12 @@ Notes = Callable[[Candidate], Sequence[str]]
 
 def plan_run(
     request: Request,
-    claims_of: Claims,
+    capabilities_of: CapabilitiesOf,
     broken_of: Broken = lambda _: {},
     notes_of: Notes = lambda _: (),
 ) -> Plan:
     """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of`` and ``notes_of`` are
-    asked after ``claims_of``.
+    asked after ``capabilities_of``.
     """
     if not request.backends:
         raise UsageError("no backend was named; give --backend a short name or module:Class")
@@ -57,11 +57,11 @@ def plan_run(
     environment = resolve(request.device)
     items: list[tuple[Item, Case]] = []
     preset: list[CaseResult] = []
-    untried: dict[str, tuple[str, ...]] = {}
+    not_covered: dict[str, tuple[str, ...]] = {}
     notes: dict[str, tuple[str, ...]] = {}
     for candidate in request.candidates:
         try:
-            claims = claims_of(candidate)
+            declared = capabilities_of(candidate)
         except UsageError as error:
             if not request.keep_unloadable:
                 raise
@@ -73,18 +73,18 @@ def plan_run(
         first = len(items)
         for mode in modes:
             for execution in executions:
-                found, rows = _of_mode(candidate.spec, claims, mode, execution, request, exact, environment, broken)
+                found, rows = _of_mode(candidate.spec, declared, mode, execution, request, exact, environment, broken)
                 items += found
                 preset += rows
         if not request.cases:
             own = [case for _, case in items[first:]]
-            values = says_untried(claims, list(dict.fromkeys(case.mode for case in own)), own)
-            untried[candidate.spec] = (*values, *_without_eager(claims, items[first:]))
+            values = describe_not_covered(declared, list(dict.fromkeys(case.mode for case in own)), own)
+            not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]))
     if request.cases and not items and not preset:
         raise UsageError(f"no case matches {', '.join(request.cases)}")
     planned = len(items) + sum(row.status is Status.FAILED for row in preset)
     return Plan(
-        header=_header(request, environment, planned, untried, notes),
+        header=_header(request, environment, planned, not_covered, notes),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
@@ -92,16 +92,16 @@ def plan_run(
     )
 
 
-def _without_eager(claims: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
+def _without_eager(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
     """What replays of modes are not held against, in words."""
     replayed = dict.fromkeys(case.mode for item, case in items if item.execution == Execution.GRAPH)
-    modes = ", ".join(mode for mode in replayed if mode not in claims.eager)
-    return (f"replays against eager runs ({modes}: claimed in graphs alone)",) if modes else ()
+    modes = ", ".join(mode for mode in replayed if mode not in declared.eager)
+    return (f"replays against eager runs ({modes}: declared in graphs alone)",) if modes else ()
 
 
 def _of_mode(
     spec: str,
-    claims: Capabilities,
+    declared: Capabilities,
     mode: ForwardMode,
     execution: Execution,
     request: Request,
@@ -110,13 +110,13 @@ def _of_mode(
     broken: Mapping[str, str],
 ) -> tuple[list[tuple[Item, Case]], list[CaseResult]]:
     """Items of one mode and execution, and the rows that are known without running."""
-    if not claims.offers(mode, execution):
+    if not declared.offers(mode, execution):
         return [], [_row(spec, mode, execution, Status.UNSUPPORTED, "not declared")]
-    absent = missing_here(claims, environment, mode) or _broken_here(claims, mode, broken)
+    absent = missing_here(declared, environment, mode) or _broken_here(declared, mode, broken)
     if absent:
         return [], [_row(spec, mode, execution, Status.NOT_RUN_HERE, absent)]
-    found, refused = _cases_for(claims, mode, request, exact)
-    rows = [] if found or request.cases else [_unsatisfiable(spec, claims, mode, execution)]
+    found, refused = _cases_for(declared, mode, request, exact)
+    rows = [] if found or request.cases else [_unsatisfiable(spec, declared, mode, execution)]
     rows += [
         _row(spec, mode, execution, Status.UNSUPPORTED, f"not declared: {lacking}", case_id)
         for case_id, lacking in refused.items()
@@ -127,7 +127,7 @@ def _of_mode(
         found = [case for case in found if case.id not in large]
         rows += [_row(spec, mode, execution, Status.NOT_RUN_HERE, _TOO_LARGE, case_id) for case_id in large]
     # Not on a real device: what is not declared may crash it, and with it the other case-runs.
-    probe = environment.emulated and execution is Execution.EAGER and mode not in claims.graph
+    probe = environment.emulated and execution is Execution.EAGER and mode not in declared.graph
     return [
         (Item(spec, mode.value, execution.value, case.id, probe and case is found[0]), case) for case in found
     ], rows
@@ -136,10 +136,10 @@ def _of_mode(
 _TOO_LARGE = "needs a GPU, or tens of gigabytes: named by its id it runs here, too"
 
 
-def _broken_here(claims: Capabilities, mode: ForwardMode, broken: Mapping[str, str]) -> str:
+def _broken_here(declared: Capabilities, mode: ForwardMode, broken: Mapping[str, str]) -> str:
     """What of the packages that this mode needs cannot be imported, or nothing."""
-    of_mode = claims.mode_requires.get(mode)
-    needed = (NOT_HERE, *claims.requires.packages, *(of_mode.packages if of_mode else ()))
+    of_mode = declared.mode_requires.get(mode)
+    needed = (NOT_HERE, *declared.requires.packages, *(of_mode.packages if of_mode else ()))
     return next((broken[text] for text in needed if text in broken), "")
 
 
@@ -163,23 +163,23 @@ def _exact_cases(patterns: Sequence[str]) -> list[Case]:
 
 
 def _cases_for(
-    claims: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]
+    declared: Capabilities, mode: ForwardMode, request: Request, exact: Sequence[Case]
 ) -> tuple[list[Case], dict[str, str]]:
     """Cases to run, and named ones that are not declared: id -> what is not."""
     named = {case.id: case for case in exact if case.mode is mode}
-    refused = {case_id: lacking for case_id, case in named.items() if (lacking := _refused(claims, case))}
+    refused = {case_id: lacking for case_id, case in named.items() if (lacking := _refused(declared, case))}
     chosen = {case_id: case for case_id, case in named.items() if case_id not in refused}
     globs = [pattern for pattern in request.cases if _is_glob(pattern)]
     if globs or not request.cases:
-        for case in map(meaningful, generate(claims, mode, request.tier, request.seed)):
+        for case in map(meaningful, generate(declared, mode, request.tier, request.seed)):
             if not globs or any(fnmatch.fnmatchcase(case.id, glob) for glob in globs):
                 chosen.setdefault(case.id, case)
     return list(chosen.values()), refused
 
 
-def _refused(claims: Capabilities, case: Case) -> str:
+def _refused(declared: Capabilities, case: Case) -> str:
     """Reason why a named case cannot run: values that are not declared, or mean nothing in its family; or nothing."""
-    if lacking := not_claimed(claims, case):
+    if lacking := not_declared(declared, case):
         return lacking
     names = meaningless(case)
     return f"{' and '.join(names)}, which means nothing to {case.heads.family}" if names else ""
@@ -189,13 +189,19 @@ def _row(spec: str, mode: ForwardMode, execution: Execution, status: Status, rea
     return CaseResult(spec, mode.value, execution.value, case, status, reason=reason)
 
 
-def _unsatisfiable(spec: str, claims: Capabilities, mode: ForwardMode, execution: Execution) -> CaseResult:
-    hint = next(why for why, holds in _WHY_NONE if holds(claims)).format(claims=claims)
+def _unsatisfiable(spec: str, declared: Capabilities, mode: ForwardMode, execution: Execution) -> CaseResult:
+    hint = next(why for why, holds in _WHY_NONE if holds(declared)).format(declared=declared)
     finding = Finding(
-        "claims-honest", f"{mode} is claimed, and no case can satisfy the other claims with it", hint=hint
+        "capabilities-honest", f"{mode} is declared, and no case can satisfy the other capabilities with it", hint=hint
     )
     return CaseResult(
-        spec, mode.value, execution.value, f"{mode.value}-{NO_CASE}", Status.FAILED, (finding,), ("claims-honest",)
+        spec,
+        mode.value,
+        execution.value,
+        f"{mode.value}-{NO_CASE}",
+        Status.FAILED,
+        (finding,),
+        ("capabilities-honest",),
     )
 
 
@@ -218,14 +224,14 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
         lambda c: True,
     ),
 )
-"""Why no case can satisfy the claims, first match."""
+"""Why no case can satisfy the capabilities, first match."""
 
 
 def _header(
     request: Request,
     environment: Environment,
     planned: int,
-    untried: Mapping[str, tuple[str, ...]],
+    not_covered: Mapping[str, tuple[str, ...]],
     notes: Mapping[str, tuple[str, ...]],
 ) -> RunHeader:
     return RunHeader(
@@ -240,7 +246,7 @@ def _header(
         backends={candidate.spec: origin_of(candidate.spec).label for candidate in request.candidates},
         planned=planned,
         limits=environment.limits,
-        untried=untried,
+        not_covered=not_covered,
         notes=notes,
         explained={check.id: check.words for check in CHECKS.values()},
     )

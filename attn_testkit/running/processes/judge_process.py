@@ -71,17 +71,17 @@ class JudgeProcess:
         plan: Plan = self._receive("plan")
         return plan
 
-    def claims_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
-        """(what it claims in one line, why it cannot be imported) of each, one of them empty."""
-        self._send(("claims", tuple(specs), device))
-        lines: list[tuple[str, str]] = self._receive("claims")
+    def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
+        """(what it declares in one line, why it cannot be imported) of each, one of them empty."""
+        self._send(("declared", tuple(specs), device))
+        lines: list[tuple[str, str]] = self._receive("declared")
         return lines
 
     def capabilities(self, candidate: Candidate, device: str) -> Capabilities:
-        """What a backend claims. Imports torch here, as the values are the contract's. Raises ``UsageError``."""
+        """What a backend declares. Imports torch here, as the values are the contract's. Raises ``UsageError``."""
         self._send(("capabilities", candidate, device))
-        claims: Capabilities = self._receive("capabilities")
-        return claims
+        declared: Capabilities = self._receive("capabilities")
+        return declared
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come. One that is given up before its end takes the judge along."""
@@ -210,9 +210,9 @@ def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> No
         elif kind == "plan":
             connection.send(("plan", runner.plan(*values)))
         elif kind == "capabilities":
-            connection.send(("capabilities", runner.claims(*values)))
+            connection.send(("capabilities", runner.declared(*values)))
         else:
-            connection.send(("claims", runner.claims_lines(*values)))
+            connection.send(("declared", runner.capabilities_lines(*values)))
     except UsageError as error:
         connection.send(("usage", str(error)))
     except ConnectionError:

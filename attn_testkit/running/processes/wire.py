@@ -13,7 +13,7 @@ from typing import Any
 __all__ = ["Unreadable", "read"]
 
 _ALLOWED = {
-    "attn_testkit.checks.lossless": {"Said", "Spoken"},
+    "attn_testkit.checks.lossless": {"TokenAttention", "GeneratedTokens"},
     "attn_testkit.checks.observation": {"Copies"},
     "attn_testkit.contract.capabilities": {"Capabilities"},
     "attn_testkit.contract.merging": {"LogSumExp"},
@@ -22,7 +22,7 @@ _ALLOWED = {
     "attn_testkit.contract.server_conventions": {"ServerConventions"},
     "attn_testkit.contract.windows": {"Windows"},
     "attn_testkit.results": {"Finding"},
-    "attn_testkit.runner_modes.messages": {"Described", "Driven", "StepRecord"},
+    "attn_testkit.runner_modes.messages": {"Described", "RunRecord", "StepRecord"},
     "numpy": {"dtype", "ndarray"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
     "numpy._core.numeric": {"_frombuffer"},

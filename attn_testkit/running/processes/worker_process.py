@@ -10,7 +10,7 @@ from typing import Any
 from ...checks import Stage
 from ...registry import BackendNotFound
 from ...results import Status
-from ...runner_modes.messages import Described, DriveCase, Driven, Rerun
+from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from . import forking
 from .child import Child, ChildLost
@@ -53,12 +53,12 @@ class Worker:
     def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
         self.candidate, self.gpu = candidate, gpu
         self.described: Described | None = None
-        self.history: list[DriveCase] = []
+        self.history: list[RunCase] = []
         """What it has driven, or was told to drive."""
         self._timeout_s = timeout_s
-        self._ahead: DriveCase | Rerun | None = None
+        self._ahead: RunCase | Rerun | None = None
         self._number = 0
-        self._kept: dict[DriveCase | Rerun, Driven | str] = {}
+        self._kept: dict[RunCase | Rerun, RunRecord | str] = {}
         try:
             self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s, import_seconds(timeout_s))
         except (OSError, EOFError) as error:
@@ -75,7 +75,8 @@ class Worker:
         return self._child.pid
 
     def describe(self) -> Described:
-        """What the backend claims. Raises ``BackendNotFound`` when importing it fails, kills the process, or hangs."""
+        """What the backend declares. Raises ``BackendNotFound`` when importing it fails, kills the process, or
+        hangs."""
         if self.described is None:
             try:
                 self._child.wait_until_started()
@@ -93,7 +94,7 @@ class Worker:
             self.described = answer
         return self.described
 
-    def drive(self, request: DriveCase | Rerun) -> Driven:
+    def drive(self, request: RunCase | Rerun) -> RunRecord:
         """Have it driven. Raises ``WorkerLost``, and ``RuntimeError`` when the harness itself failed there."""
         self.describe()
         if self._ahead is not None and self._ahead != request:
@@ -102,21 +103,21 @@ class Worker:
             with _lost(of_another=True):
                 self._kept[begun] = self._answer()
         if request in self._kept:
-            return self._judged(self._kept.pop(request))
+            return self._evaluated(self._kept.pop(request))
         with _lost():
             if self._ahead is None:
                 self._tell(request)
             self._ahead = None
-            return self._judged(self._answer())
+            return self._evaluated(self._answer())
 
-    def ahead(self, request: DriveCase) -> None:
+    def ahead(self, request: RunCase) -> None:
         """Begin a drive that is asked for next, while the judge is busy with the one before."""
         if not self.ended and self._ahead is None:
             self._ahead = request
             with contextlib.suppress(ChildLost):  # it is raised when the answer is asked for
                 self._tell(request)
 
-    def _tell(self, request: DriveCase | Rerun) -> None:
+    def _tell(self, request: RunCase | Rerun) -> None:
         # A number that nobody can know before: what is no answer to this very question is seen.
         self._number = secrets.randbits(63)
         self._child.tell((self._number, request), self._timeout_s)
@@ -130,10 +131,10 @@ class Worker:
             raise self._child.spoke_for_itself("it sent an answer to another question")
         return answer
 
-    def _judged(self, answer: Any) -> Driven:
-        if isinstance(answer, Driven) and answer.stage not in _STAGES:
+    def _evaluated(self, answer: Any) -> RunRecord:
+        if isinstance(answer, RunRecord) and answer.stage not in _STAGES:
             raise self._child.spoke_for_itself(f"it sent a drive that came as far as {answer.stage!r}")
-        if isinstance(answer, Driven):
+        if isinstance(answer, RunRecord):
             # A lost device context outlives the case-run; the next one needs a fresh process.
             if answer.lost:
                 self.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from attn_testkit.runner_modes.messages import DriveCase
+from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.contract.modes import Execution, ForwardMode
@@ -19,18 +19,18 @@ def cases_of(backends: tuple[str, ...]) -> list[tuple[str, Callable[[], None]]]:
     found: list[tuple[str, Callable[[], None]]] = []
     for name in backends:
         worker = LocalWorker(Candidate(name), "cpu")
-        claims = worker.describe().claims
+        declared = worker.describe().declared
         for mode in ForwardMode:
-            if mode not in claims.eager and mode not in claims.graph:
+            if mode not in declared.eager and mode not in declared.graph:
                 continue
-            cases = sorted(generate(claims, mode, "smoke"), key=lambda case: (sum(case.prefixes), case.id))
+            cases = sorted(generate(declared, mode, "smoke"), key=lambda case: (sum(case.prefixes), case.id))
             for case in cases[:: max(1, len(cases) // _SPREAD)][:_SPREAD]:
-                execution = Execution.EAGER if mode in claims.eager else Execution.GRAPH
-                found.append((f"{name} {case.id}", _drive(worker, DriveCase(case.id, execution))))
+                execution = Execution.EAGER if mode in declared.eager else Execution.GRAPH
+                found.append((f"{name} {case.id}", _drive(worker, RunCase(case.id, execution))))
     return found
 
 
-def _drive(worker: LocalWorker, request: DriveCase) -> Callable[[], None]:
+def _drive(worker: LocalWorker, request: RunCase) -> Callable[[], None]:
     def call() -> None:
         driven = worker.drive(request)
         if driven.findings:

@@ -36,31 +36,40 @@ _OTHER_HARDWARE = (
 
 PROJECTS: dict[str, Project] = {
     "fla": Project(
-        "fla", "fla-core", r"^fla\.(ops|modules\.(causal_conv1d|token_shift|rotary))\b",
-        r"\.utils\.sinkhorn|attnres", _OTHER_HARDWARE,
+        "fla",
+        "fla-core",
+        r"^fla\.(ops|modules\.(causal_conv1d|token_shift|rotary))\b",
+        r"\.utils\.sinkhorn|attnres",
+        _OTHER_HARDWARE,
     ),
     "sglang": Project(
-        "sglang", "sglang",
+        "sglang",
+        "sglang",
         r"^sglang\.(kernels\.ops\.(attention|kvcache|mamba|memory|speculative|kv_canary)|srt\.(layers\.(attention|dcp)|mem_cache"
         r"|disaggregation\.common)|srt\.models\.inkling_common\.(kernels\.)?sconv|srt\.hardware_backend\.xpu\.kernels\.fla)\b",
-        r"\.test\b|\.tests\b", _OTHER_HARDWARE,
+        r"\.test\b|\.tests\b",
+        _OTHER_HARDWARE,
     ),
     "vllm": Project(
-        "vllm", "vllm",
+        "vllm",
+        "vllm",
         r"^vllm\.(v1\.(attention|kv_offload|spec_decode|worker\.(block_table|mamba_utils|utils|gpu\.(block_table|cp_utils|input_batch"
         r"|model_states|spec_decode|buffer_utils)))|model_executor\.layers\.(mamba|lightning_attn|sparse_attn_indexer|attention)"
         r"|third_party\.flash_linear_attention"
         r"|models\..*(attention|attn|cache|compress|indexer|index_topk|kda|sparse|swa|qsa|topk|states|sconv|recoverssm|qkv|keylist|ring"
         r"|summary_update|conv_ops|rel_attention))",
-        r"\.third_party\.triton_kernels|metrics", _OTHER_HARDWARE,
+        r"\.third_party\.triton_kernels|metrics",
+        _OTHER_HARDWARE,
     ),
     "flag_gems": Project(
-        "flag_gems", "flag-gems",
+        "flag_gems",
+        "flag-gems",
         r"^flag_gems\.(fused\.(FLA|DSA|flash|reshape_and_cache|concat_and_cache|sparse_attention|rotary|rwkv)"
         r"|ops\.(attention|flash|get_scheduler_metadata|get_paged_mqa))",
-        r"^$", _OTHER_HARDWARE,
+        r"^$",
+        _OTHER_HARDWARE,
     ),
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True)

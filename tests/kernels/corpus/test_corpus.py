@@ -103,7 +103,7 @@ def test_what_stock_cannot_run_is_compared_once_it_is_given_that():
     assert table.reason(named.detail).startswith("functions of `triton.language` under another name")
 
 
-def test_a_launch_that_the_emulation_refuses_is_told_apart_and_the_program_goes_on():
+def test_a_launch_that_the_emulation_refuses_is_reported_apart_and_the_program_goes_on():
     found: list[Any] = []
     with torch.no_grad(), emulated_cuda():
         emulated = interpreter.GridExecutor.__call__

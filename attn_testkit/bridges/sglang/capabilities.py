@@ -1,0 +1,297 @@
+"""Capabilities of each of SGLang's backends, and the place in SGLang 0.5.23 that documents them.
+
+Each line names a file under ``sglang/srt`` and a function in it. Features that SGLang intends and gets wrong are
+declared here, and described in docs/findings.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from attn_testkit.contract import SGLANG, Requires
+
+from .. import capabilities as bridged
+from ..capabilities import DD, V1, V2, D, Line, V, X
+
+__all__ = ["CAPABILITIES", "CAPABILITIES_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "BridgeCapabilities"]
+
+
+@dataclass(frozen=True)
+class BridgeCapabilities(bridged.BridgeCapabilities):
+    """Everything about one name of SGLang's registry, ``ATTENTION_BACKENDS``."""
+
+    fakes: str = ""
+    """Set of the kit's fakes for compiled kernels, used without a GPU: a name of ``fakes.SETS``."""
+    reads_back: bool = True
+    """True if a forward may be given None for new rows that the pool holds already. Otherwise it is given the rows that
+    the pool holds, as after a fused kernel that stores them."""
+    one_scale: bool = False
+    """True if a plan holds the model's softmax scale. The kit's layers have several scales, unlike models of SGLang, so
+    there is one backend object per scale."""
+    rope_apart: bool = False
+    """MLA: SGLang's model gives q and k without their rope columns, and the rope columns separately."""
+
+
+_TRITON = "layers/attention/triton_backend.py"
+_EXTEND_KERNEL = "../kernels/ops/attention/extend_attention.py"
+_DECODE_KERNEL = "../kernels/ops/attention/decode_attention.py"
+_FLASHINFER = "layers/attention/flashinfer_backend.py"
+_FLASHINFER_MLA = "layers/attention/flashinfer_mla_backend.py"
+_TRTLLM_MHA = "layers/attention/trtllm_mha_backend.py"
+_TRTLLM_MLA = "layers/attention/trtllm_mla_backend.py"
+_CUTEDSL = "layers/attention/cutedsl_mla_backend.py"
+_FLASH = "layers/attention/flashattention_backend.py"
+_NATIVE = "layers/attention/torch_native_backend.py"
+_POOLS = "mem_cache/memory_pool.py"
+
+_FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
+# Kernels that SGLang itself brings compiled, or compiles for a GPU when a backend is made: no fake is of those.
+_COMPILED = ("sglang-kernel>=0.4.10",)
+_OF_SM100 = Requires(sm=(100, 103), packages=(*_COMPILED, "flashinfer-python>=0.7.2,<0.8"))
+_OF_SM90 = Requires(sm=(90, 90), packages=_COMPILED)
+
+_MHA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal")
+_MLA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers")
+_SERVER = Line("server", SGLANG, "layers/radix_attention.py:RadixAttention.forward")
+_WINDOW_OF_ONE = Line("windows.smallest", 1, "layers/radix_attention.py:RadixAttention.__init__")
+_OF_TRTLLM_MLA = (
+    Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
+    Line("head_dims", {512}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+    Line("mla_rope_dims", {64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+    Line("page_sizes", {32, 64}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+    Line("max_q_rows", 8, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
+    Line("max_topk", 1, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_extend"),
+    Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MLA}:TRTLLMMLABackend"),
+    _MLA_POOL,
+    _SERVER,
+    Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
+)
+"""CuteDslMLABackend inherits them from TRTLLMMLABackend."""
+
+CAPABILITIES: Mapping[str, BridgeCapabilities] = {
+    "torch_native": BridgeCapabilities(
+        "torch_native",
+        (
+            # Verify would want seq_lens with the new tokens; graphs have no hook.
+            Line("eager", {D, V1, V2, X}, f"{_NATIVE}:TorchNativeAttnBackend.forward_extend"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_decode"),
+            Line("dtypes", {"fp16", "bf16", "fp32"}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
+            Line("head_dims", {64, 128}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
+            Line("page_sizes", {1, 16, 64}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
+            Line("max_q_rows", 16, f"{_NATIVE}:TorchNativeAttnBackend._run_sdpa_forward_extend"),
+            Line("windows.modes", {D, V1, V2, X}, f"{_NATIVE}:TorchNativeAttnBackend._make_sliding_window_mask"),
+            Line("windows.layers", "one", "model_executor/model_runner.py:ModelRunner"),
+            _WINDOW_OF_ONE,
+            _MHA_POOL,
+            _SERVER,
+        ),
+    ),
+    "triton": BridgeCapabilities(
+        "triton",
+        (
+            Line("eager", {D, V, V1, V2, X}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_TRITON}:TritonAttnBackend._apply_cuda_graph_metadata"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_DECODE_KERNEL}:decode_attention_fwd"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_EXTEND_KERNEL}:extend_attention_fwd"),
+            Line("head_dims", {64, 128, 256}, f"{_EXTEND_KERNEL}:_get_block_sizes_for_extend_attention"),
+            Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
+            Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
+            Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
+            # Not in decode, whose lists of keys are one short of the extend kernel's windows: sglang #32087.
+            Line("windows.modes", {V, V1, V2, X}, f"{_TRITON}:update_sliding_window_buffer"),
+            Line("windows.layers", "one", f"{_TRITON}:TritonAttnBackend.__init__"),
+            _WINDOW_OF_ONE,
+            Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
+            Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
+            Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonAttnBackend"),
+            Line("server.eager_without_waits", False, f"{_TRITON}:update_sliding_window_buffer"),
+            _MHA_POOL,
+            _SERVER,
+            Line("server.takes_none_kv", True, f"{_TRITON}:TritonAttnBackend.forward_extend"),
+        ),
+    ),
+    # A draft worker's other backend. Its plan takes a prefix of one key at least, as every draft of a server has.
+    "triton_draft": BridgeCapabilities(
+        "triton",
+        (
+            Line("eager", {DD}, f"{_TRITON}:TritonMultiStepDraftBackend.init_forward_metadata"),
+            Line("graph", {DD}, f"{_TRITON}:TritonMultiStepDraftBackend.init_forward_metadata_out_graph"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_DECODE_KERNEL}:decode_attention_fwd"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_DECODE_KERNEL}:decode_attention_fwd"),
+            Line("head_dims", {64, 128, 256}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
+            Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
+            Line("max_draft_branches", 4, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
+            Line("server.drafts_without_prefix", False, f"{_TRITON}:TritonMultiStepDraftBackend.common_template"),
+            Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
+            Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
+            Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonMultiStepDraftBackend"),
+            Line("server.eager_without_waits", False, f"{_TRITON}:update_sliding_window_buffer"),
+            _MHA_POOL,
+            _SERVER,
+        ),
+    ),
+    "triton_mla": BridgeCapabilities(
+        "triton",
+        (
+            Line("eager", {D, V, V1, V2, X}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_TRITON}:TritonAttnBackend._apply_cuda_graph_metadata"),
+            Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_EXTEND_KERNEL}:extend_attention_fwd"),
+            Line("head_dims", {512}, f"{_EXTEND_KERNEL}:_get_block_sizes_for_extend_attention"),
+            Line("mla_rope_dims", {64}, f"{_EXTEND_KERNEL}:_get_block_sizes_for_extend_attention"),
+            Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
+            Line("gqa_ratios", {4, 16}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
+            Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
+            Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),
+            Line("needs_cpu_seq_lens", False, f"{_TRITON}:TritonAttnBackend"),
+            Line("server.eager_without_waits", False, f"{_TRITON}:update_sliding_window_buffer"),
+            _MLA_POOL,
+            _SERVER,
+        ),
+    ),
+    "flashinfer": BridgeCapabilities(
+        "flashinfer",
+        (
+            Line("eager", {D, V, V1, V2, X}, f"{_FLASHINFER}:FlashInferAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_FLASHINFER}:FlashInferAttnBackend._prepare_cuda_graph_metadata"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASHINFER}:should_use_tensor_core"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.__init__"),
+            Line("head_dims", {64, 128}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.__init__"),
+            Line("page_sizes", {1, 16, 64}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.call_begin_forward"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_FLASHINFER}:should_use_tensor_core"),
+            Line("max_q_rows", 16, f"{_FLASHINFER}:FlashInferIndicesUpdaterPrefill.call_begin_forward"),
+            Line("max_topk", 4, f"{_FLASHINFER}:FlashInferIndicesUpdaterPrefill.call_begin_forward"),
+            # Not in verify, whose mask is laid out for the whole prefix (sglang #39287), and no soft cap, which the
+            # plan does not have (sglang #33915).
+            Line("windows.modes", {D}, f"{_FLASHINFER}:FlashInferIndicesUpdaterDecode.update_sliding_window"),
+            Line("windows.layers", "one", f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
+            _WINDOW_OF_ONE,
+            _MHA_POOL,
+            _SERVER,
+            Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferAttnBackend.__init__"),
+        ),
+        fakes="wrappers",
+        reads_back=False,
+    ),
+    "flashinfer_mla": BridgeCapabilities(
+        "flashinfer",
+        (
+            Line("eager", {D, V}, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V}, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.init_cuda_graph_state"),
+            Line("families", {"mla"}, f"{_POOLS}:MLATokenToKVPool"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterDecode.__init__"),
+            Line("head_dims", {512}, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterDecode.__init__"),
+            Line("mla_rope_dims", {64}, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterDecode.__init__"),
+            Line("page_sizes", {1, 16, 64}, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterDecode.call_begin_forward"),
+            Line("gqa_ratios", {4, 16}, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterDecode.__init__"),
+            Line("max_q_rows", 16, f"{_FLASHINFER_MLA}:FlashInferMLAIndicesUpdaterPrefill.call_begin_forward"),
+            Line("max_topk", 1, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
+            _MLA_POOL,
+            _SERVER,
+            Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER_MLA}:FlashInferMLAAttnBackend.__init__"),
+        ),
+        fakes="wrappers",
+        one_scale=True,  # FlashInferMLAIndicesUpdaterDecode.call_begin_forward
+        rope_apart=True,
+    ),
+    "trtllm_mha": BridgeCapabilities(
+        "trtllm_mha",
+        (
+            Line("eager", {D, V, V2}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.init_cuda_graph_state"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_decode"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_decode"),
+            Line("head_dims", {64, 128}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.__init__"),
+            Line("page_sizes", {16, 64}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.__init__"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_decode"),
+            Line("max_q_rows", 16, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_extend"),
+            Line("max_topk", 1, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_extend"),
+            Line("sinks", True, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.forward_decode"),
+            Line("needs_cpu_seq_lens", False, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend"),
+            _MHA_POOL,
+            _SERVER,
+            Line("requires", _FLASHINFER_PACKAGE, f"{_TRTLLM_MHA}:TRTLLMHAAttnBackend.__init__"),
+        ),
+        fakes="xqa",
+    ),
+    "trtllm_mla": BridgeCapabilities(
+        "trtllm_mla",
+        (
+            Line("eager", {D, V, V2}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.init_cuda_graph_state"),
+            Line("dtypes", {"bf16"}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_decode"),
+            Line("gqa_ratios", {16, 128}, f"{_TRTLLM_MLA}:TRTLLMMLABackend.forward_decode"),
+            *_OF_TRTLLM_MLA,
+        ),
+        rope_apart=True,
+    ),
+    "cutedsl_mla": BridgeCapabilities(
+        "cutedsl_mla",
+        (
+            Line("eager", {D, V, V2}, f"{_CUTEDSL}:CuteDslMLABackend"),
+            Line("graph", {D, V, V2}, f"{_CUTEDSL}:CuteDslMLABackend"),
+            Line("dtypes", {"bf16"}, f"{_CUTEDSL}:CuteDslMLABackend"),
+            Line("gqa_ratios", {16, 128}, f"{_CUTEDSL}:CuteDslMLABackend"),
+            *_OF_TRTLLM_MLA,
+        ),
+        rope_apart=True,
+    ),
+    "fa3": BridgeCapabilities(
+        "fa3",
+        (
+            Line("eager", {D, V, V2, X}, f"{_FLASH}:FlashAttentionBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_FLASH}:FlashAttentionBackend.init_cuda_graph_state"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("head_dims", {64, 128}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("page_sizes", {1, 16, 64}, f"{_FLASH}:FlashAttentionBackend.__init__"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionBackend.forward_decode"),
+            Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionBackend.forward_extend"),
+            Line("max_topk", 4, f"{_FLASH}:FlashAttentionBackend.__init__"),
+            _MHA_POOL,
+            _SERVER,
+            Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
+        ),
+    ),
+}
+"""Name after ``sglang:`` -> declared capabilities."""
+
+CAPABILITIES_OF_OLDER: Mapping[str, BridgeCapabilities] = {
+    "triton": BridgeCapabilities(
+        "triton",
+        (
+            Line("eager", {D, V, V1, V2}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V1, V2}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata_replay_cuda_graph"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("head_dims", {64, 128}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonAttnBackend.init_forward_metadata"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_TRITON}:TritonAttnBackend.__init__"),
+            Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend.init_cuda_graph_state"),
+            Line("max_topk", 4, f"{_TRITON}:TritonAttnBackend.init_cuda_graph_state"),
+            Line("logit_cap", True, f"{_TRITON}:logit_capping_mod"),
+            Line("sinks", True, f"{_TRITON}:TritonAttnBackend.forward_decode"),
+            # Its graph runners leave the width at -1 in draft-extends.
+            Line(
+                "server.takes_unset_width",
+                True,
+                f"{_TRITON}:TritonAttnBackend.init_forward_metadata_capture_cuda_graph",
+            ),
+            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers"),
+        ),
+    ),
+}
+"""Capabilities in 0.5.12.post1, with places in it."""
+
+OF_SGLANG = (
+    "aiter", "ascend", "dsa", "dsv4", "fa4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",
+    "llada2_cfg_flashinfer", "minicpm_flashattn", "minicpm_flashinfer", "nsa", "qsa", "wave",
+)  # fmt: skip
+"""The other names of SGLang's registry: for hardware or models that the kit does not have."""
+
+OLDER_NAMES = {"tokenspeed_mla": "which SGLang has renamed: sglang:cutedsl_mla"}
+"""Old name -> text of the error."""

@@ -1,0 +1,237 @@
+"""Capabilities of each of vLLM's backends, and the place in vLLM 0.33.0 that documents them.
+
+Each line names a file under ``vllm`` and a definition in it. Features that vLLM intends and gets wrong are declared
+here, and described in docs/findings.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from attn_testkit.contract import VLLM, LogSumExp, Requires
+
+from .. import capabilities as bridged
+from ..capabilities import DD, V1, V2, D, Line, V, X
+
+__all__ = ["CAPABILITIES", "OF_VLLM", "BridgeCapabilities"]
+
+
+@dataclass(frozen=True)
+class BridgeCapabilities(bridged.BridgeCapabilities):
+    """Everything about one name of vLLM's registry, ``AttentionBackendEnum``."""
+
+    compiled_kernel: bool = False
+    """True if the attention kernel is compiled: without a GPU the kit's fake of it computes."""
+    compiled_store: bool = False
+    """True if a compiled operator of ``vllm._C_stable_libtorch`` stores new keys and values. If it does not load, torch
+    stores them."""
+    compiled_module: str = ""
+    """Compiled module without which the class does not run on a GPU."""
+    one_kv_group: bool = False
+    """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
+    capture_sizes: tuple[int, ...] = ()
+    """``--cudagraph-capture-sizes``; empty: those that graphs are captured for."""
+    attention: Mapping[str, Any] = field(default_factory=dict)
+    """``--attention-config``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables that vLLM reads."""
+
+
+_BACKEND = "v1/attention/backend.py"
+_TRITON = "v1/attention/backends/triton_attn.py"
+_UNIFIED = "v1/attention/ops/triton_unified_attention.py"
+_FLEX = "v1/attention/backends/flex_attention.py"
+_FLASH = "v1/attention/backends/flash_attn.py"
+_FLASHINFER = "v1/attention/backends/flashinfer.py"
+_TRITON_MLA = "v1/attention/backends/mla/triton_mla.py"
+_MLA = "model_executor/layers/attention/mla_attention.py"
+_LAYER = "model_executor/layers/attention/attention.py"
+_INPUTS = "v1/worker/gpu/input_batch.py"
+_TABLES = "v1/worker/gpu/block_table.py"
+_VIEWS = "v1/kv_cache_interface.py"
+_PLANNING = "v1/core/kv_cache_planning.py"
+
+_CONVENTIONS = {
+    "takes_bare_chains": f"{_BACKEND}:CommonAttentionMetadata",
+    "verify_lens": f"{_INPUTS}:_prepare_pos_seq_lens_kernel",
+    "padded_requests": f"{_INPUTS}:InputBatch.make_dummy",
+    "padding_slots": f"{_TABLES}:BlockTables.get_dummy_slot_mappings",
+    "takes_out": f"{_LAYER}:unified_attention_with_output",
+    "output_lifetime": f"{_LAYER}:Attention.forward",
+    "takes_more_rows": f"{_TABLES}:BlockTables.compute_slot_mappings",
+}
+"""Places in vLLM of the conventions in ``VLLM``. Its drafts begin behind a prefill
+(``TargetDependentARSpeculator.propose``); its kernels take those without a prefix too, and are tried with them."""
+_RUNNER = (
+    Line("max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
+    Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
+    Line("kv_layouts", {"own"}, f"{_VIEWS}:create_kv_cache_views"),
+    *(Line(f"server.{name}", getattr(VLLM, name), place) for name, place in _CONVENTIONS.items()),
+)
+"""Capabilities of the model runner, and so of every backend."""
+
+_LAYERS_DIFFER = (
+    Line("kv_groups", True, f"{_PLANNING}:get_kv_cache_groups"),
+    Line("heads_by_layer", True, "v1/worker/gpu/attn_utils.py:init_attn_backend"),
+)
+
+_TRITON_LINES = (
+    Line("eager", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionMetadataBuilder.build"),
+    # AttentionCGSupport.ALWAYS; a draft by update_draft_decode_metadata.
+    Line("graph", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionMetadataBuilder.build_for_cudagraph_capture"),
+    Line("families", {"mha", "gqa", "mqa"}, f"{_TRITON}:TritonAttentionImpl.__init__"),
+    Line("head_dims", {64, 128, 256}, f"{_TRITON}:TritonAttentionBackend.supports_head_size"),
+    Line("page_sizes", {16, 32, 64}, f"{_TRITON}:TritonAttentionBackend.get_supported_kernel_block_sizes"),
+    Line("gqa_ratios", {2, 4, 8}, f"{_UNIFIED}:unified_attention"),
+    Line("max_q_rows", 16, f"{_UNIFIED}:unified_attention"),  # MAX_3D_QUERY_LEN is 8: from there on 2D
+    Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionBackend.supports_sliding_window"),
+    Line("non_causal", {V, X}, f"{_TRITON}:TritonAttentionBackend.supports_non_causal"),
+    Line("logit_cap", True, f"{_TRITON}:TritonAttentionImpl.__init__"),
+    Line("sinks", True, f"{_TRITON}:TritonAttentionBackend.supports_sink"),
+    *_LAYERS_DIFFER,
+    *_RUNNER,
+)
+_DTYPES = (
+    Line("dtypes", {"fp16", "bf16", "fp32"}, f"{_TRITON}:TritonAttentionBackend"),
+    Line("fp32_products", "tf32", f"{_UNIFIED}:kernel_unified_attention"),
+)
+_LSE = LogSumExp(base="e", dtype="model", whole={D, V, V2})
+_FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
+_HALF = Line("dtypes", {"fp16", "bf16"}, f"{_TRITON}:TritonAttentionBackend")
+
+_FLEX_LINES = (
+    # Host offsets make the lists of rows: no ragged batch whose lengths are only on the device. No draft's loop in a
+    # graph, for supports_draft_decode_metadata_update is False.
+    Line("eager", {D, V, V2, X}, f"{_FLEX}:FlexAttentionMetadataBuilder.build"),
+    Line("graph", {D, V, V2, X}, f"{_FLEX}:FlexAttentionMetadataBuilder.build_for_cudagraph_capture"),
+    Line("families", {"mha", "gqa", "mqa"}, f"{_FLEX}:FlexAttentionImpl.__init__"),
+    Line("dtypes", {"fp16", "bf16"}, f"{_FLEX}:FlexAttentionBackend"),
+    Line("head_dims", {64, 128}, f"{_FLEX}:FlexAttentionBackend.get_supported_head_sizes"),
+    Line("page_sizes", {16, 32, 64}, f"{_FLEX}:FlexAttentionBackend.get_supported_kernel_block_sizes"),
+    Line("gqa_ratios", {2, 4, 8}, f"{_FLEX}:FlexAttentionImpl.__init__"),
+    Line("max_q_rows", 16, f"{_FLEX}:FlexAttentionMetadata"),
+    Line("windows.modes", {D, V, V2, X}, f"{_FLEX}:FlexAttentionBackend.supports_sliding_window"),
+    Line("non_causal", {V, X}, f"{_FLEX}:FlexAttentionBackend.supports_non_causal"),
+    # The kernel multiplies values of keys that are masked within a page by 0; vLLM's pool begins as zeros.
+    Line("finite_page_tails", {"same"}, "v1/worker/utils.py:allocate_kv_cache"),
+    *_RUNNER,
+)
+
+CAPABILITIES: Mapping[str, BridgeCapabilities] = {
+    "triton": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES)),
+    # The builder takes the bucket that is closest to 128 / KV heads for the threshold of its 3D kernel: with one bucket
+    # of a request the kernel of large batches runs in small ones.
+    "triton_2d": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES), capture_sizes=(1,)),
+    "triton_invariant": BridgeCapabilities(
+        "TRITON_ATTN",
+        (
+            *_TRITON_LINES,
+            *_DTYPES,
+            Line("deterministic", True, f"{_TRITON}:TritonAttentionBackend.supports_batch_invariance"),
+            Line("batch_invariant", True, f"{_TRITON}:TritonAttentionBackend.supports_batch_invariance"),
+        ),
+        environment={"VLLM_BATCH_INVARIANT": "1"},
+    ),
+    "triton_fp8": BridgeCapabilities(
+        "TRITON_ATTN",
+        (
+            *_TRITON_LINES,
+            _HALF,
+            Line("kv_dtypes", {"fp8_e4m3"}, f"{_TRITON}:TritonAttentionBackend"),
+            # The layer rounds queries to FP8 if the implementation takes them so.
+            Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
+        ),
+    ),
+    "triton_mla": BridgeCapabilities(
+        "TRITON_MLA",
+        (
+            # AttentionCGSupport.UNIFORM_BATCH; a request of more rows than others is a prefill, which is not absorbed.
+            Line("eager", {D, V, V2, DD}, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            Line("graph", {D, V, V2, DD}, f"{_MLA}:MLACommonMetadataBuilder.build_for_cudagraph_capture"),
+            Line("families", {"mla"}, f"{_TRITON_MLA}:TritonMLABackend"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_TRITON_MLA}:TritonMLABackend"),
+            Line("kv_dtypes", {"same", "fp8_e4m3"}, f"{_TRITON_MLA}:TritonMLABackend"),
+            Line("head_dims", {512}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("mla_rope_dims", {64}, f"{_MLA}:MLACommonBackend.get_supported_head_sizes"),
+            Line("gqa_ratios", {4, 16, 128}, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            Line("page_sizes", {16, 32, 64}, f"{_TRITON_MLA}:TritonMLABackend.get_supported_kernel_block_sizes"),
+            Line("max_q_rows", 16, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            # In the dtype of the queries, as it is made there.
+            Line("lse", _LSE, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            *_RUNNER,
+        ),
+        compiled_store=True,  # concat_and_cache_mla
+    ),
+    "flash_attn": BridgeCapabilities(
+        "FLASH_ATTN",
+        (
+            # FlashAttention 3, as on SM90: AttentionCGSupport.ALWAYS.
+            Line("eager", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.build"),
+            Line("graph", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionMetadataBuilder.get_cudagraph_support"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_FLASH}:FlashAttentionBackend"),
+            Line("head_dims", {64, 128, 256}, f"{_FLASH}:FlashAttentionBackend.supports_head_size"),
+            Line("page_sizes", {16, 32, 64}, f"{_FLASH}:FlashAttentionBackend.get_supported_kernel_block_sizes"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("max_q_rows", 16, f"{_FLASH}:FlashAttentionMetadata"),
+            Line("windows.modes", {D, V, V1, V2, X, DD}, f"{_FLASH}:FlashAttentionBackend.supports_sliding_window"),
+            Line("non_causal", {V, X}, f"{_FLASH}:FlashAttentionBackend.supports_non_causal"),
+            Line("logit_cap", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),
+            Line("server.takes_none_kv", True, f"{_FLASH}:FlashAttentionBackend"),
+            *_LAYERS_DIFFER,
+            *_RUNNER,
+        ),
+        compiled_kernel=True,
+        compiled_store=True,
+        compiled_module="vllm.vllm_flash_attn._vllm_fa3_C",
+    ),
+    "flashinfer": BridgeCapabilities(
+        "FLASHINFER",
+        (
+            # Its wrappers, which plan on the host. Requests of several rows are prefills, and those have no graphs.
+            Line("eager", {D, V, V2, X}, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
+            Line("graph", {D}, f"{_FLASHINFER}:FlashInferMetadataBuilder.get_cudagraph_support"),
+            Line("families", {"mha", "gqa", "mqa"}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
+            Line("dtypes", {"fp16", "bf16"}, f"{_FLASHINFER}:FlashInferBackend"),
+            Line("head_dims", {64, 128, 256}, f"{_FLASHINFER}:FlashInferBackend.get_supported_head_sizes"),
+            Line("page_sizes", {16, 32, 64}, f"{_FLASHINFER}:FlashInferBackend.get_supported_kernel_block_sizes"),
+            Line("gqa_ratios", {2, 4, 8}, f"{_FLASHINFER}:FlashInferImpl.__init__"),
+            Line("max_q_rows", 16, f"{_FLASHINFER}:FIPrefill"),
+            Line("windows.modes", {D, V, V2, X}, f"{_FLASHINFER}:FlashInferBackend.supports_sliding_window"),
+            Line("non_causal", {V, X}, f"{_FLASHINFER}:FlashInferBackend.supports_non_causal"),
+            # All layers that share metadata have one scale and one soft cap.
+            Line("any_scaling", False, "v1/attention/backends/utils.py:infer_global_hyperparameters"),
+            Line("server.takes_none_kv", True, f"{_FLASHINFER}:FlashInferBackend"),
+            *_LAYERS_DIFFER,
+            *(line for line in _RUNNER if line.capability != "needs_cpu_seq_lens"),
+            Line("needs_cpu_seq_lens", True, f"{_FLASHINFER}:FlashInferMetadataBuilder.build"),
+            Line("requires", _FLASHINFER_PACKAGE, f"{_FLASHINFER}:FlashInferBackend"),
+        ),
+        compiled_kernel=True,
+        compiled_store=True,
+        attention={"use_trtllm_attention": False},
+        environment={"VLLM_FLASHINFER_WORKSPACE_BUFFER_SIZE": str(16 << 20)},
+    ),
+    "flex": BridgeCapabilities(
+        "FLEX_ATTENTION", (*_FLEX_LINES, *_LAYERS_DIFFER), compiled_kernel=True, compiled_store=True
+    ),
+    "flex_merged": BridgeCapabilities(
+        "FLEX_ATTENTION",
+        (*_FLEX_LINES, Line("windows.layers", "one", f"{_PLANNING}:_promote_local_kv_cache_specs")),
+        compiled_kernel=True,
+        compiled_store=True,
+        one_kv_group=True,
+    ),
+}
+"""Name after ``vllm:`` -> declared capabilities."""
+
+OF_VLLM = (
+    "b12x", "cpu_attn", "cutlass_mla", "flash_attn_diffkv", "flash_attn_mla", "flash_attn_mla_sparse",
+    "flashinfer_mla", "flashinfer_mla_sparse", "flashmla", "flashmla_sparse", "hpc_attn", "rocm_aiter_fa",
+    "rocm_aiter_mla", "rocm_attn", "tokenspeed_mla", "triton_attn_diffkv", "triton_flash_attn", "triton_flashinfer",
+    "turboquant",
+)  # fmt: skip
+"""Other names of vLLM's registry, in small letters: for hardware, formats or models that the kit does not have."""

@@ -1,0 +1,117 @@
+"""Cases that stand beside another: those of the other modes on its instance, and that of another instance."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import replace
+
+from ..contract import Capabilities, ForwardMode
+from .case import Case, Heads
+from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
+from .dimensions.rows import accepted
+from .draft import Draft
+from .head_layouts import alike, as_many
+from .nearest_declared import nearest_declared
+from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify
+from .trees import Tree, chain
+
+__all__ = [
+    "branching",
+    "co_resident_of",
+    "co_residents",
+    "declared_co_residents",
+    "many_heads",
+    "with_other_heads",
+]
+
+_MOST_PAGE = 64
+_MOST_DIM = 128
+
+
+def many_heads(declared: Capabilities, like: Heads, most: int) -> Heads:
+    """``most`` query heads, or what is declared that comes next to it; MLA for MLA, and another layout for any
+    other."""
+    groups = [group for group in declared.gqa_ratios if 1 < group <= most]
+    if like.layout.values_in_keys:
+        return replace(like, q_heads=max(groups, default=like.q_heads))
+    if "gqa" in declared.families and groups:
+        group = max([group for group in groups if group <= MOST_USUAL_RATIO] or [min(groups)])
+        return Heads("gqa", most // group * group, most // group)
+    if as_many(declared):
+        return Heads(as_many(declared)[0].name, most, most)
+    return Heads("mqa", max(groups, default=like.q_heads), 1)
+
+
+def with_other_heads(declared: Capabilities, case: Case) -> Case:
+    """``case`` with other heads, numbers and head dim, where they are declared: several KV heads, where small cases
+    have one, so that a stride of heads counts. MLA stays MLA.
+    """
+    layouts = [heads for heads in typical_heads(declared) if alike(heads, case.heads)]
+    of_several = [heads for heads in layouts if heads.family == "gqa"] or layouts
+    others = sorted((heads for heads in of_several if heads != case.heads), key=lambda heads: heads.q_heads)
+    dims = (
+        []
+        if case.heads.layout.values_in_keys
+        else [dim for dim in declared.head_dims if case.head_dim < dim <= _MOST_DIM]
+    )
+    return replace(
+        case,
+        heads=others[len(others) // 2] if others else case.heads,
+        head_dim=min(dims, default=case.head_dim),
+        dtype=max(declared.dtypes - {"fp32"}, default=case.dtype),
+    )
+
+
+def branching(width: int) -> Tree:
+    """``width`` nodes, two children each: nothing that takes it for a chain gets it right."""
+    return Tree(tuple((node - 1) // 2 for node in range(1, width)))
+
+
+def co_residents(
+    case: Case,
+    modes: Set[ForwardMode],
+    max_q_rows: int,
+    max_topk: int = 1,
+    max_extend_tokens: int = 1 << 20,
+    max_draft_branches: int = 1,
+) -> list[Case]:
+    """Cases of the other modes that can share a backend instance with ``case``: same shapes, layers and prefixes.
+
+    One for each of ``modes`` but the case's own, in their order; for draft-decode none where the others' rows leave its
+    branches no step. ``max_q_rows`` and what follows: as declared.
+    """
+    width = case.width if case.mode.is_speculative() and case.width > 1 else min(4, max_q_rows)
+    counts = accepted("uneven", width, case.bs)
+    few = min(width, max_extend_tokens)
+    # S is one number of an instance, and the draft-extends have S + 1 rows.
+    steps = width - 1 if any(mode.is_speculative() for mode in (*modes, case.mode)) else 3
+    rows: dict[ForwardMode, Rows] = {
+        ForwardMode.DECODE: Decode(),
+        ForwardMode.TARGET_VERIFY: Verify(branching(width) if max_topk > 1 else chain(width)),
+        ForwardMode.DRAFT_EXTEND: Accepted(counts, width),
+        ForwardMode.DRAFT_EXTEND_V2: Accepted(counts, width, v2=True),
+        ForwardMode.EXTEND: Extend(accepted("uneven", few, case.bs), few),
+    }
+    if steps > 1:
+        rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
+    others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
+    return [replace(case, rows=each, mixed=False, host=case) for each in others]
+
+
+def declared_co_residents(declared: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
+    """``co_residents`` of these modes, no larger than is declared."""
+    max_topk = declared.max_topk if declared.windows.in_trees or case.window < 0 else 1
+    most = (declared.max_q_rows, max_topk, declared.max_extend_tokens, declared.max_draft_branches)
+    return [nearest_declared(declared, each) for each in co_residents(case, modes, *most)]
+
+
+def co_resident_of(declared: Capabilities, case: Case) -> Case:
+    """The case of another instance in the process, as a draft model has one beside its target's.
+
+    It has other heads and other pages, where others are declared.
+    """
+    own = case.heads
+    layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]
+    heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
+    pages = sorted(declared.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
+    return nearest_declared(declared, replace(case, heads=heads, page_size=pages[0]))

@@ -1,0 +1,27 @@
+"""What a backend declares of a case that no catalogue made from its capabilities."""
+
+from __future__ import annotations
+
+from ..contract import Capabilities
+from .case import Case
+from .co_residents import declared_co_residents
+from .dimensions.context import CONTEXT
+from .dimensions.table import DIMENSIONS
+from .dimensions.window import WINDOW
+
+__all__ = ["not_declared", "within_declared"]
+
+
+def within_declared(declared: Capabilities, case: Case) -> bool:
+    """Whether the case, and all cases that share its instance, keep within what is declared of lengths and windows."""
+    if not all(asked.declared(declared, case) for asked in WINDOW.declared):
+        return False
+    others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.mixed else []
+    return all(asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others))
+
+
+def not_declared(declared: Capabilities, case: Case) -> str:
+    """What of ``case`` is not declared, in words, the first in the order of an id's words; empty if all of it is."""
+    asked = (asked for dimension in DIMENSIONS for asked in dimension.declared)
+    found = next((each.words(case) for each in asked if not each.declared(declared, case)), "")
+    return found or ("" if within_declared(declared, case) else "as many tokens of context")

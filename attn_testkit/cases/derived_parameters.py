@@ -1,0 +1,248 @@
+"""What a case decides without saying so in its id: one table, and every choice a hash of (id, name of the choice).
+
+Hashes of different names have nothing in common, so over many cases every value of one choice meets every value of
+another; ``tests/cases/test_derived_parameters.py`` counts. ``attn-testkit explain CASE`` shows what a case chose. A
+choice says when it applies, and may be asked for then only: what ``explain`` shows is what is run.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+from ..contract import Execution, ForwardMode
+from .fields import Fields
+
+__all__ = ["CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "chosen", "derived", "shallow_depth"]
+
+
+@dataclass(frozen=True)
+class Value:
+    """One value of a choice, in words, and its weight among the others."""
+
+    words: str
+    weight: int = 1
+
+
+@dataclass(frozen=True)
+class DerivedParameter:
+    """One thing that a case decides by a hash of its id."""
+
+    name: str
+    about: str
+    """What is decided, in plain words."""
+    values: tuple[Value, ...]
+    """In the order of what ``derived`` returns. Empty: whoever asks says how many there are."""
+    applies: Callable[[Fields], bool] = lambda case: True
+    execution: Execution | None = None
+    """The only execution that it changes; None: both."""
+
+    @property
+    def total(self) -> int:
+        """Sum of the weights."""
+        return sum(value.weight for value in self.values)
+
+
+def shallow_depth(case: Fields) -> int:
+    """S of the shallowest draft tree that allows the case's accepted counts. Draft-extend only."""
+    return min(case.width - 1, max(1, max(case.new) - 1))
+
+
+def _one_layer_has_it(case: Fields) -> bool:
+    return case.window >= 0 and case.layer_windows != "same"
+
+
+def _others_may_have_one(case: Fields) -> bool:
+    return case.window >= 0 and case.layer_windows == "any"
+
+
+CONTIGUOUS = 1
+"""The value of ``qkv-memory`` that makes q, k and v tensors of their own."""
+
+DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
+    DerivedParameter("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),
+    DerivedParameter(
+        "qkv-memory",
+        "how q, k and v lie in memory",
+        (Value("strided views of one packed tensor"), Value("contiguous tensors")),
+    ),
+    # Where MLA is attended as MHA, a prompt's k or v is a part of what one projection gives for each head (kv_b_proj).
+    DerivedParameter(
+        "kv-memory",
+        "how k and v of new tokens lie in memory",
+        (Value("as q does"), Value("side by side in each head, where takes_strided_heads is declared; else as q does")),
+        lambda case: case.mode is ForwardMode.EXTEND and not case.heads.layout.values_in_keys,
+    ),
+    DerivedParameter(
+        "windowed-layer",
+        "the layer with the case's window; every second one from it on has it",
+        (Value("layer 0"), Value("layer 1")),
+        _one_layer_has_it,
+    ),
+    DerivedParameter(
+        "other-window",
+        "the window of the other layers",
+        (Value("none", 3), Value("a wider one: 2 W + 3")),
+        _others_may_have_one,
+    ),
+    DerivedParameter(
+        "capped-layer",
+        "the layer with the soft cap; every second one from it on has it",
+        (Value("layer 0"), Value("layer 1")),
+        lambda case: case.logit_cap > 0,
+    ),
+    # Where a request fills the context, the context need not be whole pages.
+    DerivedParameter(
+        "context-room",
+        "max_context_len beside the longest request",
+        (Value("at least a page longer, whole pages", 3), Value("filled to the last token")),
+    ),
+    DerivedParameter(
+        "shared-prefixes",
+        "where the prefixes that requests share part",
+        (Value("as late as the second longest prefix allows"), Value("before the shortest prefix ends")),
+        lambda case: case.layout == "shared",
+    ),
+    # Each replay but the first two has another; see ``cases/variety.py``.
+    DerivedParameter(
+        "layout-turns",
+        "layouts of the steps from step 2 on, all in turn",
+        (Value("forwards from the case's"), Value("backwards")),
+        lambda case: case.layout != "shared",
+    ),
+    DerivedParameter(
+        "padding-turns",
+        "padding of the replays from step 2 on, all in turn",
+        (Value("forwards from the case's"), Value("backwards")),
+        lambda case: case.padding != "small",
+        Execution.GRAPH,
+    ),
+    # Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
+    # stride of S + 1 is right for chains alone (sglang #27545).
+    DerivedParameter(
+        "draft-depth",
+        "S of the draft tree whose nodes are the rows",
+        (Value("a chain: rows - 1"), Value("as shallow as the accepted counts allow")),
+        lambda case: case.mode is ForwardMode.DRAFT_EXTEND_V2 and shallow_depth(case) < case.width - 1,
+    ),
+    DerivedParameter(
+        "draft-topk",
+        "top-k of the draft model's output",
+        (Value("1, the argmax"), Value("3")),
+        lambda case: case.mode is ForwardMode.DRAFT_EXTEND,
+    ),
+    # A scheduler has so many tokens for a step: one prompt fills them while others decode, or several share them.
+    DerivedParameter(
+        "chunked-requests",
+        "whose prompt goes on after the first chunk",
+        (Value("the longest chunk's; the others decode"), Value("everyone's")),
+        lambda case: case.chunks > 1,
+    ),
+    DerivedParameter(
+        "last-chunk",
+        "new tokens of the last chunk",
+        (Value("1, which looks like a decode"), Value("half of the one before"), Value("as many as before")),
+        lambda case: case.chunks > 1,
+    ),
+    # Servers have captured with the field unset, and baked a stride of -1 into a graph (sglang #31367). For backends
+    # that say that they take that; others get the width.
+    DerivedParameter(
+        "num-tokens-per-req",
+        "spec_info.num_tokens_per_req at capture",
+        (Value("0"), Value("-1, as servers leave it unset")),
+        lambda case: case.mode.is_speculative() or case.mixed or case.rounds > 0,
+        Execution.GRAPH,
+    ),
+    # What grows on demand in it still grows under the graphs.
+    DerivedParameter(
+        "eager-before-graphs",
+        "an eager step on the instance before it captures",
+        (Value("none"), Value("the step with the fewest rows")),
+        execution=Execution.GRAPH,
+    ),
+    # What a backend keeps by the lengths is right for all steps but the first of these. The others are labels of steps.
+    DerivedParameter(
+        "second-step",
+        "the step after the first, on the same instance",
+        (
+            Value("lengths of the first step, other requests", 9),
+            Value("longer, exact", 2),
+            Value("one short request", 2),
+            Value("other bucket", 2),
+            Value("own batch, elsewhere", 2),
+            Value("same lengths, other requests", 2),
+            Value("lengths in another order", 2),
+            Value("long beside short", 2),
+            Value("other bucket, padded", 2),
+            Value("more requests than any graph", 2),
+        ),
+        execution=Execution.EAGER,
+    ),
+    DerivedParameter(
+        "second-step-stored",
+        "save_kv_cache of the second step",
+        (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
+        execution=Execution.EAGER,
+    ),
+    # What is kept by shapes has the strides of the call that it was made for (flashinfer #4270).
+    DerivedParameter(
+        "second-step-memory",
+        "how q, k and v of the second step lie in memory",
+        (Value("as in the first"), Value("contiguous where those were views, and views where they were contiguous")),
+        execution=Execution.EAGER,
+    ),
+    # The second longest is long enough to be split, and does not set the batch's maximum length.
+    DerivedParameter(
+        "isolated-request",
+        "the request that runs again by itself, where batch invariance is declared",
+        (Value("the second longest", 5), Value("the shortest"), Value("the first"), Value("the last")),
+        lambda case: case.bs > 1 or (case.padding == "small" and case.bucket > 1),
+        Execution.EAGER,
+    ),
+    DerivedParameter(
+        "undeclared",
+        "the one thing of all that the backend does not declare which its constructor must refuse",
+        (),
+        execution=Execution.EAGER,
+    ),
+)
+_BY_NAME = {parameter.name: parameter for parameter in DERIVED_PARAMETERS}
+
+
+@lru_cache(maxsize=1 << 14)
+def _hashed(case_id: str, name: str) -> int:
+    return int.from_bytes(hashlib.blake2b(f"{case_id}\n{name}".encode(), digest_size=8).digest(), "little")
+
+
+def derived(case: Fields, name: str, n: int | None = None) -> int:
+    """See ``Case.derived``."""
+    parameter = _BY_NAME.get(name)
+    if parameter is None:
+        close = difflib.get_close_matches(name, _BY_NAME, n=1)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"there is no choice {name!r}{hint}; there are: {', '.join(_BY_NAME)}")
+    if not parameter.applies(case):
+        raise ValueError(f"choice {name!r} does not apply to {case.id}")
+    number = _hashed(case.id, name)
+    if not parameter.values:
+        if n is None or n < 1:
+            raise ValueError(f"choice {name!r} needs the number of its values, at least 1, and was asked with n = {n}")
+        return number % n
+    if n not in (None, len(parameter.values)):
+        raise ValueError(f"choice {name!r} has {len(parameter.values)} values, and was asked with n = {n}")
+    number %= parameter.total
+    for index, value in enumerate(parameter.values):
+        number -= value.weight
+        if number < 0:
+            return index
+    raise AssertionError("weights are positive")
+
+
+def chosen(case: Fields) -> Iterator[tuple[DerivedParameter, Value | None]]:
+    """Every choice that applies to a case, and its value; None where the values are not known without a backend."""
+    for parameter in DERIVED_PARAMETERS:
+        if parameter.applies(case):
+            yield parameter, parameter.values[derived(case, parameter.name)] if parameter.values else None

@@ -1,0 +1,22 @@
+"""What capabilities that are narrower than usual change of every case, whoever makes it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..contract import Capabilities
+from .dimensions.dimension import Without
+from .dimensions.table import DIMENSIONS
+from .fields import C
+
+__all__ = ["nearest_declared"]
+
+
+def nearest_declared(declared: Capabilities, case: C) -> C:
+    """The case, or the nearest one that a backend with these capabilities takes."""
+    for dimension in DIMENSIONS:
+        if not isinstance(dimension.fit, Without):
+            changes = dimension.fit(declared, case)
+            if any(getattr(case, name) != value for name, value in changes.items()):
+                case = replace(case, **changes)
+    return case

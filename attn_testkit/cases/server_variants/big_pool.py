@@ -1,0 +1,66 @@
+"""A KV pool in which an element's place takes more than 31 bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ...contract import Capabilities, ForwardMode
+from ...contract.kv_layouts import OWN
+from ..dimensions.kv_layout import usual_layout
+from ..fields import C
+from ..layers import Layers
+from .variant import ServerVariant
+
+__all__ = ["BIG_POOL", "big_pool_cases"]
+
+_ELEMENTS = 1 << 31
+"""The first that a product of 32-bit integers, slot or page by stride, does not reach (vLLM #47671, #50427; aiter
+#4474)."""
+_MOST_WIDTH = 128
+_NARROWEST = ("bf16", "fp16", "fp32")
+
+
+_CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)
+
+
+def _cases(declared: Capabilities, small: C) -> Iterator[C]:
+    if small.mode in _CORE:
+        yield from _case(declared, small)
+
+
+def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:
+    """What is left for tier full: one in each other mode but draft-decode, made of ``small``."""
+    if small.mode not in (*_CORE, ForwardMode.DRAFT_DECODE):
+        yield from _case(declared, small)
+
+
+def _case(declared: Capabilities, small: C) -> Iterator[C]:
+    """With one layer: 2 to 9 GB, of which very little is used."""
+    if usual_layout(declared) == OWN:
+        return
+    width = small.head_dim
+    if not small.heads.layout.wide_rows:
+        width = max([width, *(dim for dim in declared.head_dims if dim <= _MOST_WIDTH)])
+    page, narrow = small.page_size, min(declared.dtypes, key=_NARROWEST.index)
+    lens = (9, 2 * page + 5, 1)
+    one = replace(
+        small,
+        head_dim=width,
+        dtype=narrow,
+        layers=Layers(1),
+        layout="shuffled",
+        data="gauss",
+        variants=frozenset({"bigpool"}),
+    )
+    yield one.of_requests(lens, padded=1)
+
+
+BIG_POOL = ServerVariant(
+    "bigpool",
+    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it",
+    "decode and extend; in full every mode but draft-decode",
+    _cases,
+    needs_no_capability=True,
+    pool_elements=_ELEMENTS,
+)

@@ -1,0 +1,35 @@
+"""More rows than were planned: a server pads what the layers around attention are given, once the step is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...contract import Capabilities, ForwardMode
+from ..fields import C, Fields
+from .variant import ServerVariant
+
+__all__ = ["PADDED_TOKENS"]
+
+_LENS = (9, 70, 1)
+
+
+def _fits(declared: Capabilities, case: Fields) -> bool:
+    return declared.server.takes_more_rows and case.mode is not ForwardMode.DRAFT_DECODE
+
+
+def _cases(declared: Capabilities, small: C) -> Iterator[C]:
+    if _fits(declared, small):
+        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"morerows"}))
+
+
+PADDED_TOKENS = ServerVariant(
+    "morerows",
+    "each forward has rows of no request behind those of its plan",
+    "server.takes_more_rows",
+    _cases,
+    _fits,
+    excludes={
+        "KV splits": "rows of no request have no keys to merge: servers cut them off before they split keys",
+        "idle": "what a rank without requests is given has no rows either, and is not planned",
+    },
+)

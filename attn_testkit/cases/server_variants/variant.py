@@ -1,0 +1,70 @@
+"""What a server variant is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ...contract import Capabilities
+from ..fields import C, Fields
+from ..plan import Plan
+
+__all__ = ["ServerVariant"]
+
+
+class _MakesCases(Protocol):
+    def __call__(self, declared: Capabilities, small: C, /) -> Iterator[C]: ...
+
+
+def _no_cases(declared: Capabilities, small: C) -> Iterator[C]:
+    yield from ()
+
+
+def _as_they_are(case: Fields, plans: list[Plan]) -> list[Plan]:
+    return plans
+
+
+def _fits_none(declared: Capabilities, case: Fields) -> bool:
+    return False
+
+
+@dataclass(frozen=True)
+class ServerVariant:
+    """One thing that not every server does."""
+
+    word: str
+    """Of case ids."""
+    about: str
+    """What the server does, in plain words."""
+    capability: str = ""
+    """Which capability has it tried, in plain words."""
+    cases: _MakesCases = _no_cases
+    """(declared, small): its cases, made of ``small``; none where it is not declared in the mode of ``small``."""
+    fits: Callable[[Capabilities, Fields], bool] = _fits_none
+    """(declared, case): whether a case that was made for something else may be of this way too; the cases above are not
+    asked."""
+    plans: Callable[[Fields, list[Plan]], list[Plan]] = _as_they_are
+    """(case, plans): the steps of a drive, the oversized one last, as it has them."""
+    context_len: int = 0
+    """``max_context_len``, in tokens; 0: as the longest request needs it."""
+    says: Mapping[str, str] = field(default_factory=dict)
+    """Fields of a ``Dialect`` in which it is not the usual one."""
+    gives_none: bool = False
+    """Something else than lengths on the host is None: the tree of a target-verify."""
+    causal: bool = True
+    """``AttentionLayer.causal`` of all layers."""
+    reaches_kernels: bool = True
+    """Whether the kernel of a layer sees it, and not only who plans and launches: options of a layer go with it."""
+    needs_no_capability: bool = False
+    """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    excludes: Mapping[str, str] = field(default_factory=dict)
+    """Words of other variants and names of ``fields.THINGS`` that no case has together with it -> why. Everything
+    else combines."""
+    pool_elements: int = 0
+    """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""
+
+    @property
+    def combines(self) -> bool:
+        """Whether a case that was made for something else may be of this way too."""
+        return self.fits is not _fits_none

@@ -1,0 +1,383 @@
+"""Root-cause attribution: a wrong step is run again with one thing changed, to find the check that it really fails.
+
+Nothing here runs while results are right. Each question is one controlled run on a fresh backend instance:
+
+* does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
+* is the same step right in eager mode?                           then the graph is wrong
+* is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
+* is it right when no row is padding?                             ``padding-inert``
+* is it right when it is the only replay of the only bucket?      ``buckets-independent``
+* is an eager step right on a fresh instance?                     ``steps-independent``
+* is a step whose K and V are stored right when they are not yet? then k and v were read
+* is an eager first step wrong in the same rows when it is run again?  if not: a race
+* is it right with zeros in fresh memory?                         then some memory is assumed to be zero
+* is the first step right in a case that lacks one thing?          then the bug needs that: ``changed_case.py``
+* did planning the replay replace tensors that the graph reads?   ``addresses-stable``, else ``replay-follows-batch``
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ..cases.schedule import Schedule, Step
+from ..checks import Comparison
+from ..checks.numeric import output_written
+from ..checks.observation import Observation
+from ..oracle.expect import expect
+from ..results import Finding
+from ..runner_modes.graphs import GraphRun
+from .changed_case import ChangedCases
+from .figures import error_map, key_map
+from .hints import Evidence
+from .questions import Asked, ask
+from .rerun import CLEAR, OTHER_FILL, Rerunner
+
+__all__ = ["explain_numeric", "name_check"]
+
+
+def name_check(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> Finding:
+    """Move a finding to the check that it really fails, without looking for its cause."""
+    return _blamed(rerunner, finding, schedule, observed).named
+
+
+def explain_numeric(
+    rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation, passed: list[Observation]
+) -> Finding:
+    """Move a finding to the check that it really fails, and add the attended KV tokens and a hint.
+
+    ``finding``: of a check in ``NUMERIC``, about ``observed``. ``passed``: steps of the same case-run that are right.
+    """
+    comparison = Comparison(observed, expect(schedule, observed.step))
+    blamed = _blamed(rerunner, finding, schedule, observed)
+    check, why, eager, in_graph = blamed.check, blamed.why, blamed.eager, blamed.in_graph
+    if blamed.in_eager:
+        why = why or _not_every_time(rerunner, schedule, observed, eager)
+        why = why or _with_clear_memory(rerunner, schedule, observed, eager)
+    by_itself = check in ("buckets-independent", "steps-independent")
+    evidence = Evidence(
+        schedule,
+        comparison,
+        None,
+        passed,
+        in_graph=in_graph and not by_itself and (not blamed.graphs_alone or check in _OF_A_GRAPH),
+        right_when_fresh=check == "steps-independent",
+        right_when_alone=why == _AS_THE_ONLY_REPLAY,
+        right_with_zeros=why == _RIGHT_WITH_ZEROS,
+        computes_nan=check == "finite" and not why,
+        reads_foreign=check == "reads-own-kv",
+        changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
+    )
+    asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
+    attended = asked.evidence.attended
+    lines = [text for text in (why, *asked.texts) if text]
+    # If an experiment has shown the cause, the attended tokens follow from it.
+    most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
+    if why == _FINITE_WITH_ZEROS:
+        # This hint repeats the check. The others say where that slot was read.
+        lines = [*lines[1:most], why]
+    return replace(
+        blamed.named,
+        headline=_headline(blamed.found, check, why),
+        attended=attended.text if attended else "",
+        hint="\n".join(lines[:most]),
+        errors=error_map(comparison),
+        keys=key_map(attended) if attended else None,
+    )
+
+
+@dataclass(frozen=True)
+class _Blamed:
+    """A finding under the check that it really fails, with the results of the experiments that showed it."""
+
+    found: Finding
+    """The finding as observed, or as other numbers in fresh memory showed it."""
+    check: str
+    why: str
+    eager: Comparison | None
+    """The same step in eager mode; None if it does not run there."""
+    in_graph: bool
+    """True if it is known to be wrong only in a graph."""
+    graphs_alone: bool
+    """True if there is no eager mode to compare with."""
+
+    @property
+    def named(self) -> Finding:
+        return replace(self.found, check=self.check, headline=_headline(self.found, self.check, self.why))
+
+    @property
+    def in_eager(self) -> bool:
+        return not self.graphs_alone and not self.in_graph
+
+
+def _blamed(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: Observation) -> _Blamed:
+    step, comparison = observed.step, Comparison(observed, expect(schedule, observed.step))
+    eager = _evaluated(schedule, rerunner.eager(schedule, step))
+    finding, why = _with_other_fill(rerunner, finding, schedule, comparison, eager)
+    graphs_alone = observed.replay and not rerunner.runs_eagerly(schedule)
+    in_graph = observed.replay and (graphs_alone or _right(eager))
+    if graphs_alone:
+        check, why = _blame_without_eager(rerunner, finding, why, schedule, step)
+    elif in_graph:
+        check, why = _blame_graph(rerunner, schedule, step)
+    else:
+        check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
+    return _Blamed(finding, check, why, eager, in_graph, graphs_alone)
+
+
+_OF_NUMBERS = ("matches-oracle", "keys-counted-once")
+"""Ids of checks whose findings are about finite values."""
+_SHOWN = ("addresses-stable", "captures-cleanly", "padding-inert")
+"""Ids of checks whose first hint is shown by an experiment: one thing was changed, and the step was right."""
+_MOST_HINTS = 3
+"""Number of lines of a hint: the first ones are the most useful."""
+
+
+def _evaluated(schedule: Schedule, observed: Observation | None) -> Comparison | None:
+    return None if observed is None else Comparison(observed, expect(schedule, observed.step))
+
+
+def _right(comparison: Comparison | None) -> bool:
+    """True if attention outputs are within their limits; a run that raised has none."""
+    return comparison is not None and comparison.right
+
+
+def _wrong_in_eager(rerunner: Rerunner, schedule: Schedule, eager: Comparison | None) -> bool:
+    return rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
+
+
+def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
+    """Make a schedule of only this step, in a bucket of this size."""
+    return replace(schedule, buckets=(bucket,), steps=(replace(step, bucket=bucket),))
+
+
+def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
+    """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
+    if step.stored and _right(_evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False)))):
+        return (
+            "finite",
+            "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is right",
+        )
+    if rerunner.runs_eagerly(schedule):
+        again = rerunner.eager(schedule, step, unowned=0.0)
+    else:
+        run = rerunner.graph(schedule, unowned=0.0)
+        again = run.replay_of(step) if run else None
+    calm = _evaluated(schedule, again)
+    if calm is not None and calm.all_finite:
+        return "reads-own-kv", _RIGHT_WITH_ZEROS if calm.right else _FINITE_WITH_ZEROS
+    return "finite", ""
+
+
+_FINITE_WITH_ZEROS = "with zeros instead of NaN in unowned slots the result is finite"
+_RIGHT_WITH_ZEROS = f"{_FINITE_WITH_ZEROS}, and right"
+_NO_OTHER_INSTANCE = (
+    "state that all instances of the process share is replaced before it is used: without a co-resident instance it is "
+    "right"
+)
+_NO_OTHER_MODE = (
+    "a step of another mode changes state that the modes share, and a plan keeps it: on an instance that runs only "
+    "this mode it is right"
+)
+_AMONG = {
+    "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
+    "steps": (
+        "steps-independent",
+        "something of an earlier step is kept: as the first step of a fresh instance it is right",
+    ),
+    "instances": ("steps-independent", _NO_OTHER_INSTANCE),
+    "modes": ("steps-independent", _NO_OTHER_MODE),
+}
+"""Other work that an eager step's instance or a co-resident one did, if the step is right without -> (check, why)."""
+
+
+def _blame_eager(
+    rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, observed: Observation, *, right: bool
+) -> tuple[str, str]:
+    """Return check and reason of a step that is wrong in eager mode too. ``right``: on a fresh instance it is right."""
+    if observed.ran_before and right:
+        return _AMONG[observed.ran_before]
+    if finding.check == "finite" and not why:
+        return _blame_nan(rerunner, schedule, observed.step)
+    return finding.check, why
+
+
+def _not_every_time(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Comparison | None) -> str:
+    """Hint for a step that nothing ran before, if it is right, or wrong in other rows, when it is run again."""
+    if observed.replay or observed.ran_before or eager is None:
+        return ""
+    if eager.right:
+        return _RIGHT_AGAIN
+    again = _evaluated(schedule, rerunner.eager(schedule, observed.step))
+    same = again is not None and torch.equal(_where_wrong(again), _where_wrong(eager))
+    return "" if again is None or same else _OTHER_ROWS
+
+
+def _with_clear_memory(rerunner: Rerunner, schedule: Schedule, observed: Observation, eager: Comparison | None) -> str:
+    """Hint for a step that nothing ran before, if it is right with zeros in fresh memory."""
+    if observed.replay or observed.ran_before or eager is None or eager.right:
+        return ""
+    return _RIGHT_IF_CLEAR if _right(_evaluated(schedule, rerunner.eager(schedule, observed.step, fill=CLEAR))) else ""
+
+
+def _where_wrong(comparison: Comparison) -> torch.Tensor:
+    """Heads of rows that are wrong, and that are not finite, [2, L, T, Hq] bool."""
+    return torch.stack([comparison.wrong.any(-1), (~comparison.finite).any(-1)])
+
+
+_RIGHT_AGAIN = (
+    "probably a race, an order that is not enforced, or memory that was never written: run again on a fresh "
+    "instance without any change, it is right"
+)
+_RIGHT_IF_CLEAR = (
+    "a counter, flag, work list or scratch buffer is assumed to be zero, but never cleared: with zeros in fresh memory "
+    "it is right"
+)
+_OTHER_ROWS = (
+    "probably a race, an order that is not enforced, or memory that was never written: run again without any change, "
+    "it is wrong in other rows or heads"
+)
+
+
+def _with_other_fill(
+    rerunner: Rerunner, finding: Finding, schedule: Schedule, comparison: Comparison, eager: Comparison | None
+) -> tuple[Finding, str]:
+    """Use another fill of fresh memory to distinguish unwritten output, a computed NaN, and reads of unwritten memory.
+
+    Some CPU conversions give a NaN with all bits set, which is the poison. And if fresh memory is not poisoned in an
+    ordinary run, a wrong number may be an unwritten one: ``eager``, the same step on a fresh instance with poison, has
+    the poison there.
+    """
+    observed, first = comparison.observed, comparison
+    if not observed.replay and not comparison.unwritten.any() and eager is not None:
+        first = eager
+    if finding.check in _OF_NUMBERS and not first.unwritten.any():
+        return finding, ""
+    if observed.replay:
+        answer = rerunner.graph(schedule, fill=OTHER_FILL)
+        again = _evaluated(schedule, answer.replay_of(observed.step)) if answer else None
+    else:
+        again = _evaluated(schedule, rerunner.eager(schedule, observed.step, fill=OTHER_FILL))
+    if again is None:
+        return finding, ""
+    unwritten = output_written(first)
+    if unwritten and _left_alone(first, again, OTHER_FILL):
+        return replace(unwritten[0], step=finding.step), ""
+    if finding.check in _OF_NUMBERS:
+        return finding, ""
+    computed = replace(
+        finding,
+        check="finite",
+        headline=finding.headline.replace("output that was never written", "nan in its output"),
+        where=finding.where.replace(" still holds the poison", " is nan"),
+    )
+    if not again.all_finite:
+        return computed, ""
+    return computed, (
+        "it reads memory that was never written, such as a workspace or the partial results of empty splits: with "
+        "numbers instead of NaN in fresh memory it is finite"
+    )
+
+
+def _left_alone(first: Comparison, second: Comparison, fill: int) -> bool:
+    """True if a row of a head holds the poison in one run and the byte ``fill`` at the same places in another.
+
+    All poisoned elements of the row must hold it: a single number may have such bits by chance.
+    """
+    again = second.out.view(torch.uint8).reshape(*second.out.shape, -1)
+    filled = (again == fill).all(-1)
+    return bool((first.unwritten.any(-1) & (filled | ~first.unwritten).all(-1)).any())
+
+
+_HEADLINE_ENDS = {
+    "reads-own-kv": ": it read a slot of another owner",
+    "replay-follows-batch": " at a replay; eager mode is right",
+    "padding-inert": "; without padded rows it is right",
+    "buckets-independent": " after other replays; as the only one it is right",
+    "steps-independent": ", after another step; on a fresh instance it is right",
+    "captures-cleanly": ": it uses memory that was allocated in a capture",
+    "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
+    _NO_OTHER_INSTANCE: ", while a co-resident instance runs; without it, it is right",
+    _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
+}
+"""Reason, or check that diagnosis reports instead -> text that is appended to the headline of the wrong number."""
+
+
+def _headline(finding: Finding, check: str, why: str) -> str:
+    of_check = "" if check == finding.check else _HEADLINE_ENDS.get(check, "")
+    return finding.headline + _HEADLINE_ENDS.get(why, of_check)
+
+
+def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
+    """Return check and reason of a wrong replay whose eager run is right."""
+    lone = rerunner.graph(schedule)
+    if lone is not None and _right(_evaluated(schedule, lone.replay_of(step))):
+        return (
+            "buckets-independent",
+            "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
+        )
+    calm = rerunner.graph(schedule, poison_allocated=False)
+    if calm is not None and calm.allocated_in_capture and _right(_evaluated(schedule, calm.replay_of(step))):
+        first = calm.allocated_in_capture[0]
+        return (
+            "captures-cleanly",
+            f"self.{first.path} was allocated while {first.where} was captured, and is read before it is written: "
+            "allocate it in the constructor or in init_cuda_graph_state",
+        )
+    alone = rerunner.graph(_alone(schedule, step, step.bucket))
+    if alone is not None and _right(_evaluated(schedule, _last(alone))):
+        return "buckets-independent", _AS_THE_ONLY_REPLAY
+    if alone is not None and alone.replaced and _reads_replaced(rerunner, schedule, step):
+        names = ", ".join(f"self.{path}" for path in alone.replaced[:3])
+        return "addresses-stable", f"init_forward_metadata_out_graph replaced {names} at a replay; fill it in place"
+    least = _least_bucket(schedule, step)
+    if step.bucket > least:
+        exact = rerunner.graph(_alone(schedule, step, least))
+        if exact is not None and _right(_evaluated(schedule, _last(exact))):
+            return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: in a bucket of exactly {least} it is right"
+    return (
+        _NOTHING_ELSE,
+        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right",
+    )
+
+
+_PADDED_ROWS_REACH_LIVE_ONES = (
+    "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "
+    "of the padded batch"
+)
+_AS_THE_ONLY_REPLAY = "as the only replay of the only bucket it is right"
+"""Reason if the replays before it are the cause."""
+_OF_A_GRAPH = ("captures-cleanly", "addresses-stable", "padding-inert")
+"""Checks that replays can prove without an eager run."""
+_NOTHING_ELSE = "replay-follows-batch"
+"""Check that remains for a replay that is wrong by itself too, and right in eager mode."""
+
+
+def _blame_without_eager(
+    rerunner: Rerunner, finding: Finding, why: str, schedule: Schedule, step: Step
+) -> tuple[str, str]:
+    """Return check and reason of a wrong replay of a mode that is declared only for graphs. ``why``: known reason."""
+    check, cause = _blame_graph(rerunner, schedule, step)
+    if check != _NOTHING_ELSE:
+        return check, cause
+    if finding.check == "finite" and not why:
+        return _blame_nan(rerunner, schedule, step)
+    return finding.check, why or (
+        f"{schedule.case.mode} is declared only in graphs, so it is not known whether eager would be wrong too"
+    )
+
+
+def _least_bucket(schedule: Schedule, step: Step) -> int:
+    """The smallest bucket for the requests and their rows: in extend, few requests may have many rows."""
+    return max(step.bs, -(-step.tokens // schedule.case.width))
+
+
+def _reads_replaced(rerunner: Rerunner, schedule: Schedule, step: Step) -> bool:
+    """True if it is right once the replaced tensors hold what their successors do: a plan may replace its own ones."""
+    copied = rerunner.graph(_alone(schedule, step, step.bucket), copy_into_replaced=True)
+    return copied is None or _right(_evaluated(schedule, _last(copied)))
+
+
+def _last(run: GraphRun) -> Observation | None:
+    return run.observed[-1][1] if run.observed else None

@@ -1,0 +1,400 @@
+"""Judging what a drive left behind: steps come as host copies, expected values are the judge's own."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+import torch
+
+from ...cases.case import Case
+from ...cases.data import StepData
+from ...cases.declared import not_declared
+from ...cases.greedy_loop import data_of_tokens, make_loop
+from ...cases.schedule import Schedule, Step
+from ...cases.server_variants import dialect_of, variant_of
+from ...checks import NUMERIC, Comparison, Stage, evaluated
+from ...checks.graphs import at_capture
+from ...checks.lossless import lossless, ran_to_its_end
+from ...checks.observation import Observation, StepInputs
+from ...checks.sameness import batch_invariant, repeatable
+from ...checks.step import evaluate_step
+from ...contract import Capabilities, Execution, ForwardMode
+from ...diagnosis.raised import explain_raised
+from ...diagnosis.rerun import Rerunner
+from ...diagnosis.root_cause import explain_numeric, name_check
+from ...diagnosis.strided_heads import blame_strided_heads
+from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
+from ...environment import Environment, resolve
+from ...families.table import family_of
+from ...model import pack
+from ...oracle.expect import expect, expect_of
+from ...results import CaseResult, Finding, Status
+from ...runner_modes.graphs import in_graphs, last_live
+from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
+from ..planning.request import Item, Plan, bare_result
+from ..processes.worker_process import WorkerLost
+from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests
+
+__all__ = ["Run", "evaluate_item", "fails"]
+
+Run = Callable[[RunCase | Rerun], RunRecord]
+"""Has a worker drive something. May raise ``WorkerLost``."""
+
+
+@dataclass
+class _Outcome:
+    """What is known of a case-run before it becomes a result."""
+
+    record: RunRecord
+    observed: list[Observation] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+    margin: float | None = None
+    failed: dict[str, list[Observation]] = field(default_factory=dict)
+    """Check -> steps that failed it, for the diagnosis."""
+    passed: list[Observation] = field(default_factory=list)
+
+
+def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
+    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
+    item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
+    outcome, seconds = _evaluated(drive, described, case, execution, environment)
+    result = partial(_result, item, plan, described.declared, case, execution, outcome, seconds)
+    if outcome.record.not_here:
+        return bare_result(item, Status.NOT_RUN_HERE, outcome.record.not_here)
+    if outcome.record.lost:
+        return result(Status.CRASHED, outcome.record.lost)
+    if plan.explains == "nothing":
+        explained = list(_first_of_each_check(outcome.findings).values())
+    else:
+        declared = described.declared
+        rerunner = Rerunner(
+            _unless_lost(drive), environment, declared.eager, lambda case: not not_declared(declared, case)
+        )
+        explained = _explained(outcome, rerunner, cause=plan.explains == "cause")
+        if explained and plan.explains == "cause":
+            explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
+    outcome.findings = [_of_variant(finding, case) for finding in explained]
+    if outcome.findings:
+        return result(Status.FAILED)
+    passed = result(Status.PASSED)
+    if item.probe:
+        probed, _ = _evaluated(drive, described, case, Execution.GRAPH, environment)
+        if not probed.findings and not probed.record.lost:
+            hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not declared"
+            return replace(passed, hints=(*passed.hints, hint))
+    return passed
+
+
+def _with_cause(
+    finding: Finding, outcome: _Outcome, rerunner: Rerunner, declared: Capabilities, case: Case, execution: Execution
+) -> Finding:
+    """With hints about what is no attention output."""
+    in_graph = execution is Execution.GRAPH
+    if in_graph:
+        finding = _of_unset_width(finding, rerunner, case, declared)
+    if finding.check in _OF_STRIDES and declared.server.takes_strided_heads and case.strided_heads:
+        finding = _with_hint(finding, blame_strided_heads(rerunner, schedule_for(case, declared)))
+    if finding.check == "completes" and outcome.record.stage < Stage.COMPLETED:
+        finding = _with_hint(finding, explain_raised(rerunner, schedule_for(case, declared), in_graph=in_graph))
+    return finding
+
+
+_OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"})
+"""Checks that a backend may fail because it reads new k and v by other strides than theirs, or refuses these."""
+
+
+def fails(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> bool:
+    """Whether a case-run does not pass, and no more. Raises what ``drive`` raises."""
+    outcome, _ = _evaluated(drive, described, asked.case, asked.execution, resolve(plan.device))
+    return bool(outcome.findings or outcome.record.lost)
+
+
+def _unless_lost(drive: Run) -> Run:
+    """For questions after a failure: a worker that dies over one has answered that it was wrong."""
+
+    def ask(request: RunCase | Rerun) -> RunRecord:
+        try:
+            return drive(request)
+        except WorkerLost:
+            return RunRecord()
+
+    return ask
+
+
+def _evaluated(
+    drive: Run, described: Described, case: Case, execution: Execution, environment: Environment
+) -> tuple[_Outcome, dict[str, float]]:
+    declared = described.declared
+    schedules = schedules_of(case, execution, declared, environment)
+    record = drive(RunCase(case.id, execution))
+    started = time.perf_counter()
+    outcome = _Outcome(record, _observations(record, schedules), list(record.findings))
+    for observed in outcome.observed:
+        _evaluate_step(outcome, observed, declared)
+    if record.stage >= Stage.COMPLETED:
+        missing = _missing(schedules, case, execution, declared, outcome.observed)
+        outcome.findings += missing or _said(record, case, execution, declared, environment)
+        if execution is Execution.EAGER and not missing:
+            outcome.findings += _compared(declared, outcome.observed)
+        elif execution is Execution.GRAPH and not outcome.failed:
+            # What is wrong at a replay as well is reported there, with a place.
+            outcome.findings += _not_finite([schedules[i] for i in record.not_finite_in_warm_up], record.fill, declared)
+            outcome.findings += at_capture(record.uneven_warm_ups, record.written_at_capture)
+    outcome.findings += _left_behind((*described.changed, *record.changed))
+    spent = time.perf_counter() - started
+    return outcome, {**record.seconds, "oracle and checks": spent}
+
+
+def _said(
+    record: RunRecord, case: Case, execution: Execution, declared: Capabilities, environment: Environment
+) -> list[Finding]:
+    """What is wrong with a lossless loop, where one was due."""
+    modes = loop_of(case, execution, declared, environment)
+    if not modes:
+        return []
+    generated, loop = record.generated, make_loop(case, modes)
+    if generated is None or not ran_to_its_end(generated, loop):
+        return [Finding("completes", "the lossless loop was due and did not run to its end")]
+    products = schedule_for(case, declared).matmul_dtype
+    return lossless(
+        generated,
+        expect_of(loop.schedules[0].with_numerics(matmul_dtype=products), data_of_tokens(case, generated.tokens)),
+    )
+
+
+def _observations(run_record: RunRecord, schedules: Sequence[Schedule]) -> list[Observation]:
+    """What came, with schedules and steps of the judge's own. Raises ``KeyError`` for a step there is not."""
+
+    def of(record: StepRecord) -> Observation:
+        schedule = schedules[record.schedule]
+        step = schedule.step_named(record.step)
+        return Observation(
+            schedule,
+            step,
+            record.label,
+            record.copies,
+            record.ran_before,
+            record.damaged,
+            record.replay,
+            record.padded,
+            None if record.eager_run is None else of(run_record.records[record.eager_run]),
+        )
+
+    return [of(record) for record in run_record.records]
+
+
+def step_inputs(schedule: Schedule, step: Step, declared: Capabilities) -> StepInputs:
+    """What a step is given, and what it should leave in the KV pool."""
+    family = family_of(schedule.case)
+    data = family.data(schedule, step, None)
+    tails = schedule.case.kv_dtype in declared.finite_page_tails
+    image = partial(_image, schedule, step, data, tails)
+    stored = family.memory.stored(data)
+    slots, rows, limit = stored.slots, stored.rows, stored.limit
+    if step.stored:
+        # They are in the pool already, and k and v are not to be looked at.
+        slots, rows, limit = slots[:0], rows[:, :, :0], None if limit is None else limit[:, :, :0]
+        data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
+    case = schedule.case
+    packed = pack(data.q, data.k, data.v, one_row=case.heads.layout.values_in_keys, maps=case.head_maps)
+    return StepInputs(data, packed, image, slots, rows, limit)
+
+
+def _image(schedule: Schedule, step: Step, data: StepData, tails: bool, after: bool) -> torch.Tensor:
+    return family_of(schedule.case).memory.image(schedule, step, data, tails, after=after or step.stored)
+
+
+def _evaluate_step(outcome: _Outcome, observed: Observation, declared: Capabilities) -> None:
+    # The inputs are made anew for each step and let go of: those of a whole case may take half a gigabyte.
+    given = replace(observed, inputs=step_inputs(observed.schedule, observed.step, declared))
+    comparison = Comparison(given, expect(observed.schedule, observed.step))
+    found = evaluate_step(comparison, observed.schedule, declared)
+    outcome.margin = max(outcome.margin or 0.0, min(comparison.margin, 1e9))
+    for finding in found:
+        outcome.failed.setdefault(finding.check, []).append(observed)
+    if not found:
+        outcome.passed.append(observed)
+    outcome.findings += found
+
+
+def _missing(
+    schedules: Sequence[Schedule],
+    case: Case,
+    execution: Execution,
+    declared: Capabilities,
+    observed: Sequence[Observation],
+) -> list[Finding]:
+    """What was due and did not come. A drive that ends early without an error is no pass."""
+    seen = [(each.schedule.case.id, each.step.name, each.replay) for each in observed]
+    absent = [name for name in _due(schedules, case, execution, declared) if seen.count(name) < 1]
+    if not absent:
+        return []
+    names = ", ".join(f"{'replay of ' if replay else ''}{step}" for _, step, replay in absent[:3])
+    return [Finding("completes", f"{len(absent)} steps that were due did not run: {names}")]
+
+
+def _due(
+    schedules: Sequence[Schedule], case: Case, execution: Execution, declared: Capabilities
+) -> Iterator[tuple[str, str, bool]]:
+    """(case id, name of the step, whether it is a replay) of every step of a drive."""
+    if execution is Execution.EAGER:
+        own = schedules[0]
+        first = own.steps[0]
+        yield own.case.id, first.name, False
+        yield from ((own.case.id, chunk.name, False) for chunk in own.chunks)
+        if declared.server.takes_empty_batches:
+            yield from ((own.case.id, idle.name, False) for idle in own.idle)
+        yield own.case.id, own.second.name, False
+        if declared.batch_invariant and first.bs > 1:
+            yield from ((own.case.id, few.name, False) for few in with_other_requests(case, first))
+        yield from ((other.case.id, other.steps[0].name, False) for other in schedules[1:])
+        return
+    captured = in_graphs(schedules, declared)
+    for schedule in captured:
+        for step in schedule.steps:
+            yield schedule.case.id, step.name, True
+            if schedule.runs_eagerly(step, declared):
+                yield schedule.case.id, step.name, False
+    for schedule in schedules[1:]:
+        if schedule.case.mode in declared.eager:
+            yield schedule.case.id, last_live(schedule).name, False
+
+
+def _compared(declared: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
+    """Eager runs of the same numbers, held against each other."""
+    first, again, *others = observed
+    found = repeatable(first, again) if declared.deterministic else []
+    parts = [each for each in others if each.step.part_of is not None]
+    return found + next(filter(None, (batch_invariant(first, each) for each in parts)), [])
+
+
+def _keys_of_all_rows(case: Case, declared: Capabilities) -> int:
+    """From which fill value on each row of a captured request sees a key."""
+    counts_rows = case.mode is ForwardMode.TARGET_VERIFY and dialect_of(declared, case).verify_lens == "all"
+    return case.width if counts_rows else 1
+
+
+_ONE_KEY_IN_SPLITS = "; or of a part without keys, as all parts but one are here, comes something else than 0 and -inf"
+
+
+def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities) -> list[Finding]:
+    """Capture runs on real kernels: a decode or verify of one key must not give NaN (servers assert it).
+
+    With no key at all, and where rows are packed behind the accepted ones, it may. So may rows that no key is left for,
+    where lengths count the rows themselves and the fill value is less: servers that count so fill in the rows (vLLM's
+    ``InputBatch.make_dummy``).
+    """
+    asked = [
+        schedule
+        for schedule in schedules
+        if fill >= _keys_of_all_rows(schedule.case, declared) and not schedule.case.new
+    ]
+    return [
+        Finding(
+            "finite",
+            "the warm-up before capture gives NaN or Inf",
+            where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {fill}",
+            hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written"
+            + _ONE_KEY_IN_SPLITS * (schedule.case.parts not in ("", "whole")),
+        )
+        for schedule in asked[:1]
+    ]
+
+
+def _left_behind(changed: Sequence[str]) -> list[Finding]:
+    if not changed:
+        return []
+    return [
+        Finding(
+            "leaves-process-alone",
+            f"the backend changed its process and did not put it back: {changed[0]}",
+            where="\n".join(changed[:5]),
+            hint="a server shares the process with others: set it for the block that needs it, and restore it",
+        )
+    ]
+
+
+def _first_of_each_check(findings: Sequence[Finding]) -> dict[str, Finding]:
+    first: dict[str, Finding] = {}
+    for finding in findings:
+        first.setdefault(finding.check, finding)
+    return first
+
+
+def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Finding]:
+    """One finding a check, wrong numbers under the check that they really fail; with their cause, if that is asked."""
+    explained: list[Finding] = []
+    diagnosed = False
+    for check, finding in _first_of_each_check(outcome.findings).items():
+        steps = outcome.failed.get(check, [])
+        if check in NUMERIC and steps and not diagnosed:
+            diagnosed = True
+            observed = steps[0]
+            asked = (rerunner, finding, observed.schedule, observed)
+            finding = explain_numeric(*asked, outcome.passed) if cause else name_check(*asked)
+        elif check in NUMERIC and diagnosed:
+            continue
+        explained.append(_with_other_steps(finding, [seen.label for seen in steps]))
+    return explained
+
+
+def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, declared: Capabilities) -> Finding:
+    """With a hint first, where a graph is wrong because its capture did not say the width."""
+    if not declared.server.takes_unset_width or case.mode not in WIDTH_OF:
+        return finding
+    return _with_hint(finding, blame_unset_width(rerunner, schedule_for(case, declared)))
+
+
+def _with_hint(finding: Finding, why: str) -> Finding:
+    """``why`` before its own hints; it may be empty."""
+    return replace(finding, hint="\n".join(filter(None, (why, finding.hint))))
+
+
+def _of_variant(finding: Finding, case: Case) -> Finding:
+    """With what the server of the case does and not every server does, where there is such a thing."""
+    if not case.variants:
+        return finding
+    return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {variant_of(case).about}"))))
+
+
+def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:
+    others = [label.split(" of ")[0].removeprefix("replay ") for label in labels[1:] if label.startswith("replay ")]
+    if not others:
+        return finding
+    return replace(finding, step=f"{finding.step}; also in replays {', '.join(dict.fromkeys(others))}")
+
+
+def _result(
+    item: Item,
+    plan: Plan,
+    declared: Capabilities,
+    case: Case,
+    execution: Execution,
+    outcome: _Outcome,
+    seconds: dict[str, float],
+    status: Status,
+    reason: str = "",
+) -> CaseResult:
+    device = plan.header.device
+    failed = [finding.check for finding in outcome.findings]
+    done, not_evaluated = evaluated(declared, execution, Stage(outcome.record.stage), failed, case)
+    return CaseResult(
+        backend=item.backend,
+        mode=item.mode,
+        execution=item.execution,
+        case=item.case,
+        status=status,
+        findings=tuple(outcome.findings),
+        checks=done,
+        not_evaluated=not_evaluated,
+        margin=outcome.margin,
+        seconds={name: round(value, 6) for name, value in seconds.items()},
+        graph=device if execution is Execution.GRAPH else "",
+        device=device,
+        kernels=outcome.record.kernels,
+        reason=reason,
+        hints=outcome.record.notes,
+    )

@@ -1,0 +1,112 @@
+"""KV splits: a wrapper between the model and a backend that returns log-sum-exps.
+
+To the model it is a backend. It calls the backend for each split of a request's keys, as a server with a cached prefix
+or with context-parallel ranks does, and merges the results. Device work only, so all of it may be captured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from attn_testkit.contract import AttentionLayer, ForwardBatch
+from attn_testkit.model import Trace
+
+from .harness import ServerHarness
+from .returned import check_returned
+
+__all__ = ["InParts", "merged"]
+
+
+def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str) -> torch.Tensor:
+    """Merge KV splits as a server does: [T, Hq, Dv] in their dtype, weighted by the exponentials, in float32.
+
+    ``outs``: [T, Hq, Dv] each; ``lses``: [T, Hq] each, in ``base``. A weight of 0 is multiplied like any other, so an
+    empty split's NaN gets through. Rows without a key in any split are zeros.
+    """
+    lse = torch.stack(list(lses)).float() * (math.log(2) if base == "2" else 1.0)
+    top = lse.amax(0)
+    weight = torch.exp(lse - torch.where(top == -torch.inf, 0.0, top))
+    total = weight.sum(0)
+    sums = (weight[..., None] * torch.stack(list(outs)).float()).sum(0)
+    return (sums / torch.where(total == 0, 1.0, total)[..., None]).to(outs[0].dtype)
+
+
+class InParts:
+    """A backend that attends the KV splits of its context, for one forward of the model."""
+
+    def __init__(self, harness: ServerHarness) -> None:
+        declared = harness.capabilities.lse
+        assert declared is not None, "cases with KV splits are for backends that declare a log-sum-exp"
+        self._harness, self._capabilities, self._own = harness, declared, harness.case.own_merge
+        self._lse: list[torch.Tensor] = []
+        self._finite: list[torch.Tensor] = []
+        self._returned: list[torch.Tensor] = []
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        """Attend all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
+        outs: list[torch.Tensor] = []
+        lses: list[torch.Tensor] = []
+        for part in self._harness.context.kv_splits:
+            named = {} if save_kv_cache and not outs else {"save_kv_cache": False}
+            given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **named, part=part)
+            out, lse = self._checked(given, layer, q.shape[0], f"layer {layer.layer_id}, {part}")
+            # The next split may get the same memory.
+            outs.append(out.clone())
+            lses.append(lse.clone())
+        self._finite.append(torch.stack([out.isfinite().flatten(1).all(-1) for out in outs], 1))
+        if self._own:
+            whole = self._merged_by_backend(outs, lses, layer)
+        else:
+            whole = merged(outs, [self._by_row(lse) for lse in lses], self._capabilities.base)
+        self._lse.append(torch.stack([self._by_row(lse) for lse in lses], 1))
+        return whole
+
+    def leave_in(self, trace: Trace) -> None:
+        """Add everything that is checked, and that a replay must write, to the trace of the forward."""
+        trace.lse, trace.part_finite, trace.of_parts = self._lse, self._finite, self._returned
+
+    def _merged_by_backend(
+        self, outs: Sequence[torch.Tensor], lses: list[torch.Tensor], layer: AttentionLayer
+    ) -> torch.Tensor:
+        """Merge the last two splits, and so on to the first; ``lses`` gets the last log-sum-exp.
+
+        In this order, two empty splits of short requests are merged, like chunks of a prefix (vLLM #39148).
+        """
+        whole = outs[-1], lses[-1]
+        for out, lse in zip(outs[-2::-1], lses[-2::-1], strict=True):
+            given = self._harness.backend.merge_state(out, lse, *whole)
+            whole = self._checked(given, layer, out.shape[0], f"merge_state in layer {layer.layer_id}")
+        lses.append(whole[1])
+        return whole[0]
+
+    def _by_row(self, lse: torch.Tensor) -> torch.Tensor:
+        """A view [T, Hq], whatever the layout."""
+        return lse if self._capabilities.layout == "[T, H]" else lse.t()
+
+    def _checked(self, given: object, layer: AttentionLayer, rows: int, name: str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check a result; return the output [T, Hq, Dv] and the log-sum-exp."""
+        context, heads, dim = self._harness.context, layer.tp_q_head_num, layer.v_head_dim
+        pair: Any = given if isinstance(given, (tuple, list)) and len(given) == 2 else (given, None)
+        out, lse = pair
+        shapes = ((rows, heads, dim), (rows, heads * dim))
+        check_returned(name, out, shapes, context.dtype, self._harness.device)
+        in_model = self._capabilities.dtype == "model"
+        dtype, shape = context.dtype if in_model else torch.float32, (rows, heads)
+        if self._capabilities.layout != "[T, H]":
+            shape = shape[::-1]
+        whose = "as declared the model's" if in_model else "as declared"
+        check_returned(f"{name}, as its log-sum-exp,", lse, (shape,), dtype, self._harness.device, whose)
+        self._returned += [out, lse]
+        return out.reshape(rows, heads, dim), lse

@@ -1,0 +1,330 @@
+"""Broken backends whose failures once pointed elsewhere: what the first finding, or the one named, says of each.
+
+A case each, the first that an audit catches it by.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+from in_process import plan_run, run_item
+
+from attn_testkit.faults import all_faults
+from attn_testkit.results import Finding
+
+FAULTS = {fault.slug: fault for fault in all_faults()}
+LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
+LONG = "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan"
+BRANCHES = "draft-decode-mha2-d64-bf16-p4-k0.1.8-topk3steps6-reversed-peaked-w4-b3prod"
+PARTS = "draft-extend-v2-gqa2x2-d64-bf16-p4-k11.0.4.1.70-n2a2.1.2.1.2-shuffled-peaked-w0-lsetokens3own-b6prod"
+PACKED = "draft-extend-gqa2x2-d32-bf16-p1-k1.2.5.9.14.2.30-n2a1x7-contiguous-gauss-cap1.5-b10nan"
+V1 = "draft-extend-gqa8x2-d64-fp16-p4-k7.8.9-n2a1x3-interleaved-gauss-kvfp8e4m3-w4000-cap1.5-b3prod"
+TREE = "target-verify-gqa2x2-d128-fp32-p16-k15.16.17-t0.0.1.1.3-shared-mean-w0-sink-b4nan"
+WIDE = "draft-extend-v2-gqa3x2-d32-fp16-p4-k0.1.8-n6a6x3-reversed-gauss-kvfp8e4m3-w4-cap1.5-sink-b4nan"
+STALE = "decode-gqa8x2-d64-bf16-p4-k1.2.5.9.14.2.30-reversed-footprint-w4-b10stale"
+PROMPTS = "extend-gqa8x2-d64-bf16-p64-k1.2.5.9.14.2.30-n1a1x7-contiguous-footprint-w4000-sink-b8stale"
+SHARED = "draft-extend-v2-mha2-d64-bf16-p64-k63.64.65-n2a1x3-shared-gauss-w4-sink-b4prod"
+SWITCH = "decode-gqa2x2-d64-bf16-p1-k9.70.1.33.9.70.1.33.9.70.1.33-reversed-gauss-b12prod"
+LARGE_MAX_CONTEXT_LEN = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-far"
+LATER_RANK = "draft-extend-gqa2x2-d64-bf16-p16-k21.40.4-n2a2x3-reversed-gauss-w7-cap1.5-layers3from5-b4prod"
+ONE = "target-verify-gqa2x2-d64-bf16-p16-k300-chain4-shuffled-gauss-b1prod"
+
+
+@lru_cache
+def findings(slug: str, case: str, execution: str) -> tuple[Finding, ...]:
+    """Of one case-run, in this process."""
+    plan = plan_run(backends=[FAULTS[slug].spec], device="cpu", cases=[case], executions=[execution])
+    (item,) = (item for item in plan.items if item.execution == execution)
+    return run_item(item, plan).findings
+
+
+BIG_POOL = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
+TOLD = [
+    ("slot-times-stride-in-32-bits", BIG_POOL, "eager", "right if the KV pool is small"),
+    # What the numbers are right for.
+    ("sink-swallowed-by-kwargs", LEAN, "eager", "right without sinks"),
+    ("sink-scaled-like-a-logit", LEAN, "eager", "right with sinks that are scaled like logits"),
+    ("sink-in-base-two", LEAN, "eager", "right with sinks in base 2"),
+    ("k-scale-lost", LEAN, "eager", "right without k_scale"),
+    ("kv-scale-lost-in-positional-args", LEAN, "eager", "right without v_scale"),
+    ("k-scale-used-for-v", LEAN, "eager", "right with k_scale in place of v_scale"),
+    ("softcap-before-scale", LEAN, "eager", "right with a soft cap of unscaled products"),
+    ("softcap-passed-at-run-not-plan", LEAN, "eager", "right without a soft cap"),
+    ("scale-applied-twice", LEAN, "eager", "the scale is applied twice"),
+    ("kv-of-layer-zero", LEAN, "eager", "right with the values of layer 0 in all layers"),
+    ("heads-mapped-round-robin", PACKED, "eager", "right for query head h with KV head h % 2"),
+    (
+        "declares-new-rows-as-given",
+        "decode-gqa8x2-d64-bf16-p16-k3.37.9.17-contiguous-gauss-kvfp8e4m3-w4000-b4prod",
+        "eager",
+        "right for new rows as the pool stores them",
+    ),
+    ("heads-mapped-by-power-of-two", WIDE, "eager", "right with the query of head 4 in head 3, of head 5 in head 4"),
+    # What the fault hangs on.
+    ("softcap-after-mask", LEAN, "eager", "right without the soft cap (layer.logit_cap), and wrong with it"),
+    ("lse-wrong-when-split", SHARED, "eager", "without sinks right if requests are cut to 16 KV tokens"),
+    ("kernel-switch-off-by-one", SWITCH, "eager", "right with 11 requests, and wrong with 12"),
+    (
+        "kernel-switch-off-by-one",
+        SWITCH,
+        "eager",
+        "cut to 16 KV tokens, and wrong from 17 on: probably not a wrong length",
+    ),
+    (
+        "more-splits-than-are-merged",
+        LARGE_MAX_CONTEXT_LEN,
+        "eager",
+        "right with a max_context_len that fits the requests",
+    ),
+    (
+        "varlen-paged-takes-split-path",
+        SHARED,
+        "eager",
+        "wrong from 17 on: probably not a wrong length, but later splits or tiles",
+    ),
+    (
+        "splits-of-the-first-row",
+        "target-verify-mqa4-d64-bf16-p1-k254.510.1022-chain4-shuffled-codes-b3prod",
+        "eager",
+        "wrong from 257 on: probably not a wrong length, but later splits or tiles",
+    ),
+    ("settings-of-two-layers-by-turns", LATER_RANK, "eager", "right with two layers, and wrong with 3"),
+    (
+        "fp8-queries-limited-to-224",
+        "draft-extend-v2-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-reversed-loud-kvfp8e4m3-b2prod",
+        "eager",
+        "wrong with those of this case (loud): look at the range of q",
+    ),
+    (
+        "sums-of-16-bits",
+        "decode-mqa4-d64-fp16-p1-k4096-contiguous-swamped-b1prod",
+        "eager",
+        "wrong with those of this case (swamped): look at sums kept in 16 bits",
+    ),
+    ("causal-from-padded-width", PACKED, "eager", "right if every request has 2 new rows, and wrong with 1, 1, 1,"),
+    ("plans-at-layer-0", LATER_RANK, "eager", "if they begin at 0, nothing is raised"),
+    (
+        "table-of-the-first-kv-group",
+        "decode-gqa2x2-d64-bf16-p4-k15.22.6-interleaved-gauss-layers3from5groups-b4prod",
+        "eager",
+        "right if all layers share one KV group, and wrong with two, only in layers of KV group 1",
+    ),
+    (
+        "local-attn-token-table-with-pages",
+        LEAN,
+        "eager",
+        "right without a sliding window; with one, only the layers that have it (11) are wrong",
+    ),
+    ("empty-kv-modes-disagree", LONG, "eager", "sum to 0.668, as if there were 2 more of logit 0 and value 0"),
+    # Whose result stands in a row, or none.
+    ("partial-stats-collide", SHARED, "eager", "of each wrong request only the last row is right"),
+    ("output-stride-from-v", LEAN, "eager", "request 0 head 1 holds the result of request 1 head 0"),
+    (
+        "heads-in-pairs",
+        "draft-extend-mha3-d64-bf16-p16-k9.70-n2a2x2-reversed-gauss-b3prod",
+        "eager",
+        "head 2 of 3 is all zeros",
+    ),
+    (
+        "padding-taken-for-a-preempted-request",
+        "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan",
+        "graph",
+        "is left from before",
+    ),
+    (
+        "buffers-of-layers-overlap",
+        STALE,
+        "eager",
+        "memory or overlap: request 1 of layer 0 holds the result of request 0 of layer 1 and so on",
+    ),
+    (
+        "no-kernel-for-a-page-size",
+        "decode-mha2-d64-bf16-p8-k21.3-shuffled-gauss-b2prod",
+        "eager",
+        "the output is all z",
+    ),
+    ("semaphore-not-reset-when-metadata-reused", LONG, "eager", "all zeros in every layer but the first"),
+    ("decode-plan-assumes-one-row", WIDE, "eager", "only rows 0-2 of the output are written"),
+    ("combine-all-minus-inf", LONG, "eager", "not read from foreign memory. Probably 0 / 0, or -inf minus -inf"),
+    ("empty-part-output-is-nan", PARTS, "eager", "in this case some requests have no KV token in one of the splits"),
+    (
+        "combine-without-maximum",
+        "decode-mqa4-d64-fp16-p1-k32.128.64.16-interleaved-negative-w4000-b7small",
+        "eager",
+        "a NaN where logits are large: look at exponentials without subtracting the maximum",
+    ),
+    (
+        "products-of-16-bits-overflow",
+        "extend-mqa4-d64-fp16-p1-k70.20-n2a2x2-shared-towering-b2prod",
+        "eager",
+        "not finite where values are large: look at products of weights and values in 16 bits",
+    ),
+    (
+        "bf16-rows-converted-to-fp16",
+        "decode-mqa4-d64-bf16-p1-k70.20-contiguous-colossal-b2prod",
+        "eager",
+        "not finite where values are large: look at rows of bf16 that are converted to fp16",
+    ),
+    ("lse-heads-before-rows", PARTS, "eager", "heads come before rows in its memory"),
+    # Which KV tokens.
+    (
+        "causal-bound-of-row-tile",
+        "draft-extend-v2-mla64-d32r32-bf16-p1-k21.3-n4a4.3-shuffled-gauss-b2prod",
+        "eager",
+        "right if every row of a request sees what its first one should",
+    ),
+    ("second-request-kv-uses-q-offset", PACKED, "eager", "right for KV tokens from the offset of a"),
+    (
+        "model-window-in-full-layers",
+        "decode-gqa4x2-d64-bf16-p16-k1.2.5.9.14.2.30-reversed-footprint-w4one-b10stale",
+        "eager",
+        "what a window of 4 lets it see, which another layer has; its own layer has no window",
+    ),
+    (
+        "new-tokens-open-a-page",
+        WIDE,
+        "eager",
+        "from the start of the next page on, but begin after the last one of the",
+    ),
+    (
+        "chunk-not-multiple-of-tile",
+        LONG,
+        "eager",
+        "of the prefix are counted more than once: probably splits or tiles that",
+    ),
+    ("captured-lengths-in-graphs-alone", STALE, "graph", "only KV token 0 is attended to, as if the length were 1"),
+    ("last-prefix-key-masked", TREE, "eager", "of the prefix the last KV token is missing, and new ones are read"),
+    ("draft-node-blind-to-itself", TREE, "eager", "a draft node does not see its own KV token"),
+    ("draft-copied-page-left-out", BRANCHES, "eager", "a branch attends to tokens of another one"),
+    ("causal-aligned-to-the-start", PACKED, "eager", "row 0 attends to KV tokens 0..0, as if there were no prefix"),
+    (
+        "no-prefix-path-for-the-whole-batch",
+        "extend-gqa2x2-d64-bf16-p64-k300.70.12-n38a17.64.33-reversed-mean-kvfp8e4m3-w11-cap1.5-sink-b6small",
+        "eager",
+        "the whole prefix is missing, only new tokens are attended to",
+    ),
+    (
+        "prompt-attended-before-it-is-stored",
+        PROMPTS,
+        "eager",
+        "attention runs before the store, or does not wait for it",
+    ),
+    ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots after them"),
+    ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is reserved for padding"),
+    (
+        "fp8-store-does-not-saturate",
+        "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",
+        "eager",
+        "it holds NaN for values beyond the largest FP8 number",
+    ),
+    ("swa-page-table-starts-at-window-page", LEAN, "graph", "keys are read from wrong slots (a page table"),
+    # What the pool holds.
+    (
+        "cache-written-to-a-reshaped-copy",
+        "decode-gqa8x2-d64-bf16-p4-k9.6.3-shuffled-gauss-kvfp8e4m3-kvlayersinblock-b4prod",
+        "eager",
+        "has layout layers-in-block: reshaping such a pool may give a copy",
+    ),
+    ("new-keys-attended-but-not-stored", PACKED, "eager", "it holds only zeros: its row was not stored"),
+    (
+        "captured-store-leaves-a-head-out",
+        "decode-gqa2x2-d128-bf16-p4-k7.8.9-shared-mean-kvfp8e4m3-w4000-sink-b4stale",
+        "graph",
+        "KV head 1 of 2 is wrong in it, and the others are right",
+    ),
+    # What belongs to the step, and what to the padding or the step before it.
+    ("pad-indptr-tail-runs-backwards", LONG, "graph", "data of padded rows reach real ones"),
+    ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
+    ("grid-covers-the-capture-lengths", ONE, "graph", "fixed when it was captured"),
+    ("dispatcher-drops-the-verify-mask", TREE, "graph", "a wrapper must return its child's"),
+]
+
+
+@pytest.mark.parametrize(
+    ("slug", "case", "execution", "said"), TOLD, ids=[f"{reported[0]}: {reported[3][:40]}" for reported in TOLD]
+)
+def test_the_hint_names_what_is_wrong(slug: str, case: str, execution: str, said: str) -> None:
+    first = findings(slug, case, execution)[0]
+    assert said in first.hint, first
+
+
+MISLED = [
+    ("v1-length-at-full-width", PACKED, "eager", "uniform stride"),
+    ("verify-forgets-draft-tokens", TREE, "eager", "0 * NaN"),
+    ("swa-page-table-starts-at-window-page", LEAN, "graph", "0 * NaN"),
+    ("block-table-indexed-by-token", LEAN, "eager", "page 0 is read"),
+    (
+        "first-key-of-a-split-in-none",
+        "draft-extend-v2-gqa2x2-d64-bf16-p16-k4097.300.33-n2a2x3-reversed-codes-b4prod",
+        "eager",
+        "outputs of layers",
+    ),
+    (
+        "packed-mask-row-width-per-request",
+        "target-verify-gqa2x2-d128-fp32-p16-k9.40-t0.0.0.1.1.1.2.2.2.3.3.3.4.4.4.5.5.5.6.6.6.7.7.7.8.8.8.9.9.9.10.10.10"
+        ".11.11.11.12.12.12-shared-mean-b3nan",
+        "eager",
+        "diagonal",
+    ),
+    ("page-size-baked-in", PACKED, "eager", "uniform stride"),
+    ("last-prefix-key-masked", TREE, "eager", "a page or a split is skipped"),
+    (
+        "table-of-the-first-kv-group",
+        "decode-gqa2x2-d64-bf16-p4-k15.22.6-interleaved-gauss-layers3from5groups-b4prod",
+        "eager",
+        "the offset of its query rows",
+    ),
+    ("draft-table-without-branches", BRANCHES, "graph", "maximum length"),
+    ("pad-indptr-tail-runs-backwards", LONG, "graph", "missing"),
+    ("semaphore-not-reset-when-metadata-reused", LONG, "eager", "all KV tokens are missing"),
+    ("buffers-of-layers-overlap", STALE, "eager", "a stride is probably wrong"),
+    ("prompt-attended-before-it-is-stored", PROMPTS, "eager", "off by 1"),
+    ("sink-swallowed-by-kwargs", LEAN, "eager", "look at"),
+    ("grid-covers-the-capture-lengths", ONE, "graph", "off by"),
+    # What is said of a neighbour is not said of these.
+    ("kernel-switch-off-by-one", SWITCH, "eager", "missing"),
+    ("more-splits-than-are-merged", LARGE_MAX_CONTEXT_LEN, "eager", "missing"),
+    ("causal-from-padded-width", PACKED, "eager", "off by 1"),
+    ("second-request-kv-uses-q-offset", PACKED, "eager", "cu_seqlens_q)"),
+    ("v1-length-at-full-width", PACKED, "eager", "right if every request has"),
+    ("causal-aligned-to-the-start", PACKED, "eager", "tile"),
+    ("heads-mapped-round-robin", PACKED, "eager", "with the query of head"),
+    ("softcap-passed-at-run-not-plan", LEAN, "eager", "after the mask"),
+    ("sink-swallowed-by-kwargs", LEAN, "eager", "requests are cut to"),
+    ("lse-wrong-when-split", SHARED, "eager", "right without sinks"),
+    ("partial-stats-collide", SHARED, "eager", "counted more than once"),
+    ("lse-wrong-when-split", SHARED, "eager", "the last row is right"),
+    ("varlen-paged-takes-split-path", SHARED, "eager", "a fixed capacity"),
+    ("varlen-paged-takes-split-path", SHARED, "eager", "the last row is right"),
+    ("draft-extend-v2-prefix-only", SHARED, "eager", "cut to"),
+    ("new-tokens-open-a-page", WIDE, "eager", "mixed up with each other"),
+    ("non-monotonic-slots", TREE, "eager", "the next page"),
+    (
+        "output-buffer-of-the-first-layer",
+        "extend-gqa2x4-d128-bf16-p4-k15.22.6-n2a2x3-interleaved-gauss-w7-layers3from5by8x4d64.8x2d128-b4prod",
+        "eager",
+        "attended to the wrong KV tokens",
+    ),
+    ("no-kernel-for-a-page-size", "decode-mha2-d64-bf16-p8-k21.3-shuffled-gauss-b2prod", "eager", "from before"),
+    ("plan-of-one-block", "decode-mqa4-d64-bf16-p1-k3x45.1x43.9x44-shuffled-gauss-b132prod", "eager", "missing"),
+]
+
+
+@pytest.mark.parametrize(
+    ("slug", "case", "execution", "said"), MISLED, ids=[f"{reported[0]}: {reported[3][:40]}" for reported in MISLED]
+)
+def test_no_hint_guesses_at_what_is_known(slug: str, case: str, execution: str, said: str) -> None:
+    assert said not in findings(slug, case, execution)[0].hint
+
+
+@pytest.mark.parametrize(
+    ("slug", "tokens"), [("block-zeroing-spills-into-neighbour", "KV token 8 of request 2 does"),
+                         ("swa-write-locs-synthesised-zero", "KV token 7 of request 0 does")]
+)  # fmt: skip
+def test_a_number_that_is_wrong_since_kv_memory_is_says_so_and_nothing_else(slug: str, tokens: str) -> None:
+    memory, number = findings(slug, V1, "eager")
+    assert memory.check == "writes-own-kv"
+    *_, last = (line for line in number.hint.splitlines() if not line.startswith("with zeros instead of NaN"))
+    assert last.endswith(f"fix writes-own-kv first: {tokens} not match what was stored")
+    assert not any(word in number.hint for word in ("look at", "missing", "uniform stride"))

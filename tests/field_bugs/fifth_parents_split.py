@@ -1,0 +1,70 @@
+"""Split-KV: a row's keys in four splits, partial results in memory that is kept, and a step that merges them."""
+
+from __future__ import annotations
+
+import torch
+from plain_backends import Parts, Tiled, declared
+from plain_splits import share_of
+from third_parents import FP8
+
+MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
+
+
+class SplitKV(Tiled):
+    """Splits are as long as the row's request makes them, in tiles of 32 keys: of few keys the first has all."""
+
+    SPLITS, TILE = 4, 32
+    capabilities = declared(
+        *MODES, families={"mha", "gqa", "mqa"}, gqa_ratios={1, 2, 4, 8}, dtypes={"bf16", "fp16"}, kv_dtypes=FP8,
+        head_dims={64, 128}, page_sizes={1, 4, 16, 64}, kv_layouts={"nhd", "hnd"}, max_q_rows=16, max_topk=8,
+        max_draft_branches=4, max_context_len=4096, windows={"decode", "extend"}, logit_cap=True, sinks=True,
+        heads_by_layer=True, server={"takes_empty_batches": True}, kv_groups=True, kernel_changes_at={8},
+    )  # fmt: skip
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.most = max(context.max_bs, context.max_num_tokens)
+        self.reserve()
+
+    def reserve(self):
+        few = {"dtype": torch.float32, "device": self.context.device}
+        heads = max(layer.tp_q_head_num for layer in self.context.layers)
+        self.outs = torch.zeros(self.most * self.SPLITS * self.row_size(), **few)
+        self.lses = torch.zeros(self.most * self.SPLITS * heads, **few)
+
+    def row_size(self):
+        return max(layer.tp_q_head_num * layer.v_head_dim for layer in self.context.layers)
+
+    def reserved(self, rows, layer):
+        """Partial outputs and log-sum-exps of so many rows: memory that is kept, unless there are too many."""
+        shape = (rows, self.SPLITS, layer.tp_q_head_num)
+        outs, lses = self.outs, self.lses
+        if rows > self.most:
+            outs, lses = (torch.zeros(rows * (len(kept) // self.most), device=kept.device) for kept in (outs, lses))
+        n = rows * self.SPLITS * layer.tp_q_head_num
+        return outs[: n * layer.v_head_dim].view(*shape, layer.v_head_dim), lses[:n].view(shape)
+
+    def split_of(self, index, rows):
+        return index // self.length(rows)[:, None]
+
+    def is_of(self, number, index, rows):
+        """Which keys a split attends."""
+        return self.split_of(index, rows) == number
+
+    def length(self, rows):
+        """Keys in a split of each row."""
+        tiles = (rows.kv_lens + self.SPLITS * self.TILE - 1) // (self.SPLITS * self.TILE)
+        return tiles.clamp(min=1) * self.TILE
+
+    def parts(self, scores, seen, v, rows):
+        outs, lses = self.reserved(len(scores), rows.layer)
+        index = torch.arange(seen.shape[1], device=seen.device)
+        for number in range(self.SPLITS):
+            own = seen & self.is_of(number, index, rows)
+            self.store(outs[:, number], lses[:, number], *share_of(scores, own, v), own.any(-1))
+        peak = lses.transpose(1, 2)
+        return Parts(peak, torch.ones_like(peak), outs.transpose(1, 2))
+
+    def store(self, outs, lses, out, lse, has_keys):
+        outs.copy_(out)
+        lses.copy_(lse)

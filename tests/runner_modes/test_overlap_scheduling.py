@@ -1,0 +1,64 @@
+"""A step that is planned while the device is still busy with the one before: which one, and when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from attn_testkit.runner_modes import overlap_scheduling
+from attn_testkit.runner_modes.harness import StagedStep
+from attn_testkit.runner_modes.messages import RunCase
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.contract import Execution
+from attn_testkit.running.case_runs.worker_main import LocalWorker
+from attn_testkit.running.planning.candidate import candidate_for
+
+OVERLAP_SCHEDULING = "decode-gqa2x2-d32-fp32-p16-k9.70.1.33-shuffled-gauss-b5prod-ahead"
+USUAL = OVERLAP_SCHEDULING.removesuffix("-ahead")
+
+
+class Notes(TorchNativeBackend):
+    said: list[tuple[str, int]] = []  # noqa: RUF012
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        self.said.append(("plan", batch.batch_size))
+        super().init_forward_metadata(batch)
+
+    def forward(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+        self.said.append(("forward", len(q)))
+        return super().forward(q, *args, **kwargs)
+
+
+def said_by(case: str) -> list[tuple[str, int]]:
+    Notes.said.clear()
+    LocalWorker(candidate_for(Notes, in_process=True), "cpu").drive(RunCase(case, Execution.EAGER))
+    return list(Notes.said)
+
+
+def test_an_eager_step_is_followed_by_the_plan_of_another_before_anybody_waits() -> None:
+    step = [("plan", 4), ("forward", 4), ("forward", 4)]
+    assert said_by(USUAL)[:6] == [*step, *step]
+    assert said_by(OVERLAP_SCHEDULING)[:8] == [*step, ("plan", 3), *step, ("plan", 3)]
+
+
+@pytest.mark.parametrize(("bs", "indices"), [(1, (0,)), (2, (1,)), (4, (3, 2, 1))])
+def test_the_next_step_has_other_requests_in_another_order(bs: int, indices: tuple[int, ...]) -> None:
+    lens = ".".join(["9", "70", "1", "33"][:bs])
+    schedule = make_schedule(parse_case(f"decode-gqa2x2-d32-fp32-p16-k{lens}-shuffled-gauss-b5prod-ahead"))
+    step = schedule.steps[0]
+    staged = StagedStep(schedule, step, *[None] * 6)  # type: ignore[arg-type]
+    following = overlap_scheduling.next_of(staged)
+    assert following.step.part_of == (step, indices)
+    assert [r.slots.tolist() for r in following.step.requests] == [step.requests[i].slots.tolist() for i in indices]
+    assert following.data.q.shape[1] == len(indices)
+    assert overlap_scheduling.plans_ahead(staged)
+
+
+def test_without_a_request_or_another_way_nothing_is_planned_ahead() -> None:
+    for case, live in ((USUAL, True), (f"{USUAL}-idle", False)):
+        schedule = make_schedule(parse_case(case))
+        step = schedule.steps[0] if live else schedule.idle[0]
+        assert not overlap_scheduling.plans_ahead(StagedStep(schedule, step, *[None] * 6))  # type: ignore[arg-type]
