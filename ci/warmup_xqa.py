@@ -47,7 +47,7 @@ def families(tier: str, modes: Sequence[ForwardMode]) -> list[Family]:
     found: dict[Family, None] = {}
     for mode in modes:
         for case in generate(declared, mode, tier):
-            for each in [case, *(declared_co_residents(declared, case, declared.graph) if case.mixed else [])]:
+            for each in [case, *(declared_co_residents(declared, case, declared.graph) if case.multi_mode else [])]:
                 found.update(dict.fromkeys(_needed(each)))
     return list(found)
 

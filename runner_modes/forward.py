@@ -48,9 +48,9 @@ def forward(
         if traces:
             harness.backend.init_forward_metadata_in_graph(part)
         declared = harness.capabilities
-        if "morerows" in case.variants:
+        if "padded_tokens" in case.variants:
             part = _with_more_rows(harness, part)
-        loan = _Loan(harness) if "lent" in case.variants else None
+        loan = _Loan(harness) if "given_out" in case.variants else None
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None

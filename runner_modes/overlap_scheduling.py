@@ -20,7 +20,7 @@ __all__ = ["next_of", "plans_ahead"]
 
 def plans_ahead(staged: StagedStep) -> bool:
     """True if another step is planned after this one, before anything waits for the device."""
-    return "ahead" in staged.schedule.case.variants and bool(staged.step.requests)
+    return "overlap_scheduling" in staged.schedule.case.variants and bool(staged.step.requests)
 
 
 def next_of(staged: StagedStep, pattern: str | None = None) -> StagedStep:

@@ -83,7 +83,7 @@ def _taking_turns(items: Sequence[Item]) -> list[Item]:
         lists.setdefault((item.execution, item.mode), []).append(item)
     streams = {key: _from_both_ends(listed) for key, listed in lists.items()}
     for stream in streams.values():
-        mixed = [item for item in stream if parse_case(item.case).mixed]
+        mixed = [item for item in stream if parse_case(item.case).multi_mode]
         for item in mixed:
             stream.remove(item)
             stream.insert(_MIXED_AT, item)

@@ -60,7 +60,7 @@ class TorchNativeBackend(AttentionBackend):
         head_dims=frozenset({32, 64, 128, 256, 512}),
         mla_rope_dims=frozenset({32, 64}),
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
-        kv_layouts=frozenset(KV_LAYOUTS) - {"own"},
+        kv_layouts=frozenset(KV_LAYOUTS) - {"custom"},
         gqa_ratios=frozenset(range(1, 129)),
         max_q_rows=128,
         max_topk=128,

@@ -80,7 +80,7 @@ class TritonBackend(AttentionBackend):
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
         head_dims=frozenset({32, 64, 128, 256}),
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
-        kv_layouts=frozenset(KV_LAYOUTS) - {"own"},
+        kv_layouts=frozenset(KV_LAYOUTS) - {"custom"},
         gqa_ratios=frozenset(range(1, 9)),
         max_q_rows=64,
         max_topk=64,

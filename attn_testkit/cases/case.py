@@ -18,6 +18,7 @@ from .dimensions.slot_order import LAYOUTS
 from .dimensions.table import DIMENSIONS
 from .fields import Fields, Heads
 from .plans import context_len
+from .renamed_words import renamed
 from .rows import Decode, minimal_rows
 from .server_variants import excluded
 
@@ -101,6 +102,8 @@ def parse_case(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((match, kind) for pattern, kind in readers if (match := pattern.fullmatch(word))), None)
         if found is None:
+            if answer := renamed(word):
+                raise ValueError(f"case id {case_id!r}: {answer}")
             close = difflib.get_close_matches(word, [each for kind in WORDS for each in kind.spelled], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")

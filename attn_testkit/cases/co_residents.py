@@ -95,7 +95,7 @@ def co_residents(
     if steps > 1:
         rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
     others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
-    return [replace(case, rows=each, mixed=False, host=case) for each in others]
+    return [replace(case, rows=each, multi_mode=False, host=case) for each in others]
 
 
 def declared_co_residents(declared: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:

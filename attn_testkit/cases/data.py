@@ -219,7 +219,7 @@ def _drawn(
     if case.heads.layout.values_in_keys:
         # The latent row is key and value at once; its rope part is the key's alone.
         k = torch.cat([v, k[..., dv:]], -1)
-        if pattern == "footprint":
+        if pattern == "one_hot":
             q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
         elif pattern == "negative":
             k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
@@ -227,14 +227,14 @@ def _drawn(
         asked = int(pattern.split(".")[1]) if pattern.startswith(("probe.", "place.")) else None
         k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
     if case.kv_dtype != "same":
-        most, scaled = LARGEST_FP8 if pattern == "loud" else _USUAL_RANGE, schedule.q_scale != "none"
+        most, scaled = LARGEST_FP8 if pattern == "large_queries" else _USUAL_RANGE, schedule.q_scale != "none"
         if not scaled or pattern != LARGE_AND_SMALL:
             q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
         if scaled:
             # Small rows next to large ones are what one scale for all of them loses.
             alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
             drawn, q = q, held_queries(q, "per_token" if alone else schedule.q_scale)
-            if pattern == "faint":
+            if pattern == "small_weights":
                 # Its logits are as far apart as they have to be, and no farther.
                 k = k * float(drawn.abs().max() / q.abs().max())
     dtype = DTYPES[case.dtype]
@@ -255,7 +255,7 @@ def _of_pattern(
         v = probe_values(v, pattern)
     elif pattern.startswith("place."):
         v = values_of_place(v, pattern)
-    elif pattern == "footprint":
+    elif pattern == "one_hot":
         mark_keys(v, step.lens, rng)
     elif pattern == LARGE_AND_SMALL:
         q = large_or_small(q, q_scale, rng)

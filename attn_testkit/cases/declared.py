@@ -16,7 +16,7 @@ def within_declared(declared: Capabilities, case: Case) -> bool:
     """Whether the case, and all cases that share its instance, keep within what is declared of lengths and windows."""
     if not all(asked.declared(declared, case) for asked in WINDOW.declared):
         return False
-    others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.mixed else []
+    others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.multi_mode else []
     return all(asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others))
 
 

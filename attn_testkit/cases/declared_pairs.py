@@ -35,7 +35,7 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     shows. Made of ``small``.
     """
     if small.mode in _FAR_MODES & declared.windows.modes and not small.heads.layout.wide_rows:
-        yield small.of_requests(_FAR, data="footprint", window=_NARROW)
+        yield small.of_requests(_FAR, data="one_hot", window=_NARROW)
     page = nearest(declared.page_sizes, _PAGE)
     one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
     yield from _groups_in_fp8(declared, one)

@@ -15,6 +15,7 @@ from functools import lru_cache
 
 from ..contract import Execution, ForwardMode
 from .fields import Fields
+from .renamed_words import FIRST_NAMES, first_written
 
 __all__ = ["CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "chosen", "derived", "shallow_depth"]
 
@@ -153,7 +154,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "num-tokens-per-req",
         "spec_info.num_tokens_per_req at capture",
         (Value("0"), Value("-1, as servers leave it unset")),
-        lambda case: case.mode.is_speculative() or case.mixed or case.rounds > 0,
+        lambda case: case.mode.is_speculative() or case.multi_mode or case.rounds > 0,
         Execution.GRAPH,
     ),
     # What grows on demand in it still grows under the graphs.
@@ -226,7 +227,7 @@ def derived(case: Fields, name: str, n: int | None = None) -> int:
         raise ValueError(f"there is no choice {name!r}{hint}; there are: {', '.join(_BY_NAME)}")
     if not parameter.applies(case):
         raise ValueError(f"choice {name!r} does not apply to {case.id}")
-    number = _hashed(case.id, name)
+    number = _hashed(first_written(case.id), FIRST_NAMES.get(name, name))
     if not parameter.values:
         if n is None or n < 1:
             raise ValueError(f"choice {name!r} needs the number of its values, at least 1, and was asked with n = {n}")

@@ -13,6 +13,7 @@ from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
+from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .trees import Tree
 
@@ -103,7 +104,7 @@ class Fields:
     """Batch size of the graph that the case's own batch runs in."""
     padding: str = "prod"
     """One of ``PADDINGS`` (``dimensions/padding.py``)."""
-    mixed: bool = False
+    multi_mode: bool = False
     """Graph drives of all declared modes share one backend instance and run interleaved."""
     variants: frozenset[str] = frozenset()
     """Words of server variants (``ways/``); none: as all servers do it."""
@@ -250,7 +251,7 @@ class Fields:
 
         For data and slots alone; what a case decides comes from ``derived``.
         """
-        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(first_written(self.id).encode(), digest_size=8).digest(), "little")
 
 
 THINGS: Mapping[str, Callable[[Fields], bool]] = {
@@ -262,7 +263,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "FP8 pool": lambda case: case.kv_dtype != "same",
     "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
     "loop": lambda case: case.rounds > 0,
-    "multi-mode instance": lambda case: case.mixed,
+    "multi-mode instance": lambda case: case.multi_mode,
     "heads with a scaling of their own": lambda case: not case.heads.layout.usual_scaling,
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,

@@ -37,7 +37,7 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
     one = replace(small, layers=Layers(1), layout="shuffled", data="gauss")
     wide = small.heads.layout.wide_rows
     if tier == "full":
-        long = replace(one, heads=many_heads(declared, small.heads, _MANY_HEADS), data="footprint")
+        long = replace(one, heads=many_heads(declared, small.heads, _MANY_HEADS), data="one_hot")
         yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers a head: minutes of comparing.
     if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:

@@ -55,7 +55,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
-        yield replace(minimal, mixed=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+        yield replace(minimal, multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
     if minimal.draft:
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":
@@ -66,10 +66,10 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
     for dtype in sorted(declared.dtypes):
         rows = minimal.rows.counted((minimal.width,))
-        yield minimal.of_requests((4096,), rows=rows, dtype=dtype, data="footprint", padding="prod")
+        yield minimal.of_requests((4096,), rows=rows, dtype=dtype, data="one_hot", padding="prod")
     yield _long_with_options(declared, minimal)
     # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
-    yield minimal.of_requests((300, 70), rows=minimal.rows.counted((minimal.width, 1)), data="cliff")
+    yield minimal.of_requests((300, 70), rows=minimal.rows.counted((minimal.width, 1)), data="rising_logits")
     yield _many_requests(declared, minimal)
     if not minimal.heads.layout.wide_rows or tier == "full":
         # 576 numbers a key: minutes without a device.
@@ -148,7 +148,7 @@ def _many_requests(declared: Capabilities, minimal: Case) -> Case:
 def _beyond_16_bits(declared: Capabilities, minimal: Case) -> Case:
     """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
     small = smallest_of(declared, minimal)
-    return small.of_requests((66_000,), data="footprint")
+    return small.of_requests((66_000,), data="one_hot")
 
 
 def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:

@@ -48,7 +48,7 @@ def options_together_cases(declared: Capabilities, small: Case, arrays: Sequence
             if branching != twin:
                 yield branching
     narrow = sorted(declared.kv_dtypes - {small.kv_dtype})
-    for word in ("lent", "bigpool") if narrow else ():
+    for word in ("given_out", "bigpool") if narrow else ():
         yield from (
             replace(with_other_heads(declared, alone), kv_dtype=narrow[0])
             for alone in SERVER_VARIANTS[word].cases(declared, small)

@@ -9,26 +9,26 @@ Patterns
     ``negative``   every logit is about -6e4 and all are equal: a finite "minus infinity" shows itself (flashinfer
                    #4401 masked with -5e4), and so does a zero.
     ``mean``       Q = K = 0: the output is the exact mean of the visible values.
-    ``cliff``      logits climb by some hundred along the keys for some rows, and fall for others: a maximum that comes
-                   late, or a tile far below the one before it, must rescale what was summed.
-    ``footprint``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
+    ``rising_logits``      logits climb by some hundred along the keys for some rows, and fall for others: a maximum
+                   that comes late, or a tile far below the one before it, must rescale what was summed.
+    ``one_hot``  V is one-hot: channel c carries one chosen key. A limit in proportion to the weight a channel carries
                    then shows one wrong key of thousands, and the output says which keys were attended.
     ``saturated``  every token has a key and a value beyond what an FP8 pool holds: who stores them without a limit
                    stores NaN.
-    ``swamped``    equal weights, and a value at either end of a request that is 50,000 times as large as those between:
-                   sums of 16 bits lose thousands of small terms, one by one.
-    ``loud``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of the keys
-                   so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is right for
-                   another FP8, has other logits.
+    ``large_and_small_values``    equal weights, and a value at either end of a request that is 50,000 times as large as
+                   those between: sums of 16 bits lose thousands of small terms, one by one.
+    ``large_queries``       one channel of the queries is between 256 and 448, the largest number of FP8, and that of
+                   the keys so small that logits are as those of ``gauss``: who limits queries to 224 or 240, as is
+                   right for another FP8, has other logits.
     ``large_and_small_queries``  rows whose queries are beyond the numbers of FP8, at 1792, next to rows whose queries
                    are so small that all but one number of them is 0 in FP8; logits are as those of ``gauss``.
                    They need a scale before they are rounded: ``cases/query_scales.py`` says which rows have which.
-    ``towering``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that is not
-                   yet divided by the sum of the weights is infinite from the third key on.
-    ``colossal``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
-    ``faint``      one key of 512 has a logit of about 7, the others of 0, and values of the other sign. Each of these
-                   weighs less than half of the smallest number of FP8, and all together a third of the whole: rounded
-                   to FP8 without a factor they vanish.
+    ``fp16_overflow``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that
+                   is not yet divided by the sum of the weights is infinite from the third key on.
+    ``beyond_fp16``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
+    ``small_weights``      one key of 512 has a logit of about 7, the others of 0, and values of the other sign. Each of
+                   these weighs less than half of the smallest number of FP8, and all together a third of the whole:
+                   rounded to FP8 without a factor they vanish.
     ``codes``      Q = 0, so all keys of a row weigh the same, and every key has a code of +1 and -1 for a value: a
                    walk along the keys that stays within ``CODE_BOUND`` in each channel. Values of any run of keys
                    nearly cancel, so outputs and their rounding are of the size of one key of n, not of 1; and the
@@ -65,7 +65,7 @@ BANK_SIZE = 1 << 20
 CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
 LARGE_AND_SMALL = "large_and_small_queries"
-ALIKE = frozenset({"swamped"})
+ALIKE = frozenset({"large_and_small_values"})
 """Patterns whose values are all but the same in every channel."""
 FAINT_RUN = 512
 """A key that weighs much, and those behind it that weigh little."""
@@ -238,16 +238,16 @@ _MAKERS: dict[str, _Maker] = {
     "peaked": _peaked,
     "negative": _negative,
     "mean": _mean,
-    "footprint": _one_hot,
-    "cliff": _rising_logits,
+    "one_hot": _one_hot,
+    "rising_logits": _rising_logits,
     "saturated": _saturated,
-    "swamped": _large_and_small_values,
-    "loud": _large_queries,
+    "large_and_small_values": _large_and_small_values,
+    "large_queries": _large_queries,
     LARGE_AND_SMALL: _large_and_small,
-    "towering": _fp16_overflow,
-    "colossal": _beyond_fp16,
-    "faint": _small_weights,
-    "codes": _plus_minus_one,
+    "fp16_overflow": _fp16_overflow,
+    "beyond_fp16": _beyond_fp16,
+    "small_weights": _small_weights,
+    "plus_minus_one": _plus_minus_one,
 }
 
 
@@ -260,7 +260,7 @@ def draw(pattern: str, q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator
 
 
 def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Which key each channel carries in ``footprint`` data: [min(length, dim)] key indices."""
+    """Which key each channel carries in ``one_hot`` data: [min(length, dim)] key indices."""
     if length <= dim:
         return np.roll(np.arange(length), -int(rng.integers(0, length)))
     tail, front = np.arange(length - dim // 2, length), np.arange(dim // 4)

@@ -32,7 +32,7 @@ _DRAWS = 60
 """Of each case. Twice as many meet hardly more."""
 _FEWEST = 12
 _PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
-_DATA = ("gauss", "shifted", "peaked", "footprint")
+_DATA = ("gauss", "shifted", "peaked", "one_hot")
 """Each shows a wrong key, position or head."""
 _SLACK = (0, 1, 3)
 _TREES = (chain(2), Tree((0, 0, 1, 2)), chain(7), Tree((0, 0, 0)), chain(17))

@@ -21,7 +21,7 @@ __all__ = ["uniform_batch_cases"]
 
 _PROMPTS = (20, 1, 70)
 _EQUAL_PROMPT = 96
-_VARIANTS = ("lent", "morerows", "ahead", "norows")
+_VARIANTS = ("given_out", "padded_tokens", "overlap_scheduling", "zero_length_padding")
 _WINDOW = 7
 _GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
 _LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)

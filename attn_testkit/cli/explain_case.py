@@ -41,7 +41,7 @@ def _phrases(case: Case) -> Iterator[tuple[str, str]]:
 
 
 def _with_meaning(phrase: str) -> str:
-    """Append the glossary's text to a phrase that is only a word of the glossary, such as ``cliff``."""
+    """Append the glossary's text to a phrase that is only a word of the glossary, such as ``rising_logits``."""
     entry = entry_of(phrase)
     return f"{phrase}: {entry.text}" if entry and phrase in (entry.word, *entry.also) else phrase
 

@@ -31,7 +31,7 @@ _ORDERS: Mapping[str, tuple[str, ...]] = {
 }
 """Layout -> the order of its axes, the outermost first. ``part``: K or V. ``gap``: the axes inside it are followed by
 memory that does not belong to a slot, as much as a row of all heads."""
-OWN = "own"
+OWN = "custom"
 """A custom layout, which the backend allocates: ``AttentionBackend.lay_out_kv_pool``."""
 KV_LAYOUTS = (*_ORDERS, OWN)
 

@@ -63,7 +63,7 @@ class ChangedCases:
     def lasting(self) -> bool:
         """True if the case can be examined, and is wrong with other numbers, slots and derived parameters too."""
         case, step = self._schedule.case, self._schedule.steps[0]
-        plain = case.host is None and not case.mixed and not case.rounds and step.chunk_of is None
+        plain = case.host is None and not case.multi_mode and not case.rounds and step.chunk_of is None
         if not plain or not step.requests or max(step.lens) > _LONGEST or step.bs > _MOST_REQUESTS:
             return False
         return self._all_are(case, right=False)

@@ -26,7 +26,7 @@ _MOST_ROWS = 12
 """Number of wrong rows that are compared."""
 _MOST_QUERIES = 64
 """Number of rows of a step whose queries are tried."""
-_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "towering", "colossal", CODES), "gauss"
+_SAME_QUERIES, _OTHER_PATTERN = ("mean", "negative", "fp16_overflow", "beyond_fp16", CODES), "gauss"
 """Data in which a row's result does not depend on its query, so that an earlier row looks like a shorter length; and
 data that is used instead."""
 

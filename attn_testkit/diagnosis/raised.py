@@ -63,8 +63,8 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
     if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
         return _without(_eager_raises, rerunner, schedule)
     if in_graph and _graph_raises(rerunner, schedule):
-        return "" if case.mixed else _without(_graph_raises, rerunner, schedule)
-    if case.mixed:
+        return "" if case.multi_mode else _without(_graph_raises, rerunner, schedule)
+    if case.multi_mode:
         return (
             "another mode raises by itself, or state of one mode, such as metadata by batch size only, is used for "
             "another: on an instance that no other mode uses nothing is raised"

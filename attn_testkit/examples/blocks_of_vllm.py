@@ -16,7 +16,7 @@ class BlocksOfVllmBackend(KernelBackend):
 
     capabilities = Capabilities(
         eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mha", "gqa", "mqa"},
-        kv_layouts={"own"}, page_sizes={16, 32}, max_q_rows=8, max_topk=1, max_draft_branches=4,
+        kv_layouts={"custom"}, page_sizes={16, 32}, max_q_rows=8, max_topk=1, max_draft_branches=4,
         server=ServerConventions(padding_slots={0, -1}, takes_none_kv=True), needs_cpu_seq_lens=False,
         deterministic=True,
     )  # fmt: skip

@@ -316,18 +316,18 @@ class StaleRequestStateFakesPrefill(PlannedBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.prefilling = [False] * (context.max_bs + 1)
-        self.mixed = torch.zeros(1, dtype=torch.bool, device=context.device)
+        self.multi_mode = torch.zeros(1, dtype=torch.bool, device=context.device)
 
     @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         self.prefilling[:live] = [not batch.forward_mode.is_decode()] * live
-        self.mixed.fill_(batch.forward_mode.is_decode() and any(self.prefilling[: batch.batch_size]))
+        self.multi_mode.fill_(batch.forward_mode.is_decode() and any(self.prefilling[: batch.batch_size]))
 
     @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         # The other kernel of a mixed batch gets only the prefix, and here nothing adds the new rows.
         seen = super().visible(meta, layer, position)
         stored = self.index[: seen.shape[-1]] < (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None, None]
-        return seen & (stored | ~self.mixed) if self.in_graph else seen
+        return seen & (stored | ~self.multi_mode) if self.in_graph else seen

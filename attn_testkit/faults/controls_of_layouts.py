@@ -34,7 +34,7 @@ class PoolCopiedInsideTheGraph(StridedBackend):
 class KeysInPiecesOfEight(PlannedBackend):
     """A custom pool: keys in pieces of 8, values with slots last, unused memory after each layer (vLLM's first)."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"own"})
+    capabilities = LEAN.with_changes(kv_layouts={"custom"})
 
     @override
     @classmethod

@@ -236,7 +236,7 @@ class WidthChosenFromLogicalSize(StridedBackend):
 class OwnPoolDescribedByACopy(StridedBackend):
     """A backend allocates its own pool, and describes it by a view of a copy."""
 
-    capabilities = LEAN.with_changes(kv_layouts={"own"})
+    capabilities = LEAN.with_changes(kv_layouts={"custom"})
 
     @override
     @classmethod

@@ -123,7 +123,7 @@ def _fixed(kind: str, schedule: Schedule, size: float) -> bool:
 
 def point(kind: str, dtype: str, length: int) -> Point:
     """Measure one point."""
-    patterns = (*(DATA if length < _LONG else ("footprint",)), CODES)
+    patterns = (*(DATA if length < _LONG else ("one_hot",)), CODES)
     found: list[tuple[float, str]] = []
     for pattern in patterns:
         schedule = _schedule(dtype, length, pattern)

@@ -21,7 +21,7 @@ Views = tuple[torch.Tensor, torch.Tensor]
 class StridedBackend(PlannedBackend):
     """Healthy parent: kernel and cache writer get the strides of pages, slots and heads."""
 
-    capabilities = LEAN.with_changes(kv_layouts=set(KV_LAYOUTS) - {"own"})
+    capabilities = LEAN.with_changes(kv_layouts=set(KV_LAYOUTS) - {"custom"})
 
     def read_views(self, layer: AttentionLayer) -> Views:
         """Views that the kernel reads."""

@@ -74,7 +74,7 @@ class Shape:
         bucket = len(self.prefixes) if self.executions == ("eager",) else self.bucket
         return Case(
             self._rows(bucket), _heads(self.q_heads, self.kv_heads), HEAD_DIM, "fp16", self.page_size,
-            self.prefixes, layout=_LAYOUTS[self.layout], kv_layout="own", window=self.window,
+            self.prefixes, layout=_LAYOUTS[self.layout], kv_layout="custom", window=self.window,
             layer_windows="any" if self.window < 0 else "one", usual_scaling=True, bucket=bucket,
             padding=_PADDINGS[self.padding],
         )  # fmt: skip

@@ -28,7 +28,7 @@ def test_a_backend_over_a_pool_of_its_own_conforms(mode: str, execution: str) ->
 
 
 class Forgets(MinimalBackend):
-    capabilities = MinimalBackend.capabilities.with_changes(kv_layouts={"own"})
+    capabilities = MinimalBackend.capabilities.with_changes(kv_layouts={"custom"})
 
 
 class Breaks(Forgets):
@@ -60,7 +60,7 @@ def first_failure(backend: type) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("backend", "check", "text"),
     [
-        (Forgets, "completes", "declares kv_layouts={'own'}: it has to implement lay_out_kv_pool"),
+        (Forgets, "completes", "declares kv_layouts={'custom'}: it has to implement lay_out_kv_pool"),
         (Breaks, "completes", "lay_out_kv_pool raised RuntimeError: no room"),
         (Breaks, "completes", "test_blocks_of_vllm.py"),
         (Exits, "completes", "lay_out_kv_pool raised SystemExit"),

@@ -22,8 +22,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:Conversion of an array:Deprecati
 
 CASES = [
     "decode-gqa2x2-d64-bf16-p16-k0.1.16-contiguous-mean-b3prod",
-    "decode-gqa8x2-d64-fp16-p16-k3.37.9.17-shuffled-footprint-b5nan",
-    "decode-mha2-d64-bf16-p16-k21-interleaved-cliff-b4stale",
+    "decode-gqa8x2-d64-fp16-p16-k3.37.9.17-shuffled-one_hot-b5nan",
+    "decode-mha2-d64-bf16-p16-k21-interleaved-rising_logits-b4stale",
 ]
 
 

@@ -98,9 +98,9 @@ def test_its_log_sum_exp_is_in_base_2() -> None:
     eager = {"executions": ["eager"], "device": "cpu"}
     results = check_backend(DeclaresNatural, cases=[DECODE.format("lsewhole")], **eager)
     assert "it is in base 2, but base e is declared" in str(results)
-    for backend, words in ((FlashInferBackend, "lsepages2own"), (FlashInferBackend, "w5-lsetokens3own")):
+    for backend, words in ((FlashInferBackend, "lsepages2merged"), (FlashInferBackend, "w5-lsetokens3merged")):
         assert check_backend(backend, cases=[DECODE.format(words)], **eager)
-    mla = "decode-mla16-d512r64-bf16-p16-k9.40.0-shuffled-gauss-lsepages2own-b4prod"
+    mla = "decode-mla16-d512r64-bf16-p16-k9.40.0-shuffled-gauss-lsepages2merged-b4prod"
     assert check_backend(FlashInferMLABackend, cases=[mla], **eager)
 
 

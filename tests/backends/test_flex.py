@@ -17,11 +17,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without to
 
 MODES = [
     "decode-gqa2x2-d64-fp16-p64-k300.70.12-interleaved-shifted-w11-b3prod",
-    "target-verify-gqa8x2-d64-fp16-p1-k3.21.5.17-chain2-shuffled-footprint-w0-b5nan",
+    "target-verify-gqa8x2-d64-fp16-p1-k3.21.5.17-chain2-shuffled-one_hot-w0-b5nan",
     "extend-gqa2x2-d64-fp16-p64-k300.70.12-n23a67.1x2-interleaved-shifted-w11-b3prod",
-    "draft-extend-gqa8x2-d64-fp16-p1-k3.21.5.17-n2a1x4-shuffled-footprint-w0-b5nan",
-    "draft-extend-v2-mha2-d128-bf16-p16-k21-n4a4-interleaved-cliff-w4-b4stale",
-    "draft-decode-gqa8x2-d64-fp16-p1-k3.21.5.17-topk1steps4-shuffled-footprint-w0-b5nan",
+    "draft-extend-gqa8x2-d64-fp16-p1-k3.21.5.17-n2a1x4-shuffled-one_hot-w0-b5nan",
+    "draft-extend-v2-mha2-d128-bf16-p16-k21-n4a4-interleaved-rising_logits-w4-b4stale",
+    "draft-decode-gqa8x2-d64-fp16-p1-k3.21.5.17-topk1steps4-shuffled-one_hot-w0-b5nan",
 ]
 
 

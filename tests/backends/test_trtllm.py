@@ -19,20 +19,20 @@ needs_tokenspeed = pytest.mark.skipif(
 )
 
 DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-shuffled-gauss-b5prod"
-WINDOW = "decode-mha2-d64-fp16-p16-k40.3-reversed-footprint-w4-sink-b2prod"
+WINDOW = "decode-mha2-d64-fp16-p16-k40.3-reversed-one_hot-w4-sink-b2prod"
 FP8 = "decode-gqa8x2-d128-bf16-p64-k15.70-interleaved-gauss-kvfp8e4m3-b4stale"
-VERIFY = "target-verify-gqa4x2-d64-bf16-p16-k15.33-chain4-shuffled-footprint-b4nan"
+VERIFY = "target-verify-gqa4x2-d64-bf16-p16-k15.33-chain4-shuffled-one_hot-b4nan"
 VERIFY_WINDOW = "target-verify-mqa4-d64-fp16-p16-k7.20-chain5-contiguous-gauss-w4-sink-b3prod"
-V1 = "draft-extend-gqa4x2-d64-bf16-p16-k31.32.33-n4a1.3.2-shuffled-footprint-b4nan"
+V1 = "draft-extend-gqa4x2-d64-bf16-p16-k31.32.33-n4a1.3.2-shuffled-one_hot-b4nan"
 V2 = "draft-extend-v2-mha2-d64-fp16-p16-k1.2.5-n4a1.3.2-reversed-shifted-b6stale"
-V1_FP8 = "draft-extend-gqa4x2-d128-fp16-p16-k20.3-n3a1.3-shuffled-footprint-kvfp8e4m3-w4-b3prod"
-V2_FP8 = "draft-extend-v2-gqa4x2-d128-fp16-p16-k20.3-n3a1.3-shuffled-footprint-kvfp8e4m3-w4-b3prod"
+V1_FP8 = "draft-extend-gqa4x2-d128-fp16-p16-k20.3-n3a1.3-shuffled-one_hot-kvfp8e4m3-w4-b3prod"
+V2_FP8 = "draft-extend-v2-gqa4x2-d128-fp16-p16-k20.3-n3a1.3-shuffled-one_hot-kvfp8e4m3-w4-b3prod"
 DRAFT = "draft-decode-gqa4x2-d64-bf16-p16-k15.33.16-topk3steps4-shuffled-gauss-w20-b5nan"
 FOR_XQA = (DECODE, WINDOW, FP8, VERIFY, VERIFY_WINDOW, V2, V2_FP8, DRAFT)
 HEALTHY = (*FOR_XQA, V1, V1_FP8)
 
 MLA_DECODE = "decode-mla16-d512r64-bf16-p32-k31.32.5-shuffled-gauss-b5stale"
-MLA_FP8 = "decode-mla16-d512r64-bf16-p64-k63.9-reversed-footprint-kvfp8e4m3-b3prod"
+MLA_FP8 = "decode-mla16-d512r64-bf16-p64-k63.9-reversed-one_hot-kvfp8e4m3-b3prod"
 MLA_VERIFY = "target-verify-mla16-d512r64-bf16-p32-k30.5-chain4-shuffled-gauss-b3nan"
 MLA_V1 = "draft-extend-mla16-d512r64-bf16-p32-k30.3.9-n4a1.3.2-interleaved-gauss-b4prod"
 MLA_V1_EVEN = "draft-extend-mla16-d512r64-bf16-p32-k5.9-n4a1.3-shuffled-gauss-b2prod"
@@ -43,7 +43,7 @@ MLA_HEALTHY = (MLA_DECODE, MLA_FP8, MLA_VERIFY, MLA_V1, MLA_V1_EVEN, MLA_V2, MLA
 TS_DECODE = MLA_FP8
 TS_VERIFY = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
 TS_V1 = "draft-extend-mla16-d512r64-bf16-p32-k30.3-n4a1.3-reversed-gauss-kvfp8e4m3-b3nan"
-TS_MIXED = "decode-mla16-d512r64-bf16-p64-k300-shuffled-gauss-kvfp8e4m3-b2prod-mixed"
+TS_MIXED = "decode-mla16-d512r64-bf16-p64-k300-shuffled-gauss-kvfp8e4m3-b2prod-multi_mode"
 TS_HEALTHY = (TS_DECODE, TS_VERIFY, TS_V1, MLA_V2, MLA_DRAFT)
 
 

@@ -132,7 +132,7 @@ def test_known_failures_of_sglang_triton_are_decodes_of_mha_with_large_logits() 
     known = load_known(ROOT / "ci" / "servers" / "known_failures.toml")
     cases = [parse_case(each.cases) for each in known if each.backend == "sglang:triton"]
     assert {(case.mode, case.heads.family, case.data) for case in cases} == {
-        (ForwardMode.DECODE, "mha", "cliff"),
+        (ForwardMode.DECODE, "mha", "rising_logits"),
         (ForwardMode.DECODE, "mha", "peaked"),
     }
 
@@ -144,7 +144,7 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
     assert len(fields) == len(set(fields))
     made = declared.capabilities
     assert isinstance(made, Capabilities)
-    assert made.kv_layouts == {"own"}, "SGLang's pools lay themselves out"
+    assert made.kv_layouts == {"custom"}, "SGLang's pools lay themselves out"
     assert made.graph <= made.eager
     assert made.server.with_changes(takes_none_kv=False, eager_without_waits=True) == SGLANG
 

@@ -23,7 +23,7 @@ BUGS = {
     "PrefixInVerify": ("target-verify", "eager", "matches-oracle"),
     "ShortWindow": ("decode", "eager", "matches-oracle"),
 }
-MERGED = "decode-gqa8x2-d128-bf16-p32-k37-interleaved-cliff-kvown-w4{}-b4stale"
+MERGED = "decode-gqa8x2-d128-bf16-p32-k37-interleaved-rising_logits-kvcustom-w4{}-b4stale"
 
 
 def results_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
@@ -63,7 +63,7 @@ def test_layers_merged_into_one_kv_group_keep_the_length_of_a_capture(tmp_path: 
 
 
 def test_a_log_sum_exp_that_was_rounded_on_its_way_is_not_what_float32_is(tmp_path: Path) -> None:
-    case = ("--tier", "core", "--execution", "eager", "--case", "decode-*-peaked-kvown-lsewhole-*")
+    case = ("--tier", "core", "--execution", "eager", "--case", "decode-*-peaked-kvcustom-lsewhole-*")
     (rounded,) = results_of(tmp_path, "--backend", "vllm_wider:LseInFloat32", *case)
     assert checks_of(rounded) == {"log-sum-exp"}
     (supported,) = results_of(tmp_path, "--backend", "vllm:triton_mla", *case)

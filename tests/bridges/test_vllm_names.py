@@ -92,7 +92,7 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
     assert isinstance(made, Capabilities)
     assert made.graph <= made.eager
     # What is the model runner's is said of all.
-    assert made.kv_layouts == {"own"}
+    assert made.kv_layouts == {"custom"}
     assert made.server.with_changes(takes_none_kv=False, drafts_without_prefix=False) == server_conventions.VLLM
     assert made.max_topk == 1, "CommonAttentionMetadata has no mask and no tree"
 

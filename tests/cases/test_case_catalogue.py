@@ -86,7 +86,7 @@ def test_no_step_of_a_case_is_longer_than_is_declared(mode: ForwardMode, context
     for seed in (0, 5):
         cases = generate(wanted, mode, "core", seed)
         assert len(cases) > 20
-        every = [e for c in cases for e in (c, *(co_residents(c, set(ForwardMode), 8, 8) if c.mixed else ()))]
+        every = [e for c in cases for e in (c, *(co_residents(c, set(ForwardMode), 8, 8) if c.multi_mode else ()))]
         assert max(make_schedule(case).max_context_len for case in every) <= context
 
 
@@ -182,16 +182,16 @@ def every(mode: ForwardMode, tier: str = "core", **changes: object) -> list[Case
 
 
 NAMED: dict[str, Callable[[Case], bool]] = {
-    "4096 keys, fp16": lambda c: c.prefixes == (4096,) and c.dtype == "fp16" and c.data == "footprint",
-    "4096 keys, bf16": lambda c: c.prefixes == (4096,) and c.dtype == "bf16" and c.data == "footprint",
+    "4096 keys, fp16": lambda c: c.prefixes == (4096,) and c.dtype == "fp16" and c.data == "one_hot",
+    "4096 keys, bf16": lambda c: c.prefixes == (4096,) and c.dtype == "bf16" and c.data == "one_hot",
     "everything at once, long": lambda c: (
         (c.prefixes, c.window, c.logit_cap, c.sinks, c.kv_dtype, c.bucket)
         == ((1500, 70), 700, 1.5, True, "fp8_e4m3", 3)
     ),
-    "a cliff over several tiles": lambda c: c.prefixes == (300, 70) and c.data == "cliff" and c.window == -1,
+    "a cliff over several tiles": lambda c: c.prefixes == (300, 70) and c.data == "rising_logits" and c.window == -1,
     "132 requests": lambda c: c.prefixes == (3,) * 45 + (1,) * 43 + (9,) * 44 and c.bucket == 132,
-    "66,000 keys": lambda c: c.prefixes == (66_000,) and c.data == "footprint" and c.bucket == 1,
-    "all modes on one instance": lambda c: c.mixed and c.bucket == c.bs + 1 and c.window == -1,
+    "66,000 keys": lambda c: c.prefixes == (66_000,) and c.data == "one_hot" and c.bucket == 1,
+    "all modes on one instance": lambda c: c.multi_mode and c.bucket == c.bs + 1 and c.window == -1,
 }
 
 
@@ -221,18 +221,18 @@ def test_mla_tries_66000_keys_in_full_alone_and_as_many_heads_as_there_are() -> 
 
 
 def test_smoke_shares_an_instance_once_and_core_once_a_mode() -> None:
-    assert [sum(case.mixed for case in every(mode, "smoke")) for mode in ForwardMode] == [1, 0, 0, 0, 0, 0]
-    assert not any(case.mixed for case in core(DECODE, graph={DECODE}, eager={DECODE}))
+    assert [sum(case.multi_mode for case in every(mode, "smoke")) for mode in ForwardMode] == [1, 0, 0, 0, 0, 0]
+    assert not any(case.multi_mode for case in core(DECODE, graph={DECODE}, eager={DECODE}))
     for graph in ({DECODE}, set[ForwardMode]()):
-        beside = [sum(case.mixed for case in core(mode, graph=graph, eager={DECODE, V2})) for mode in (DECODE, V2)]
+        beside = [sum(case.multi_mode for case in core(mode, graph=graph, eager={DECODE, V2})) for mode in (DECODE, V2)]
         assert beside == [1, 1], "modes that run eagerly share an instance too"
-    assert not any(case.mixed for case in core(V2, graph={DECODE, ForwardMode.EXTEND}, eager={DECODE, V2}))
+    assert not any(case.multi_mode for case in core(V2, graph={DECODE, ForwardMode.EXTEND}, eager={DECODE, V2}))
     assert all(case.prefixes != (4096,) for mode in ForwardMode for case in every(mode, "smoke"))
 
 
 def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> None:
     """A mixed case has one set of layers; with those of their own ids companions would be judged by others."""
-    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, window=4, sinks=True, mixed=True)
+    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, window=4, sinks=True, multi_mode=True)
     for seed in range(8):
         mine = make_layers(case.with_seed(seed))
         for other in co_residents(case.with_seed(seed), set(ForwardMode), 8, 2):
@@ -250,10 +250,10 @@ def test_companions_have_the_layers_of_the_case_whose_instance_they_share() -> N
 )
 def test_companions_have_the_rows_of_the_case_or_four_where_it_has_one(width: int, rows: int, others: int) -> None:
     own = Decode() if width == 1 else Accepted((width, 1), width, v2=True)
-    case = Case(own, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
+    case = Case(own, Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, multi_mode=True)
     for other in co_residents(case, set(ForwardMode), rows, 1):
         assert other.width == {DECODE: 1, DRAFT: others - 2}.get(other.mode, others)
-        assert not other.mixed
+        assert not other.multi_mode
         if other.mode is VERIFY:
             assert other.tree == chain(others)
         elif other.new:

@@ -88,7 +88,7 @@ def test_core_meets_every_pair_of_declared_values(mode: ForwardMode) -> None:
     assert len(pages) == 5
     assert pages >= {1, 16, 128}
     assert {(c.page_size, c.layout) for c in cases} >= {(p, x) for p in pages for x in layouts}
-    assert {(c.data, c.dtype) for c in cases} >= {(d, t) for d in ("gauss", "footprint") for t in ("fp16", "bf16")}
+    assert {(c.data, c.dtype) for c in cases} >= {(d, t) for d in ("gauss", "one_hot") for t in ("fp16", "bf16")}
     assert {c.padding for c in cases if c.bucket > c.bs} == {"prod", "nan", "stale", "small"}
 
 
@@ -120,7 +120,7 @@ def test_generation_is_the_same_every_time() -> None:
 
 
 def test_companions_share_shapes_and_differ_in_mode() -> None:
-    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, mixed=True)
+    case = Case(Decode(), Heads("mha", 2, 2), 64, "bf16", 16, (5, 9), bucket=3, multi_mode=True)
     others = co_residents(case, frozenset(ForwardMode), 8)
     assert {o.mode for o in others} == set(ForwardMode) - {ForwardMode.DECODE}
     assert all((o.heads, o.page_size, o.dtype) == (case.heads, 16, "bf16") for o in others)
@@ -153,9 +153,9 @@ def test_a_window_of_0_a_small_cap_and_a_rope_are_written_and_their_absence_is_n
         window=0,
         logit_cap=0.5,
         sinks=True,
-        mixed=True,
+        multi_mode=True,
         seed=1,
         padding="nan",
     )
-    assert full.id == "decode-mla2-d64r16-fp16-p1-k0x2-shuffled-gauss-kvfp8e4m3-w0-cap0.5-sink-b2nan-mixed-s1"
+    assert full.id == "decode-mla2-d64r16-fp16-p1-k0x2-shuffled-gauss-kvfp8e4m3-w0-cap0.5-sink-b2nan-multi_mode-s1"
     assert parse_case(full.id) == full

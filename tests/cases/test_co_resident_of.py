@@ -10,8 +10,8 @@ from attn_testkit.cases.co_residents import co_resident_of
 from attn_testkit.contract import Capabilities
 
 ALL = TorchNativeBackend.capabilities
-CASE = parse_case("decode-gqa2x2-d64-bf16-p16-k9.37-shuffled-gauss-b2prod-mixed")
-MLA = parse_case("decode-mla2-d512r64-bf16-p64-k9.37-shuffled-gauss-b2prod-mixed")
+CASE = parse_case("decode-gqa2x2-d64-bf16-p16-k9.37-shuffled-gauss-b2prod-multi_mode")
+MLA = parse_case("decode-mla2-d512r64-bf16-p64-k9.37-shuffled-gauss-b2prod-multi_mode")
 
 
 @pytest.mark.parametrize("own", [CASE, MLA])
@@ -20,7 +20,7 @@ def test_it_has_other_heads_and_other_pages_and_all_else_alike(own: Case) -> Non
     assert found.heads.q_heads != own.heads.q_heads
     assert (found.heads.family == "mla") == (own.heads.family == "mla")
     assert found.page_size == 1
-    assert (found.mode, found.dtype, found.prefixes, found.mixed) == (own.mode, own.dtype, own.prefixes, True)
+    assert (found.mode, found.dtype, found.prefixes, found.multi_mode) == (own.mode, own.dtype, own.prefixes, True)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_all_places_of_the_walk_are_as_likely() -> None:
 @pytest.mark.parametrize("kv_dtype", ["same", "fp8_e4m3"])
 def test_a_pool_holds_codes_exactly(kv_dtype: str) -> None:
     word = "" if kv_dtype == "same" else "-kvfp8e4m3"
-    case = parse_case(f"decode-gqa2x2-d32-bf16-p4-k40.9-shuffled-codes{word}-b2prod")
+    case = parse_case(f"decode-gqa2x2-d32-bf16-p4-k40.9-shuffled-plus_minus_one{word}-b2prod")
     schedule = make_schedule(case)
     data = make_step_data(schedule, schedule.steps[0])
     assert not data.q.any()

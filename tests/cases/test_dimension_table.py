@@ -84,14 +84,22 @@ def test_the_mode_and_the_width_follow_from_the_rows() -> None:
 
 
 def test_all_requests_have_the_rows_of_the_first_where_none_are_given() -> None:
-    more = replace(FIELDS, rows=Extend((3, 1), 4, chunks=2)).of_requests((1, 2, 5), padded=2, data="codes")
-    assert (more.prefixes, more.rows, more.bucket, more.data) == ((1, 2, 5), Extend((3, 3, 3), 4, chunks=2), 5, "codes")
+    more = replace(FIELDS, rows=Extend((3, 1), 4, chunks=2)).of_requests((1, 2, 5), padded=2, data="plus_minus_one")
+    assert (more.prefixes, more.rows, more.bucket, more.data) == (
+        (1, 2, 5),
+        Extend((3, 3, 3), 4, chunks=2),
+        5,
+        "plus_minus_one",
+    )
     assert FIELDS.of_requests((7,)).rows == Decode()
 
 
 def test_what_goes_with_other_things_says_with_what() -> None:
     assert [word for word, variant in SERVER_VARIANTS.items() if not variant.combines] == ["far", "shapes", "bigpool"]
-    assert [word for word, variant in SERVER_VARIANTS.items() if not variant.reaches_kernels] == ["idle", "norows"]
+    assert [word for word, variant in SERVER_VARIANTS.items() if not variant.reaches_kernels] == [
+        "empty_batches",
+        "zero_length_padding",
+    ]
 
 
 @pytest.mark.parametrize("mode", ForwardMode)

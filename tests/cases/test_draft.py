@@ -136,7 +136,7 @@ def test_drafts_have_as_many_branches_as_are_declared_and_never_more(most: int, 
     cases = generate(declared(max_draft_branches=most), DRAFT, "core")
     assert {each.draft.branches for each in cases if each.draft} == tried
     assert {each.draft.steps for each in cases if each.draft} >= {2, 4, 7}
-    hosts = [each for each in generate(declared(max_draft_branches=most), DECODE, "core") if each.mixed]
+    hosts = [each for each in generate(declared(max_draft_branches=most), DECODE, "core") if each.multi_mode]
     (draft,) = (each.draft for host in hosts for each in co_residents(host, {DRAFT}, 1, max_draft_branches=most))
     assert draft == Draft(min(2, most), 3)
 
@@ -150,7 +150,7 @@ def test_capabilities_of_draft_decode_are_whole_numbers_from_1_on() -> None:
 @pytest.mark.parametrize(("rows", "steps"), [(1, None), (2, None), (3, 2), (4, 3), (9, 3)])
 def test_beside_draft_extends_a_draft_has_their_steps(rows: int, steps: int | None) -> None:
     """S is one number of an instance, and v1 has S + 1 rows."""
-    (host,) = (each for each in generate(declared(), DECODE, "core") if each.mixed)
+    (host,) = (each for each in generate(declared(), DECODE, "core") if each.multi_mode)
     found = {each.mode: each for each in co_residents(host, {DRAFT, V1}, rows)}
     assert found[V1].width == min(rows, 4)
     assert (found[DRAFT].draft == Draft(1, steps)) if steps else (DRAFT not in found)
@@ -175,7 +175,7 @@ def test_who_declares_no_empty_prefix_has_none_in_any_step_of_any_case(tier: str
 
 
 def test_a_draft_that_shares_an_instance_has_no_empty_prefix_either() -> None:
-    host = parse_case("decode-mha2-d64-bf16-p8-k0.16-shuffled-gauss-b3prod-mixed")
+    host = parse_case("decode-mha2-d64-bf16-p8-k0.16-shuffled-gauss-b3prod-multi_mode")
     declared = Capabilities(
         eager={DECODE, DRAFT},
         graph={DECODE, DRAFT},

@@ -111,7 +111,7 @@ def test_core_meets_what_prefill_bugs_are_made_of() -> None:
         lambda c: {c.page_size - 1, c.page_size} <= set(c.new),
         lambda c: c.page_size + 1 in c.new,
         lambda c: c.layout == "shared" and c.chunks > 1,
-        lambda c: c.mixed,
+        lambda c: c.multi_mode,
         lambda c: max(c.new) == 260,
         lambda c: c.bs == 132,
         lambda c: max(c.prefixes) == 66_000,
@@ -123,7 +123,7 @@ def test_no_case_has_more_new_tokens_than_are_declared_and_one_has_so_many() -> 
     for most in (1, 2, 7, 40, 400):
         supported = declared(max_extend_tokens=most, max_q_rows=3)
         cases = generate(supported, EXTEND, "core")
-        every = [e for c in cases for e in (c, *(co_residents(c, {EXTEND}, 3, 1, most) if c.mixed else ()))]
+        every = [e for c in cases for e in (c, *(co_residents(c, {EXTEND}, 3, 1, most) if c.multi_mode else ()))]
         assert max(each.most_new for each in every) == min(most, 260)
         assert max(max(rows(step), default=0) for each in every for step in make_schedule(each).steps) == min(most, 260)
         left = describe_not_covered(supported, [EXTEND], cases)
@@ -131,11 +131,11 @@ def test_no_case_has_more_new_tokens_than_are_declared_and_one_has_so_many() -> 
 
 
 def test_an_extend_beside_other_modes_keeps_within_both_capabilities() -> None:
-    host = parse_case("extend-mha2-d64-bf16-p16-k5.9-n17a33.1-shuffled-gauss-b2prod-mixed")
+    host = parse_case("extend-mha2-d64-bf16-p16-k5.9-n17a33.1-shuffled-gauss-b2prod-multi_mode")
     for most_rows, most_new, width, new in ((8, 99, 4, 4), (3, 99, 3, 3), (8, 2, 4, 2)):
         others = {other.mode: other for other in co_residents(host, set(ForwardMode), most_rows, 1, most_new)}
         assert others[ForwardMode.TARGET_VERIFY].width == width
-        decode = parse_case("decode-mha2-d64-bf16-p16-k5.9-shuffled-gauss-b2prod-mixed")
+        decode = parse_case("decode-mha2-d64-bf16-p16-k5.9-shuffled-gauss-b2prod-multi_mode")
         extend = next(o for o in co_residents(decode, set(ForwardMode), most_rows, 1, most_new) if o.mode is EXTEND)
         assert (extend.width, max(extend.new) <= new, extend.chunks) == (new, True, 1)
 

@@ -21,7 +21,7 @@ SCALED = "large_and_small_queries"
 UNSCALED = [data for data in EXTREME_DATA if data != SCALED]
 EXTREMES = {mode: [c for c in as_made(IN_FP8, mode, "core") if c.data in EXTREME_DATA] for mode in ForwardMode}
 ALL = [case for cases in EXTREMES.values() for case in cases]
-(IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "swamped")
+(IN_FP16, IN_BF16) = (case for case in EXTREMES[ForwardMode.DECODE] if case.data == "large_and_small_values")
 
 
 def extremes(declared: Capabilities, tier: str = "core") -> list[str]:
@@ -41,18 +41,35 @@ def test_each_mode_has_one_of_each_behind_all_other_cases(mode: ForwardMode) -> 
 
 def test_only_what_is_declared_and_not_in_smoke() -> None:
     assert extremes(CAPABILITIES, "smoke") == []
-    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
-    assert extremes(CAPABILITIES.with_changes(dtypes={"bf16"})) == ["saturated", "swamped", "loud", "colossal"]
-    assert extremes(CAPABILITIES.with_changes(dtypes={"fp32"})) == ["saturated", "loud"], "nothing of 16 bits"
-    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "loud"]
-    assert extremes(CAPABILITIES) == ["saturated", "swamped", *UNSCALED[1:-1]]
-    assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == ["swamped", "swamped", "towering", "colossal"]
+    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"same"})) == [
+        "large_and_small_values",
+        "large_and_small_values",
+        "fp16_overflow",
+        "beyond_fp16",
+    ]
+    assert extremes(CAPABILITIES.with_changes(dtypes={"bf16"})) == [
+        "saturated",
+        "large_and_small_values",
+        "large_queries",
+        "beyond_fp16",
+    ]
+    assert extremes(CAPABILITIES.with_changes(dtypes={"fp32"})) == ["saturated", "large_queries"], "nothing of 16 bits"
+    assert extremes(CAPABILITIES.with_changes(kv_dtypes={"fp8_e4m3"})) == ["saturated", "large_queries"]
+    assert extremes(CAPABILITIES) == ["saturated", "large_and_small_values", *UNSCALED[1:-1]]
+    assert extremes(IN_FP8.with_changes(kv_dtypes={"same"})) == [
+        "large_and_small_values",
+        "large_and_small_values",
+        "fp16_overflow",
+        "beyond_fp16",
+    ]
     unscaled = CAPABILITIES.with_changes(matmul_dtype="fp8_e4m3_unscaled")
-    assert extremes(unscaled) == ["saturated", "swamped", *UNSCALED[1:]], (
+    assert extremes(unscaled) == ["saturated", "large_and_small_values", *UNSCALED[1:]], (
         "and those who say that they lose them have them too"
     )
     a_key_less = CAPABILITIES.with_changes(max_context_len=4096)
-    assert extremes(a_key_less) == ["saturated", "loud", "towering", "colossal"], "with its token it is longer"
+    assert extremes(a_key_less) == ["saturated", "large_queries", "fp16_overflow", "beyond_fp16"], (
+        "with its token it is longer"
+    )
     assert not set(DATA) & set(EXTREME_DATA), "no covering array has them"
 
 
@@ -97,7 +114,7 @@ def test_a_sum_of_parts_that_is_kept_in_bf16_is_over_the_limit_and_rounded_parts
 
 
 @pytest.mark.parametrize("products", ["", "fp8_e4m3"])
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "loud"], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "large_queries"], ids=lambda case: case.id)
 def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(case: Case, products: str) -> None:
     schedule = make_schedule(case, Numerics(matmul_dtype=products))
     data = make_step_data(schedule, schedule.steps[0])
@@ -117,7 +134,7 @@ def test_loud_queries_are_within_fp8_and_beyond_240_and_their_logits_are_usual(c
         assert float(limited.flatten(-2)[seen].abs().max() * layer.scaling) > 0.05
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "towering"], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "fp16_overflow"], ids=lambda case: case.id)
 def test_three_towering_values_are_beyond_16_bits_and_no_output_is(case: Case) -> None:
     wanted, held = held_values(case)
     largest = float(torch.finfo(torch.float16).max)
@@ -128,7 +145,7 @@ def test_three_towering_values_are_beyond_16_bits_and_no_output_is(case: Case) -
     assert 20_000 < float(wanted.attention.abs().max()) < largest
 
 
-@pytest.mark.parametrize("case", [case for case in ALL if case.data == "colossal"], ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [case for case in ALL if case.data == "beyond_fp16"], ids=lambda case: case.id)
 def test_every_colossal_key_and_value_is_beyond_fp16(case: Case) -> None:
     wanted, held = held_values(case)
     largest = float(torch.finfo(torch.float16).max)

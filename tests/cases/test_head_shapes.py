@@ -131,7 +131,7 @@ def test_a_tier_that_tries_no_shapes_says_so() -> None:
     ("case", "text"),
     [
         (CASE.format("gauss", "").replace("-b4prod", "-lseprefix-b4prod"), "here 'prefix'"),
-        (CASE.format("gauss", "").replace("-b4prod", "-b4prod-idle"), "here 'idle'"),
+        (CASE.format("gauss", "").replace("-b4prod", "-b4prod-empty_batches"), "here 'idle'"),
         (CASE.format("gauss", "").replace("gqa2x4-d64", "mla8-d64r32"), "MLA"),
         (CASE.format("gauss", "").replace("d64-bf16", "d32-bf16"), "widest"),
         (CASE.format("gauss", "").replace("8x2d64-", "8x4d32-"), "two shapes"),
@@ -155,7 +155,7 @@ def test_layers_have_heads_scale_and_sinks_of_their_own() -> None:
     assert [layer.scaling * 8 for layer in minimal] == [0.5, 1.5, 0.75]
 
 
-@pytest.mark.parametrize("data", ["gauss", "peaked", "negative", "cliff", "footprint"])
+@pytest.mark.parametrize("data", ["gauss", "peaked", "negative", "rising_logits", "one_hot"])
 @pytest.mark.parametrize("pool", ["", "-kvfp8e4m3"])
 def test_numbers_are_of_the_layers_own_heads_and_zeros_beside_them(data: str, pool: str) -> None:
     schedule = make_schedule(parse_case(CASE.format(data, pool)))

@@ -53,7 +53,11 @@ def test_what_has_no_groups_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("words", "beside"),
-    [("-lseprefix-b2prod", "KV splits and KV groups: "), ("-b2prod-lent", ""), ("-b2prod-idle-norows", "")],
+    [
+        ("-lseprefix-b2prod", "KV splits and KV groups: "),
+        ("-b2prod-given_out", ""),
+        ("-b2prod-empty_batches-zero_length_padding", ""),
+    ],
 )
 def test_groups_go_with_server_variants_and_not_with_parts(words: str, beside: str) -> None:
     minimal = "decode-mha2-d32-bf16-p4-k5-shuffled-gauss-layers3from5"

@@ -114,18 +114,18 @@ def test_some_requests_leave_parts_without_keys() -> None:
 
 def test_what_cannot_be_is_refused() -> None:
     minimal = "decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-{}-b1prod"
-    assert parse_case(minimal.format("lsetokens12own")).own_merge
+    assert parse_case(minimal.format("lsetokens12merged")).own_merge
     for word in ("lsewholeown", "lsepages1", "lsepages", "lsetokens0", "lseparts"):
         with pytest.raises(ValueError, match=f"cannot read '{word}'"):
             parse_case(minimal.format(word))
     with pytest.raises(ValueError, match="KV splits and multi-mode instance: "):
-        parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsewhole-b2prod-mixed")
+        parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsewhole-b2prod-multi_mode")
     with pytest.raises(ValueError, match="KV splits of fewer keys and draft-decode: "):
         parse_case("draft-decode-gqa2x2-d32-fp32-p4-k9-topk2steps3-shuffled-gauss-lsepages2-b2prod")
 
 
 def test_explain_says_which_parts() -> None:
-    case = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsepages2own-b1prod")
+    case = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsepages2merged-b1prod")
     assert (
         KV_SPLITS.describe(case)["parts"]
         == "rank 0 of 2, rank 1 of 2, each with its log-sum-exp; merged by the backend"

@@ -56,7 +56,7 @@ def test_a_context_of_131072_tokens_has_many_heads(mode: ForwardMode, declared: 
     (case,) = [case for case in of_full(declared, mode) if max(case.prefixes) > 100_000]
     assert 130_000 < max(case.prefixes) < 131_072
     assert case.heads.q_heads == 32
-    assert case.data == "footprint", "with ordinary values nobody sees one key of so many"
+    assert case.data == "one_hot", "with ordinary values nobody sees one key of so many"
 
 
 def test_full_has_one_of_each_kind_and_core_has_none_of_an_extend() -> None:

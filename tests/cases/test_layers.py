@@ -84,7 +84,7 @@ def test_numbers_of_a_step_have_as_many_layers(count: int) -> None:
 
 
 def test_all_modes_of_a_mixed_case_have_its_layers() -> None:
-    case = parse_case(DECODE.format("-layers3from5").replace("prod", "prod-mixed"))
+    case = parse_case(DECODE.format("-layers3from5").replace("prod", "prod-multi_mode"))
     for other in co_residents(case, set(ForwardMode), 8, 1):
         assert make_layers(other) == make_layers(case)
 

@@ -94,7 +94,7 @@ def test_how_windows_of_layers_differ_is_a_word_of_the_id(word: str, windows: se
 
 def test_the_other_cases_of_an_instance_have_its_windows() -> None:
     for case in core(ALL.with_changes(windows={"layers": "same"})):
-        for other in co_residents(case, ALL.graph, 8) if case.mixed else []:
+        for other in co_residents(case, ALL.graph, 8) if case.multi_mode else []:
             assert make_layers(other) == make_layers(case)
 
 

@@ -16,17 +16,23 @@ DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
 CAPABILITIES = TorchNativeBackend.capabilities
 KINDS: dict[str, tuple[Callable[[Case], bool], set[ForwardMode]]] = {
     "window in another layout": (lambda case: case.kv_layout != "nhd" and case.window >= 0, set(ForwardMode)),
-    "window and sinks into lent memory": (lambda case: "lent" in case.variants and case.window >= 0, set(ForwardMode)),
-    "FP8 into lent memory": (lambda case: "lent" in case.variants and case.kv_dtype != "same", set(ForwardMode)),
+    "window and sinks into lent memory": (
+        lambda case: "given_out" in case.variants and case.window >= 0,
+        set(ForwardMode),
+    ),
+    "FP8 into lent memory": (lambda case: "given_out" in case.variants and case.kv_dtype != "same", set(ForwardMode)),
     "FP8 in a large pool": (lambda case: "bigpool" in case.variants and case.kv_dtype != "same", {DECODE, EXTEND}),
     "window and rows behind the plan's": (
-        lambda case: "morerows" in case.variants and case.window >= 0,
+        lambda case: "padded_tokens" in case.variants and case.window >= 0,
         set(ForwardMode) - {DRAFT},
     ),
-    "window planned ahead": (lambda case: "ahead" in case.variants and case.window >= 0, set(ForwardMode)),
+    "window planned ahead": (lambda case: "overlap_scheduling" in case.variants and case.window >= 0, set(ForwardMode)),
     "sinks where nothing is causal": (lambda case: "noncausal" in case.variants and case.sinks, {VERIFY, EXTEND}),
-    "window in a chain without links": (lambda case: "bare" in case.variants and case.window >= 0, {VERIFY}),
-    "window where lengths count new tokens": (lambda case: "withnew" in case.variants and case.window >= 0, {VERIFY}),
+    "window in a chain without links": (lambda case: "no_tree_tensors" in case.variants and case.window >= 0, {VERIFY}),
+    "window where lengths count new tokens": (
+        lambda case: "seq_lens_with_new" in case.variants and case.window >= 0,
+        {VERIFY},
+    ),
 }
 
 
@@ -51,7 +57,7 @@ def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_tre
         lambda case: case.layers.groups,
         lambda case: bool(case.layers.shapes),
         lambda case: bool(case.parts),
-        *map(of_variant, ("lent", "morerows", "ahead", "withnew")),
+        *map(of_variant, ("given_out", "padded_tokens", "overlap_scheduling", "seq_lens_with_new")),
     ]
     cases = core(VERIFY, CAPABILITIES.with_changes(windows={"in_trees": in_trees}))
     for has in kinds:
@@ -86,7 +92,7 @@ def test_what_is_not_declared_is_in_none_of_them() -> None:
             assert not case.sinks
             assert case.kv_dtype == "same"
     assert not any(
-        "lent" in case.variants for case in core(DECODE, CAPABILITIES.with_changes(server={"takes_out": False}))
+        "given_out" in case.variants for case in core(DECODE, CAPABILITIES.with_changes(server={"takes_out": False}))
     )
 
 

@@ -24,7 +24,7 @@ def drawn(pattern: str, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torc
         ("shifted", (0.25, 1, 3), (1, 1, 1)),
         ("peaked", (0, 0, 0), (6, 1, 1)),
         ("mean", (0, 0, 0), (0, 0, 1)),
-        ("footprint", (0, 0, 0), (0.5, 1, 0)),
+        ("one_hot", (0, 0, 0), (0.5, 1, 0)),
     ],
 )
 def test_numbers_have_the_mean_and_the_spread_that_make_the_pattern(
@@ -49,7 +49,7 @@ def test_negative_logits_are_all_the_same_and_far_below_a_finite_minus_infinity(
 
 
 def test_a_cliff_climbs_for_one_row_and_falls_for_the_next() -> None:
-    q, k, _ = drawn("cliff")
+    q, k, _ = drawn("rising_logits")
     logits = torch.einsum("thd,shd->ths", q[0, :4, :2], k[0, 0]) / math.sqrt(64)
     rise = logits[..., -1] - logits[..., 0]
     assert ((rise.abs() > 180) & (rise.abs() < 220)).all(), "0.5 of it in the first layer, 1.5 in the second"

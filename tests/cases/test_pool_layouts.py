@@ -36,10 +36,10 @@ def others(mode: ForwardMode, tier: str, declared: Capabilities = ALL) -> list[C
 def test_cases_of_other_layouts_stand_behind_those_that_there_were(mode: ForwardMode, tier: str) -> None:
     minimal = list(without_arrays(CAPABILITIES, mode, tier))
     assert not others(mode, tier, CAPABILITIES)
-    more = without_pairs(CAPABILITIES.with_changes(kv_layouts={"nhd", "hnd", "own"}), mode, tier)
+    more = without_pairs(CAPABILITIES.with_changes(kv_layouts={"nhd", "hnd", "custom"}), mode, tier)
     assert [case for case in more if case.kv_layout == "nhd"] == minimal
     behind = {case.kv_layout for case in more if case not in minimal}
-    assert behind == ({"hnd", "own"} if tier == "core" else behind & {"hnd", "own"})
+    assert behind == ({"hnd", "custom"} if tier == "core" else behind & {"hnd", "custom"})
     assert len(more) - len(minimal) == 1 or tier == "core"
 
 
@@ -98,15 +98,15 @@ def test_full_tries_each_layout_in_each_page_size() -> None:
 @pytest.mark.parametrize("tier", ["smoke", "core"])
 def test_without_the_usual_layout_all_cases_have_the_first_that_is_declared(tier: str) -> None:
     minimal = without_pairs(CAPABILITIES, ForwardMode.DECODE, tier)
-    found = without_pairs(CAPABILITIES.with_changes(kv_layouts={"own", "hnd"}), ForwardMode.DECODE, tier)
+    found = without_pairs(CAPABILITIES.with_changes(kv_layouts={"custom", "hnd"}), ForwardMode.DECODE, tier)
     assert [replace(case, kv_layout="nhd") for case in found[: len(minimal)]] == minimal
     assert {case.kv_layout for case in found[: len(minimal)]} == {"hnd"}
-    assert {case.kv_layout for case in found[len(minimal) :]} == {"own"}
+    assert {case.kv_layout for case in found[len(minimal) :]} == {"custom"}
     assert as_made(CAPABILITIES.with_changes(kv_layouts=()), ForwardMode.DECODE, tier) == ()
 
 
 def test_modes_that_share_an_instance_share_its_pool() -> None:
-    case = parse_case("decode-gqa2x2-d32-bf16-p4-k0.5.20-shuffled-gauss-kvhnd-b3prod-mixed")
+    case = parse_case("decode-gqa2x2-d32-bf16-p4-k0.5.20-shuffled-gauss-kvhnd-b3prod-multi_mode")
     assert {other.kv_layout for other in co_residents(case, set(ForwardMode), 8)} == {"hnd"}
 
 

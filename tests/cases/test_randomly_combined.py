@@ -84,7 +84,12 @@ def test_what_is_not_declared_is_not_taken() -> None:
     for mode in ForwardMode:
         found = list(randomly_combined(narrow, arrays(narrow, mode)))
         assert found
-        assert {word for case in found for word in kind(case).split()} <= {"idle", "norows", "withnew", "ahead"}
+        assert {word for case in found for word in kind(case).split()} <= {
+            "empty_batches",
+            "zero_length_padding",
+            "seq_lens_with_new",
+            "overlap_scheduling",
+        }
 
 
 def test_trees_that_branch_have_no_window_where_that_is_not_declared() -> None:
@@ -150,7 +155,7 @@ def test_ways_have_other_batches_and_rows_as_well() -> None:
     minimal = [
         case
         for case in as_made(CAPABILITIES, ForwardMode.EXTEND, "core")
-        if case.window == 7 and case.variants & {"lent", "morerows", "ahead"}
+        if case.window == 7 and case.variants & {"given_out", "padded_tokens", "overlap_scheduling"}
     ]
     assert len({case.prefixes for case in minimal}) <= 2
     for batches, most in ((True, len(minimal)), (False, 0)):

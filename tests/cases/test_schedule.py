@@ -235,7 +235,7 @@ def test_a_request_alone_has_the_numbers_it_has_in_the_batch() -> None:
 
 
 def test_footprint_values_name_one_key_a_channel() -> None:
-    schedule = make_schedule(Case(Decode(), Heads("mha", 2, 2), 64, "fp16", 16, (4096,), data="footprint", bucket=1))
+    schedule = make_schedule(Case(Decode(), Heads("mha", 2, 2), 64, "fp16", 16, (4096,), data="one_hot", bucket=1))
     data = make_step_data(schedule, schedule.steps[0])
     values = data.values[0, 0]
     assert values.sum(0).eq(1).all(), "every channel carries exactly one key"

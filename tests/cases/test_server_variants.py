@@ -43,27 +43,32 @@ def test_cases_of_ways_come_from_core_on_and_their_ids_rebuild_them(mode: Forwar
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> None:
-    verify = {"withnew", "bare"} if mode is ForwardMode.TARGET_VERIFY else set()
-    more = set() if mode is ForwardMode.DRAFT_DECODE else {"morerows"}
+    verify = {"seq_lens_with_new", "no_tree_tensors"} if mode is ForwardMode.TARGET_VERIFY else set()
+    more = set() if mode is ForwardMode.DRAFT_DECODE else {"padded_tokens"}
     if mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY):
         more = more | {"noncausal"}
     far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
     big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
-    assert set(variants(PLAIN, mode)) == {"idle", "ahead"} | far | big
-    assert set(variants(ALL, mode)) == {"idle", "ahead", "norows", "lent"} | far | big | more | verify
-    assert "ahead" not in variants(PLAIN.with_changes(server={"overlap_scheduling": False}), mode)
-    assert "norows" not in variants(ALL.with_changes(graph=()), mode)
-    assert "norows" not in variants(ALL.with_changes(server={"padded_requests": {"nothing"}}), mode), (
+    assert set(variants(PLAIN, mode)) == {"empty_batches", "overlap_scheduling"} | far | big
+    assert (
+        set(variants(ALL, mode))
+        == {"empty_batches", "overlap_scheduling", "zero_length_padding", "given_out"} | far | big | more | verify
+    )
+    assert "overlap_scheduling" not in variants(PLAIN.with_changes(server={"overlap_scheduling": False}), mode)
+    assert "zero_length_padding" not in variants(ALL.with_changes(graph=()), mode)
+    assert "zero_length_padding" not in variants(ALL.with_changes(server={"padded_requests": {"nothing"}}), mode), (
         "all cases have it so"
     )
-    assert "withnew" not in variants(ALL.with_changes(server={"verify_lens": {"all"}}), mode), "all cases have it so"
+    assert "seq_lens_with_new" not in variants(ALL.with_changes(server={"verify_lens": {"all"}}), mode), (
+        "all cases have it so"
+    )
 
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: ForwardMode) -> None:
     found = [case for case in generate(PLAIN, mode, "full") if "bigpool" in case.variants]
     assert len(found) == (mode is not ForwardMode.DRAFT_DECODE)
-    own = PLAIN.with_changes(kv_layouts={"own"})
+    own = PLAIN.with_changes(kv_layouts={"custom"})
     assert not [case for case in generate(own, mode, "full") if "bigpool" in case.variants]
 
 
@@ -85,7 +90,7 @@ def test_pages_of_every_request_lie_at_both_ends_of_a_pool_beyond_32_bits(declar
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_every_mode_has_steps_without_a_live_request(mode: ForwardMode) -> None:
-    schedule = make_schedule(variants(PLAIN, mode)["idle"])
+    schedule = make_schedule(variants(PLAIN, mode)["empty_batches"])
     labels = [step.label for step in schedule.steps]
     assert labels[:5] == ["own batch", "no live request", "longer, exact", "no live request", "no live request again"]
     assert labels[-2:] == ["no live request", "own batch again"]
@@ -95,7 +100,7 @@ def test_every_mode_has_steps_without_a_live_request(mode: ForwardMode) -> None:
 
 
 def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
-    schedule = make_schedule(variants(PLAIN)["idle"])
+    schedule = make_schedule(variants(PLAIN)["empty_batches"])
     empty, *_ = (step for step in schedule.idle if step.eager_too)
     live, *_ = (step for step in schedule.steps if step.eager_too and step.requests)
     takes = PLAIN.with_changes(server={"takes_empty_batches": True})
@@ -104,7 +109,7 @@ def test_an_empty_step_runs_eagerly_for_who_takes_it() -> None:
 
 
 def test_no_step_runs_eagerly_in_a_mode_of_graphs_alone() -> None:
-    schedule = make_schedule(variants(PLAIN)["idle"])
+    schedule = make_schedule(variants(PLAIN)["empty_batches"])
     alone = PLAIN.with_changes(eager={"extend"}, server={"takes_empty_batches": True})
     assert not [step for step in schedule.steps if schedule.runs_eagerly(step, alone)]
     assert [step for step in schedule.steps if schedule.runs_eagerly(step, alone.with_changes(eager={"decode"}))]
@@ -112,7 +117,7 @@ def test_no_step_runs_eagerly_in_a_mode_of_graphs_alone() -> None:
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_nothing_is_expected_of_a_step_without_requests_but_that_no_slot_changes(mode: ForwardMode) -> None:
-    schedule = make_schedule(variants(PLAIN, mode)["idle"])
+    schedule = make_schedule(variants(PLAIN, mode)["empty_batches"])
     step = schedule.idle[0]
     data, expected = make_step_data(schedule, step), expect(schedule, step)
     assert data.q.shape[1] == data.out_cache_loc.numel() == 0
@@ -155,14 +160,14 @@ def test_more_shapes_than_a_cache_of_128_entries_holds_stand_between_two_replays
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lseprefix-b2prod-lent", "lent excludes KV splits: forward_return_lse has no out="),
-        ("lseprefix-b2prod-morerows", "morerows excludes KV splits: rows of no request have no keys"),
-        ("lseprefix-b2prod-idle", "idle excludes KV splits: without rows nothing is merged"),
-        ("b2prod-idle-morerows", "morerows excludes idle: "),
-        ("b2prod-idle-far", "far excludes idle: "),
+        ("lseprefix-b2prod-given_out", "lent excludes KV splits: forward_return_lse has no out="),
+        ("lseprefix-b2prod-padded_tokens", "morerows excludes KV splits: rows of no request have no keys"),
+        ("lseprefix-b2prod-empty_batches", "idle excludes KV splits: without rows nothing is merged"),
+        ("b2prod-empty_batches-padded_tokens", "morerows excludes idle: "),
+        ("b2prod-empty_batches-far", "far excludes idle: "),
         ("b2prod-far-shapes", "far excludes shapes: "),
-        ("b2prod-lent-norows", "not in its usual form; write .*-norows-lent$"),
-        ("b2prod-lent-lent", "not in its usual form; write .*-lent$"),
+        ("b2prod-given_out-zero_length_padding", "not in its usual form; write .*-zero_length_padding-given_out$"),
+        ("b2prod-given_out-given_out", "not in its usual form; write .*-given_out$"),
     ],
 )
 def test_what_excludes_each_other_is_refused_with_the_reason(words: str, message: str) -> None:
@@ -177,11 +182,15 @@ def test_what_variants_exclude_are_variants_and_things_that_a_case_has_and_each_
 
 
 def test_two_variants_of_a_case_come_to_what_both_do() -> None:
-    both = variant_of(parse_case("target-verify-gqa2x2-d64-bf16-p16-k3-chain4-shuffled-gauss-b2prod-withnew-noncausal"))
+    both = variant_of(
+        parse_case("target-verify-gqa2x2-d64-bf16-p16-k3-chain4-shuffled-gauss-b2prod-seq_lens_with_new-noncausal")
+    )
     assert (both.word, both.causal, both.gives_none, dict(both.says)) == (
         "withnew-noncausal", False, True, {"verify_lens": "all"},
     )  # fmt: skip
-    idle = parse_case("decode-gqa2x2-d64-bf16-p16-k3x2-shuffled-gauss-b3prod-idle-norows-ahead")
+    idle = parse_case(
+        "decode-gqa2x2-d64-bf16-p16-k3x2-shuffled-gauss-b3prod-empty_batches-zero_length_padding-overlap_scheduling"
+    )
     assert any(not step.requests for step in make_schedule(idle).steps)
     assert variant_of(idle).says == {"padded_requests": "nothing"}
 
@@ -197,7 +206,7 @@ def test_core_has_each_two_variants_that_do_not_exclude_each_other(mode: Forward
     met = {
         pair for case in cases for pair in combinations([word for word in SERVER_VARIANTS if word in case.variants], 2)
     }
-    assert set(combinations(words, 2)) - met == {("idle", "morerows")}
+    assert set(combinations(words, 2)) - met == {("empty_batches", "padded_tokens")}
     assert max(len(case.variants) for case in cases) == 2
     assert any(case.variants and case.parts for case in cases)
     assert any(case.variants and case.layers.groups for case in cases)

@@ -78,7 +78,7 @@ def test_a_dtype_that_is_not_declared(dtypes: set[str], name: str, dtype: torch.
 
 @pytest.mark.parametrize(
     ("layouts", "name"),
-    [({"nhd"}, "hnd"), ({"nhd", "hnd"}, "kv-in-block"), ({"own"}, "nhd"), (set(KV_LAYOUTS) - {"own"}, None)],
+    [({"nhd"}, "hnd"), ({"nhd", "hnd"}, "kv-in-block"), ({"custom"}, "nhd"), (set(KV_LAYOUTS) - {"custom"}, None)],
 )
 def test_a_kv_layout_that_is_not_declared(layouts: set[str], name: str | None) -> None:
     found = outside(CAPABILITIES.with_changes(kv_layouts=layouts))
@@ -101,10 +101,10 @@ def own_pages(spec: KVPoolSpec) -> list[KVLayer]:
 def test_what_differs_in_one_thing_has_a_pool_laid_out_as_before_or_is_not_asked(
     pages: set[int], asked: list[str]
 ) -> None:
-    pool = KVPool(64, 4, context().layers, torch.float32, CPU, "own", own_pages)
-    found = outside(CAPABILITIES.with_changes(page_sizes=pages, kv_layouts={"own"}), kv_pool=pool)
+    pool = KVPool(64, 4, context().layers, torch.float32, CPU, "custom", own_pages)
+    found = outside(CAPABILITIES.with_changes(page_sizes=pages, kv_layouts={"custom"}), kv_pool=pool)
     assert [name for name in found if name.startswith("page size")] == asked
-    assert all(found[name].kv_pool.layout == "own" for name in asked)
+    assert all(found[name].kv_pool.layout == "custom" for name in asked)
 
 
 @pytest.mark.parametrize(("dims", "dim"), [({64}, 48), ({48}, 80), ({48, 80}, 24), ({48, 80, 24}, None)])

@@ -19,14 +19,14 @@ from attn_testkit.checks.numeric import matches_oracle
 from attn_testkit.contract import Capabilities
 from attn_testkit.oracle.expect import expect
 
-CASE = "decode-gqa2x2-d128-{}-p16-k4096.300.33-shuffled-codes{}-b3prod"
+CASE = "decode-gqa2x2-d128-{}-p16-k4096.300.33-shuffled-plus_minus_one{}-b3prod"
 BF16 = CASE.format("bf16", "")
 FP8 = CASE.format("fp16", "-kvfp8e4m3")
-VERIFY = "target-verify-gqa2x2-d128-bf16-p16-k1500.70-t0.0.1-shuffled-codes-b2prod"
-WINDOW = "decode-gqa2x2-d128-bf16-p16-k1500.300-shuffled-codes-w700-b2prod"
-SINKS = "decode-gqa2x2-d128-bf16-p16-k1500.300-shuffled-codes-sink-b2prod"
-MLA = "decode-mla2-d512r64-bf16-p16-k1500.300-shuffled-codes-b2prod"
-SMALL = "decode-mqa2-d32-bf16-p4-k20.9-shuffled-codes-b2prod"
+VERIFY = "target-verify-gqa2x2-d128-bf16-p16-k1500.70-t0.0.1-shuffled-plus_minus_one-b2prod"
+WINDOW = "decode-gqa2x2-d128-bf16-p16-k1500.300-shuffled-plus_minus_one-w700-b2prod"
+SINKS = "decode-gqa2x2-d128-bf16-p16-k1500.300-shuffled-plus_minus_one-sink-b2prod"
+MLA = "decode-mla2-d512r64-bf16-p16-k1500.300-shuffled-plus_minus_one-b2prod"
+SMALL = "decode-mqa2-d32-bf16-p4-k20.9-shuffled-plus_minus_one-b2prod"
 N = 4097
 
 
@@ -202,14 +202,14 @@ def test_other_data_have_no_counts() -> None:
     assert expected.key_sum is None
     comparison = step_of(schedule, expected, expected.attention)
     assert not comparison.key_ratio.any()
-    with pytest.raises(ValueError, match="codes"):
+    with pytest.raises(ValueError, match="plus_minus_one"):
         find_miscounts(comparison, 0)
 
 
 def test_it_is_shown_by_cases_of_codes_alone_and_evaluated_behind_the_oracle() -> None:
     check = CHECKS["keys-counted-once"]
     assert check.shown_by(parse_case(BF16))
-    assert not check.shown_by(parse_case(BF16.replace("codes", "mean")))
+    assert not check.shown_by(parse_case(BF16.replace("plus_minus_one", "mean")))
     assert check.behind_outputs
     assert check.run is not None
     comparison = evaluated(BF16, [Run(0, 1, 1, 1)])

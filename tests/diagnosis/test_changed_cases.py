@@ -184,7 +184,7 @@ def test_two_features_without_either_of_which_it_is_right_are_both_named() -> No
 
 
 def test_the_data_say_what_to_look_at_where_they_are_there_to_show_it() -> None:
-    reported = right_without(evidence(CASE.replace("gauss", "cliff"), without=("data",)))
+    reported = right_without(evidence(CASE.replace("gauss", "rising_logits"), without=("data",)))
     assert "wrong with those of this case (cliff): look at rescaling of partial sums" in reported
 
 
@@ -302,7 +302,7 @@ def test_what_raises_always_or_in_no_eager_run_is_reported_by_nothing() -> None:
 
 
 def test_what_raises_beside_other_modes_alone_is_reported_by_them() -> None:
-    mixed = RANK.replace("-layers3from5", "") + "-mixed"
+    mixed = RANK.replace("-layers3from5", "") + "-multi_mode"
     assert "on an instance that no other mode uses" in raising(mixed, lambda case: False, in_graph=True, graph=object())
     assert raising(mixed, lambda case: False, in_graph=True) == ""
     assert "on an instance that no other mode uses" in raising(mixed, lambda case: False)

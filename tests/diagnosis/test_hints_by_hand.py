@@ -146,7 +146,9 @@ def test_a_part_that_weighs_more_than_the_others_is_a_matter_of_its_log_sum_exp(
     doubled: Sequence[int], part: str
 ) -> None:
     found = attended(range(LENGTH), doubled=frozenset(doubled))
-    with_kv_splits = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p1-k299.40-shuffled-gauss-lsepages2own-b2prod"))
+    with_kv_splits = make_schedule(
+        parse_case("decode-gqa2x2-d32-fp32-p1-k299.40-shuffled-gauss-lsepages2merged-b2prod")
+    )
     reported = key_range(evidence(found, schedule=with_kv_splits))
     assert reported.startswith(f"all KV tokens of {part} have more weight than those of other KV splits") is bool(part)
     assert "counted more than once" in key_range(evidence(found)), "this case has no parts"

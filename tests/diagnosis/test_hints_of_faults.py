@@ -17,13 +17,13 @@ FAULTS = {fault.slug: fault for fault in all_faults()}
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
 LONG = "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan"
 BRANCHES = "draft-decode-mha2-d64-bf16-p4-k0.1.8-topk3steps6-reversed-peaked-w4-b3prod"
-PARTS = "draft-extend-v2-gqa2x2-d64-bf16-p4-k11.0.4.1.70-n2a2.1.2.1.2-shuffled-peaked-w0-lsetokens3own-b6prod"
+PARTS = "draft-extend-v2-gqa2x2-d64-bf16-p4-k11.0.4.1.70-n2a2.1.2.1.2-shuffled-peaked-w0-lsetokens3merged-b6prod"
 PACKED = "draft-extend-gqa2x2-d32-bf16-p1-k1.2.5.9.14.2.30-n2a1x7-contiguous-gauss-cap1.5-b10nan"
 V1 = "draft-extend-gqa8x2-d64-fp16-p4-k7.8.9-n2a1x3-interleaved-gauss-kvfp8e4m3-w4000-cap1.5-b3prod"
 TREE = "target-verify-gqa2x2-d128-fp32-p16-k15.16.17-t0.0.1.1.3-shared-mean-w0-sink-b4nan"
 WIDE = "draft-extend-v2-gqa3x2-d32-fp16-p4-k0.1.8-n6a6x3-reversed-gauss-kvfp8e4m3-w4-cap1.5-sink-b4nan"
-STALE = "decode-gqa8x2-d64-bf16-p4-k1.2.5.9.14.2.30-reversed-footprint-w4-b10stale"
-PROMPTS = "extend-gqa8x2-d64-bf16-p64-k1.2.5.9.14.2.30-n1a1x7-contiguous-footprint-w4000-sink-b8stale"
+STALE = "decode-gqa8x2-d64-bf16-p4-k1.2.5.9.14.2.30-reversed-one_hot-w4-b10stale"
+PROMPTS = "extend-gqa8x2-d64-bf16-p64-k1.2.5.9.14.2.30-n1a1x7-contiguous-one_hot-w4000-sink-b8stale"
 SHARED = "draft-extend-v2-mha2-d64-bf16-p64-k63.64.65-n2a1x3-shared-gauss-w4-sink-b4prod"
 SWITCH = "decode-gqa2x2-d64-bf16-p1-k9.70.1.33.9.70.1.33.9.70.1.33-reversed-gauss-b12prod"
 LARGE_MAX_CONTEXT_LEN = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-far"
@@ -85,20 +85,20 @@ TOLD = [
     ),
     (
         "splits-of-the-first-row",
-        "target-verify-mqa4-d64-bf16-p1-k254.510.1022-chain4-shuffled-codes-b3prod",
+        "target-verify-mqa4-d64-bf16-p1-k254.510.1022-chain4-shuffled-plus_minus_one-b3prod",
         "eager",
         "wrong from 257 on: probably not a wrong length, but later splits or tiles",
     ),
     ("settings-of-two-layers-by-turns", LATER_RANK, "eager", "right with two layers, and wrong with 3"),
     (
         "fp8-queries-limited-to-224",
-        "draft-extend-v2-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-reversed-loud-kvfp8e4m3-b2prod",
+        "draft-extend-v2-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-reversed-large_queries-kvfp8e4m3-b2prod",
         "eager",
         "wrong with those of this case (loud): look at the range of q",
     ),
     (
         "sums-of-16-bits",
-        "decode-mqa4-d64-fp16-p1-k4096-contiguous-swamped-b1prod",
+        "decode-mqa4-d64-fp16-p1-k4096-contiguous-large_and_small_values-b1prod",
         "eager",
         "wrong with those of this case (swamped): look at sums kept in 16 bits",
     ),
@@ -156,13 +156,13 @@ TOLD = [
     ),
     (
         "products-of-16-bits-overflow",
-        "extend-mqa4-d64-fp16-p1-k70.20-n2a2x2-shared-towering-b2prod",
+        "extend-mqa4-d64-fp16-p1-k70.20-n2a2x2-shared-fp16_overflow-b2prod",
         "eager",
         "not finite where values are large: look at products of weights and values in 16 bits",
     ),
     (
         "bf16-rows-converted-to-fp16",
-        "decode-mqa4-d64-bf16-p1-k70.20-contiguous-colossal-b2prod",
+        "decode-mqa4-d64-bf16-p1-k70.20-contiguous-beyond_fp16-b2prod",
         "eager",
         "not finite where values are large: look at rows of bf16 that are converted to fp16",
     ),
@@ -177,7 +177,7 @@ TOLD = [
     ("second-request-kv-uses-q-offset", PACKED, "eager", "right for KV tokens from the offset of a"),
     (
         "model-window-in-full-layers",
-        "decode-gqa4x2-d64-bf16-p16-k1.2.5.9.14.2.30-reversed-footprint-w4one-b10stale",
+        "decode-gqa4x2-d64-bf16-p16-k1.2.5.9.14.2.30-reversed-one_hot-w4one-b10stale",
         "eager",
         "what a window of 4 lets it see, which another layer has; its own layer has no window",
     ),
@@ -256,7 +256,7 @@ MISLED = [
     ("block-table-indexed-by-token", LEAN, "eager", "page 0 is read"),
     (
         "first-key-of-a-split-in-none",
-        "draft-extend-v2-gqa2x2-d64-bf16-p16-k4097.300.33-n2a2x3-reversed-codes-b4prod",
+        "draft-extend-v2-gqa2x2-d64-bf16-p16-k4097.300.33-n2a2x3-reversed-plus_minus_one-b4prod",
         "eager",
         "outputs of layers",
     ),

@@ -83,7 +83,7 @@ def reported(
         ("draft-extend-mha2-d32-fp32-p4-k5.9-n3a1x2-shuffled-gauss-b2prod", ["scale"]),
         (DECODE.replace("gauss", "peaked"), ["scale", LARGE]),
         (DECODE.replace("gauss", "negative"), ["scale", MINUS_INFINITY, "overflow of q k before it is scaled"]),
-        (DECODE.replace("gauss", "cliff"), [CLIFF, LARGE, "scale"]),
+        (DECODE.replace("gauss", "rising_logits"), [CLIFF, LARGE, "scale"]),
     ],
 )
 def test_suspects_are_what_the_case_has_the_likeliest_first(case: str, suspects: list[str]) -> None:
@@ -146,7 +146,7 @@ def test_where_foreign_slots_are_read_nothing_is_suspected_of_the_numbers() -> N
 
 
 def test_in_a_cliff_the_lengths_that_are_wrong_add_nothing() -> None:
-    assert reported(DECODE.replace("gauss", "cliff")) == f"{SUSPECTS}{CLIFF}, {LARGE}, scale"
+    assert reported(DECODE.replace("gauss", "rising_logits")) == f"{SUSPECTS}{CLIFF}, {LARGE}, scale"
 
 
 @pytest.mark.parametrize(("data", "small"), [("gauss", True), ("peaked", True), ("negative", False)])

@@ -334,7 +334,7 @@ def test_a_part_of_a_head_that_is_nan_is_a_layout() -> None:
     assert reported(finite(whole=True)) == ""
     assert reported(finite(part=False)) == ""
     assert reported(finite(), reads_foreign=True) == ""
-    for data in ("peaked", "negative", "cliff"):
+    for data in ("peaked", "negative", "rising_logits"):
         assert reported(finite(), schedule=Of(case=case(data=data))) == ""
 
 
@@ -421,7 +421,7 @@ def test_a_tile_of_rows_begins_at_one_place_in_all_requests() -> None:
     ("first", "last", "data", "said"),
     [
         (16, 32, "gauss", True),
-        (16, 32, "footprint", False),
+        (16, 32, "one_hot", False),
         (0, 32, "gauss", False),
         (8, 32, "gauss", False),
         (16, 24, "gauss", False),

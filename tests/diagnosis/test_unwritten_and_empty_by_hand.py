@@ -18,7 +18,7 @@ from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.hints.values import nothing_computed
 
 VERIFY = schedule_of("target-verify-gqa2x2-d64-bf16-p4-k9.20.3-chain3-shuffled-gauss-b3prod")
-RANKS = schedule_of("decode-gqa2x2-d32-fp32-p4-k1.9.3.20.2.11-shuffled-gauss-lsepages2own-b6prod")
+RANKS = schedule_of("decode-gqa2x2-d32-fp32-p4-k1.9.3.20.2.11-shuffled-gauss-lsepages2merged-b6prod")
 """Requests 0, 2 and 4 have one page, and so no KV token on rank 1; 2 and 4 stand behind others."""
 POISON = torch.tensor([-1], dtype=torch.int32).view(torch.float32)
 
@@ -100,7 +100,7 @@ def test_requests_without_a_part_or_behind_such_are_named_where_they_alone_are_w
 
 
 def test_a_window_leaves_a_part_without_kv_tokens_in_its_own_layer() -> None:
-    schedule = schedule_of("decode-gqa2x2-d32-fp32-p4-k1.9.3.20.2.11-shuffled-gauss-w0one-lsepages2own-b6prod")
+    schedule = schedule_of("decode-gqa2x2-d32-fp32-p4-k1.9.3.20.2.11-shuffled-gauss-w0one-lsepages2merged-b6prod")
     own = [layer.sliding_window_size for layer in make_layers(schedule.case)].index(0)
     for layer, said in ((own, True), (1 - own, False)):
         out = right(schedule)

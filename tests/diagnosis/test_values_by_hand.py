@@ -145,7 +145,7 @@ def test_a_row_with_a_result_of_another_layer_says_whose() -> None:
     assert rows_of_other_layers(evidence(out, misrouted=misrouted)) == "", "it is known to be a row of its own layer"
     out[0, 4] += 9.0
     assert rows_of_other_layers(evidence(out)) == "", "a wrong row is nobody's"
-    codes = make_schedule(parse_case("decode-gqa2x2-d64-fp32-p16-k4097.300.33-reversed-codes-b4prod"))
+    codes = make_schedule(parse_case("decode-gqa2x2-d64-fp32-p16-k4097.300.33-reversed-plus_minus_one-b4prod"))
     found = evidence(right(codes), codes)
     found.comparison.key_ratio[0, 1] = 2.0
     assert found.comparison.wrong_rows == (1,)

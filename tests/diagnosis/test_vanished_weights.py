@@ -20,7 +20,7 @@ from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
 
 CASE = "decode-gqa3x2-d32-bf16-p4-k1200-shuffled-{}-kvfp8e4m3-b1prod"
-FAINT = make_schedule(parse_case(CASE.format("faint")), Numerics("fp8_e4m3"))
+FAINT = make_schedule(parse_case(CASE.format("small_weights")), Numerics("fp8_e4m3"))
 NAMED = "small weights vanish when they are rounded to FP8 without a factor"
 
 

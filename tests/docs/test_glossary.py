@@ -69,7 +69,7 @@ def test_each_optional_ending_of_a_word_has_an_entry() -> None:
     # Endings change the meaning, and a pattern does not list them: `w11same` and `b4nan` are read by one pattern each.
     listed = [(kind, each) for kind in WORDS for each in re.findall(r"\(([a-z]+(?:\|[a-z]+)*)\)", kind.pattern)]
     endings = {(kind.pattern, ending) for kind, each in listed for ending in each.split("|")}
-    assert {"one", "same", "nan", "groups", "own"} <= {ending for _, ending in endings}
+    assert {"one", "same", "nan", "groups", "merged"} <= {ending for _, ending in endings}
     for pattern, ending in endings:
         fitting = [word for word in words_of_ids() if re.fullmatch(pattern, word)]
         assert any(ending in word for word in fitting), f"no entry with {ending!r} of {pattern}"
@@ -77,10 +77,10 @@ def test_each_optional_ending_of_a_word_has_an_entry() -> None:
 
 def test_every_word_of_a_real_case_id_is_found_whatever_its_numbers() -> None:
     ids = [
-        "extend-gqa8x2-d96-fp16-p32-k0.15x3.7-n12a17.1x2-chunks5-shared-gauss-kvfp8e4m3-w7same-cap2.25-sink-b7nan-mixed-s3",
-        "target-verify-mla4-d64r16-bf16-p8-k9.40-t0.0.1.1-reversed-cliff-layers4from9-b3stale",
+        "extend-gqa8x2-d96-fp16-p32-k0.15x3.7-n12a17.1x2-chunks5-shared-gauss-kvfp8e4m3-w7same-cap2.25-sink-b7nan-multi_mode-s3",
+        "target-verify-mla4-d64r16-bf16-p8-k9.40-t0.0.1.1-reversed-rising_logits-layers4from9-b3stale",
         "draft-decode-mqa8-d128-fp32-p1-k33-topk3steps5-prefixed-loop4-contiguous-mean-b1prod",
-        "decode-mha6-d64-bf16-p16-k33x2-shuffled-codes-layers3from2by4x2d64.8x1d32-b2small",
+        "decode-mha6-d64-bf16-p16-k33x2-shuffled-plus_minus_one-layers3from2by4x2d64.8x1d32-b2small",
     ]
     for case_id in ids:
         mode = next(mode for mode in sorted(MODES, key=len, reverse=True) if case_id.startswith(mode))

@@ -60,7 +60,7 @@ MEAN = Family(
     name=NAME,
     dimensions=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "layout", "data",
-         "KV layout", "window", "layers", "padded requests", "padding", "mixed", "variants", "seed"}
+         "KV layout", "window", "layers", "padded requests", "padding", "multi_mode", "variants", "seed"}
     ),
     layers=layers,
     data=make_step_data,

@@ -37,7 +37,7 @@ def fp8_error(case: Case, factor: float = 4.0) -> tuple[torch.Tensor, Attention]
     return (out.bfloat16().double() - exact.out[:, 0]).abs()[:, None], exact
 
 
-@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "footprint", "negative", "mean", "faint"])
+@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "one_hot", "negative", "mean", "small_weights"])
 @pytest.mark.parametrize("length", [1, 17, 512, 4096])
 @pytest.mark.parametrize(
     ("capability", "factor"),
@@ -53,18 +53,18 @@ def test_probabilities_rounded_to_fp8_stay_within_the_limit(
 
 
 def test_small_weights_that_vanish_are_over_the_limit_of_who_says_that_there_is_a_factor() -> None:
-    error, exact = fp8_error(decode(1501, "faint"), 1.0)
+    error, exact = fp8_error(decode(1501, "small_weights"), 1.0)
     limit = attention_limit(exact, "bf16", "fp8_e4m3")
     assert (error.norm(dim=-1) > 1.5 * row_limit(limit, "bf16"))[0].all(), "layer 0, whose weights lie that far apart"
 
 
 @pytest.mark.parametrize("length", [17, 512])
 def test_the_limit_is_near_what_one_rounded_probability_does(length: int) -> None:
-    error, exact = fp8_error(decode(length, "footprint"))
+    error, exact = fp8_error(decode(length, "one_hot"))
     assert float((error / attention_limit(exact, "bf16", "fp8_e4m3")).max()) > 0.25
 
 
-@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "footprint"])
+@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "one_hot"])
 def test_fp8_probabilities_are_over_the_limit_of_a_backend_that_does_not_declare_them(data: str) -> None:
     error, exact = fp8_error(decode(17, data))
     assert (error > attention_limit(exact, "bf16")).any()
@@ -72,7 +72,7 @@ def test_fp8_probabilities_are_over_the_limit_of_a_backend_that_does_not_declare
 
 @pytest.mark.parametrize("length", [64, 512, 4096])
 def test_a_dropped_key_shows_with_footprint_values(length: int) -> None:
-    case = decode(length, "footprint")
+    case = decode(length, "one_hot")
     _, exact = fp8_error(case)
     schedule = make_schedule(case, Numerics("fp8_e4m3"))
     data = make_step_data(schedule, schedule.steps[0])
@@ -82,7 +82,7 @@ def test_a_dropped_key_shows_with_footprint_values(length: int) -> None:
     assert (change > attention_limit(exact, "bf16", "fp8_e4m3")).any()
 
 
-@pytest.mark.parametrize("data", ["gauss", "peaked", "negative", "footprint"])
+@pytest.mark.parametrize("data", ["gauss", "peaked", "negative", "one_hot"])
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_queries_of_an_fp8_kernel_are_numbers_of_fp8_and_keys_fit_its_range(data: str, dim: int) -> None:
     case = decode(33, data, dim)

@@ -16,7 +16,7 @@ from attn_testkit.families.softmax.attention import Attention
 from attn_testkit.families.softmax.limits import key_factor
 from attn_testkit.oracle.expect import expect
 
-CASE = "decode-gqa2x2-d32-{}-p4-k40.9-shuffled-codes{}-b2prod"
+CASE = "decode-gqa2x2-d32-{}-p4-k40.9-shuffled-plus_minus_one{}-b2prod"
 
 
 def attention_of(words: str, dtype: str = "fp16") -> Attention:
@@ -68,4 +68,4 @@ def test_the_sum_of_weights_is_that_of_the_keys_and_of_the_sink() -> None:
     other = expect(schedule, schedule.steps[0], "gauss")
     assert other.key_sum is None
     assert other.key_factor is None
-    assert expect(schedule, schedule.steps[0], "codes").key_sum is not None
+    assert expect(schedule, schedule.steps[0], "plus_minus_one").key_sum is not None

@@ -46,7 +46,7 @@ def rounded_attention(case: Case, splits: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "footprint", "negative"])
+@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "one_hot", "negative"])
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])
 @pytest.mark.parametrize("length", [1, 17, *LENGTHS])
 def test_honest_rounding_stays_within_the_limits(length: int, dtype: str, data: str, splits: int) -> None:
@@ -78,7 +78,7 @@ def test_probabilities_that_a_sink_made_small_may_be_rounded_as_the_dtype_rounds
 @pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize("dropped", ["first", "last", "heaviest"])
 def test_one_dropped_key_is_over_the_limit_with_footprint_values(length: int, dtype: str, dropped: str) -> None:
-    case = decode(length, dtype, "footprint")
+    case = decode(length, dtype, "one_hot")
     schedule = make_schedule(case)
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(case)
     exact = attend(data, layers)

@@ -47,7 +47,9 @@ def rounded(q: torch.Tensor, q_scale: str, *, power_of_two: bool = False, least:
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
 @pytest.mark.parametrize("heads", CASES)
-@pytest.mark.parametrize("data", [*DATA, "saturated", "loud", "faint", "codes", "large_and_small_queries"])
+@pytest.mark.parametrize(
+    "data", [*DATA, "saturated", "large_queries", "small_weights", "plus_minus_one", "large_and_small_queries"]
+)
 def test_queries_are_exact_under_the_declared_scale_and_under_those_of_fewer_numbers(
     data: str, heads: str, dtype: str
 ) -> None:
@@ -63,7 +65,7 @@ def test_queries_are_exact_under_the_declared_scale_and_under_those_of_fewer_num
             assert query_rounding(drawn.q, finer) is None
 
 
-@pytest.mark.parametrize("data", ["mean", "codes"])
+@pytest.mark.parametrize("data", ["mean", "plus_minus_one"])
 def test_equal_weights_stay_equal_where_no_query_is_zero(data: str) -> None:
     for declared in ("none", *SCALED):
         schedule, drawn = made(declared, data)
@@ -99,7 +101,7 @@ def test_steps_with_one_scale_for_all_rows_are_all_large_all_small_or_both() -> 
 
 
 @pytest.mark.parametrize("q_scale", SCALED)
-@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "loud"])
+@pytest.mark.parametrize("data", ["gauss", "peaked", "shifted", "large_queries"])
 def test_queries_that_anybody_drew_are_rounded_within_their_limit(q_scale: str, data: str) -> None:
     """Numbers of no grid: the bound is of each number, and is nearly reached."""
     _, drawn = made("none", data)
@@ -232,7 +234,7 @@ def test_queries_that_are_cut_off_or_not_multiplied_back_are_over_the_limit(decl
 
 def test_faint_weights_lie_as_far_apart_as_without_a_scale() -> None:
     for declared in ("none", *SCALED):
-        schedule, drawn = made(declared, "faint")
+        schedule, drawn = made(declared, "small_weights")
         attention = attend(drawn, make_layers(schedule.case))
         assert 6.8 < float(attention.top[0].min()) < 7.8
 

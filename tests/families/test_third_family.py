@@ -21,9 +21,9 @@ from attn_testkit.fuzz.strategies import random_cases
 from attn_testkit.results import CaseResult
 
 WINDOWED = "decode-mean2-d64-fp32-p16-k300.70.12-interleaved-shifted-w11-b3prod"
-CODES = "decode-mean2-d64-bf16-p16-k1025.33-shuffled-codes-b3prod"
+CODES = "decode-mean2-d64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod"
 OTHERS = [
-    "decode-mean2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-mixed",
+    "decode-mean2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
     "decode-mean2-d64-bf16-p1-k32.128.64.16-reversed-peaked-w46-b5stale",
     "extend-mean2-d64-bf16-p1-k1.2.5.9.14.2.30-n3a9.7.1x5-chunks3-shared-shifted-w46-b8prod",
 ]

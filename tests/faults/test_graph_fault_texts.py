@@ -61,7 +61,7 @@ def test_a_plan_that_replaces_a_tensor_of_its_own_is_not_taken_for_a_stale_addre
 def test_where_modes_share_an_instance_the_step_says_whose_replay_is_wrong() -> None:
     fault = next(fault for fault in all_faults() if fault.slug == "two-kernels-share-one-workspace")
     # Its case alone: the audit runs those before it, too.
-    plan = plan_run(backends=[fault.spec], device="cpu", tier="smoke", cases=["*-mixed"], executions=["graph"])
+    plan = plan_run(backends=[fault.spec], device="cpu", tier="smoke", cases=["*-multi_mode"], executions=["graph"])
     (result,) = (result for result in run(plan) if result.status is not Status.UNSUPPORTED)
     assert result.status is Status.FAILED
     assert "buckets-independent" in {finding.check for finding in result.findings}

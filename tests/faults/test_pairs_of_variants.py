@@ -15,7 +15,7 @@ from attn_testkit.faults.controls_of_masks import PaddedRowsOfBlocks
 from attn_testkit.results import CaseResult, Status, format_failure
 
 (FAULT,) = (fault for fault in all_faults() if fault.slug == "last-request-ends-where-padded-rows-do")
-BOTH = frozenset({"morerows", "noncausal"})
+BOTH = frozenset({"padded_tokens", "noncausal"})
 
 
 def core(mode: ForwardMode) -> list[Case]:

@@ -24,7 +24,7 @@ def test_half_of_any_key_is_seen_at_any_length_and_was_not_seen_without_codes(le
     found = point("any", "bf16", length)
     assert found.kit is not None
     assert 0.4 < found.kit < 0.6
-    assert (found.pattern, found.before, found.fixed) == ("codes", None, None)
+    assert (found.pattern, found.before, found.fixed) == ("plus_minus_one", None, None)
 
 
 def test_a_fixed_tolerance_misses_a_key_of_512_that_is_left_out() -> None:
@@ -47,9 +47,7 @@ def test_the_page_of_the_docs_has_these_numbers() -> None:
 
 
 def test_the_plot_is_well_formed_and_has_every_series() -> None:
-    points = [
-        Point(k, d, n, 0.01, "footprint", None) for k in KINDS for d in ("fp32", "fp16", "bf16") for n in (64, 512)
-    ]
+    points = [Point(k, d, n, 0.01, "one_hot", None) for k in KINDS for d in ("fp32", "fp16", "bf16") for n in (64, 512)]
     root = ElementTree.fromstring(svg(points))
     lines = list(root.iter("{http://www.w3.org/2000/svg}polyline"))
     assert len(lines) == len(KINDS) * 3 * 2 + 3, "of a key in the middle, the kit without codes as well"

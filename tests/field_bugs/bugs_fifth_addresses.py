@@ -129,7 +129,9 @@ class SquareGroups(Tiled):
         return torch.where(done[:, None], out, torch.empty_like(out))
 
 
-@bug("xllm #932", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "writes-own-kv", execution="graph")
+@bug(
+    "xllm #932", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "writes-own-kv", execution="graph"
+)
 class BlockTableStride(Varlen):
     """The decode's cache writer reads a slice of a table that graphs keep as if it were contiguous."""
 
@@ -151,7 +153,7 @@ class BlockTableStride(Varlen):
         self.context.kv_pool.set_kv_buffer(layer, slots, k, v)
 
 
-@bug("vllm #14597", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "completes")
+@bug("vllm #14597", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "completes")
 class TableGroups(Varlen):
     """Page ids are loaded eight at a time: the last eight of the last row reach past the table's end."""
 
@@ -163,7 +165,7 @@ class TableGroups(Varlen):
         return meta.table.reshape(-1)[torch.where(first < needed[:, None], at, 0)].long()
 
 
-@bug("tt-metal #37927", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "reads-own-kv")
+@bug("tt-metal #37927", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
 class ChunkOfPages(Varlen):
     """A tile of 32 keys takes two pages of 16 slots to lie one behind the other."""
 
@@ -190,7 +192,7 @@ class CombineFixedQ(SplitKV):
 
 @bug(
     "FastDeploy #8043",
-    "decode-gqa2x4-d128-fp16-p4-k15.22.6-contiguous-footprint-kvfp8e4m3-w7-cap1.5-sink-layers3from5groupsby8x4d64.8x2d128-b3prod",
+    "decode-gqa2x4-d128-fp16-p4-k15.22.6-contiguous-one_hot-kvfp8e4m3-w7-cap1.5-sink-layers3from5groupsby8x4d64.8x2d128-b3prod",
     "completes",
     execution="graph",
 )

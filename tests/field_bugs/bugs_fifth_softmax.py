@@ -36,7 +36,7 @@ class SinkDropped(Tiled):
         return super().sink_of(rows).masked_fill((rows.prefix == 0)[:, None], LOWEST)
 
 
-@bug("vllm #15492", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2own-b3prod", "log-sum-exp")
+@bug("vllm #15492", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2merged-b3prod", "log-sum-exp")
 class EmptyIsPlusInf(WithKVSplits):
     """The log-sum-exp of a part without keys is +inf."""
 
@@ -45,7 +45,7 @@ class EmptyIsPlusInf(WithKVSplits):
         return out, lse.masked_fill(lse == -torch.inf, torch.inf)
 
 
-@bug("vllm #49294", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2own-b3prod", "log-sum-exp")
+@bug("vllm #49294", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2merged-b3prod", "log-sum-exp")
 class EmptyFinite(WithKVSplits):
     """The log-sum-exp of a part without keys is 0."""
 
@@ -84,7 +84,7 @@ class EmptyFirstSplit(SplitKV):
 
 @bug(
     "ATOM #2057",
-    "decode-gqa5x2-d128-bf16-p1-k1500.70-contiguous-peaked-kvfp8e4m3-w60-cap1.5-sink-lsepages2own-b2prod",
+    "decode-gqa5x2-d128-bf16-p1-k1500.70-contiguous-peaked-kvfp8e4m3-w60-cap1.5-sink-lsepages2merged-b2prod",
     "log-sum-exp",
     execution="graph",
 )

@@ -11,7 +11,7 @@ from fifth_parents_wrapper import HostPlanned, Wrapper
 
 @bug(
     "vllm #19321",
-    "extend-gqa2x2-d64-fp16-p1-k3.21.5.17-n1a1x4-shuffled-footprint-w0-sink-b5nan",
+    "extend-gqa2x2-d64-fp16-p1-k3.21.5.17-n1a1x4-shuffled-one_hot-w0-sink-b5nan",
     "padding-inert",
     execution="graph",
 )
@@ -40,7 +40,9 @@ class RegimeAtCapture(HostPlanned):
         return layer.sliding_window_size if longest > layer.sliding_window_size + 1 else -1
 
 
-@bug("vllm #39773", "decode-mha2-d64-bf16-p8-k9.70.1-shuffled-gauss-b4prod-morerows", "completes", execution="graph")
+@bug(
+    "vllm #39773", "decode-mha2-d64-bf16-p8-k9.70.1-shuffled-gauss-b4prod-padded_tokens", "completes", execution="graph"
+)
 class RowsAsRequests(HostPlanned):
     """Decode takes the rows of Q, padding's too, for the requests of the plan: behind it lies an older one."""
 
@@ -92,7 +94,7 @@ class PadSlotsLive(HostPlanned):
 
 @bug(
     "aprender #2030",
-    "decode-mha2-d128-bf16-p8-k1025.33-shuffled-codes-b3prod",
+    "decode-mha2-d128-bf16-p8-k1025.33-shuffled-plus_minus_one-b3prod",
     "replay-follows-batch",
     execution="graph",
 )

@@ -65,7 +65,7 @@ class FirstOffsetForAll(Known):
         return seen & (index >= p - w) if w >= 0 else seen
 
 
-@bug("vllm-ascend #15503", "decode-gqa2x2-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "reads-own-kv")
+@bug("vllm-ascend #15503", "decode-gqa2x2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
 class MaskEndsAt512(Known):
     """The attention mask is ignored past KV position 512."""
 

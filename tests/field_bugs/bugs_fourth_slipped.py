@@ -9,8 +9,8 @@ from fourth_parents import Known, windowed
 
 @bug(
     "tpu-inference #2755",
-    "decode-gqa2x2-d64-bf16-p16-k32769-shuffled-footprint-w11same-layers1from0-b1prod",
-    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000.32769-shared-footprint-w11-b2prod",
+    "decode-gqa2x2-d64-bf16-p16-k32769-shuffled-one_hot-w11same-layers1from0-b1prod",
+    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000.32769-shared-one_hot-w11-b2prod",
 )
 class Int16WindowPositions(Known):
     """Positions in int16, in layers with a window."""

@@ -42,7 +42,10 @@ class EmptySplitNaN(Latent):
         return parts._replace(acc=parts.acc.masked_fill(lost[:, None, None, None], math.nan))
 
 
-@bug("imp #1346", "extend-gqa2x2-d64-bf16-p1-k32.128.64.16-n4a1x3.11-chunks3-reversed-cliff-kvfp8e4m3-sink-b7stale")
+@bug(
+    "imp #1346",
+    "extend-gqa2x2-d64-bf16-p1-k32.128.64.16-n4a1x3.11-chunks3-reversed-rising_logits-kvfp8e4m3-sink-b7stale",
+)
 class SinksLostWithFp8(Known):
     """The shared reduction is given no sinks with FP8."""
 
@@ -54,7 +57,7 @@ class SinksLostWithFp8(Known):
         return super().run(q, kv, plan)
 
 
-@bug("imp #688", "extend-gqa4x2-d64-bf16-p1-k0.1.8-n6a9.7.1-chunks3-interleaved-footprint-cap1.5-b4nan")
+@bug("imp #688", "extend-gqa4x2-d64-bf16-p1-k0.1.8-n6a9.7.1-chunks3-interleaved-one_hot-cap1.5-b4nan")
 class CapLostInPrefill(Known):
     """Prefill of other head dims than 128 takes a path without the cap."""
 
@@ -95,7 +98,7 @@ class Log2LseInDcp(WithKVSplits):
         return out, lse / math.log(2)
 
 
-@bug("NATTEN #202", "extend-gqa2x2-d64-bf16-p16-k300.7-n2a2.1-shuffled-negative-lseprefixown-b3prod", "log-sum-exp")
+@bug("NATTEN #202", "extend-gqa2x2-d64-bf16-p16-k300.7-n2a2.1-shuffled-negative-lseprefixmerged-b3prod", "log-sum-exp")
 class MergeByPlainExp(WithKVSplits):
     """The merge exponentiates LSEs as they are."""
 

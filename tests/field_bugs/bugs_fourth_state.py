@@ -73,7 +73,7 @@ class LayerZeroAtInit(Known):
         self.v_head_dim = context.kv_pool.get_value_buffer(0).shape[-1]
 
 
-@bug("sglang #27752", "decode-gqa2x2-d64-bf16-p16-k9.70.1-contiguous-gauss-b4prod-morerows")
+@bug("sglang #27752", "decode-gqa2x2-d64-bf16-p16-k9.70.1-contiguous-gauss-b4prod-padded_tokens")
 class PlannedBeforePadding(Known):
     """Planned before the batch is padded; a row's request is row // (rows // requests)."""
 

@@ -47,7 +47,7 @@ class InChunks(SplitKV):
         return torch.full_like(rows.kv_lens, self.CHUNK)
 
 
-@bug("FastDeploy #5541", "decode-gqa2x2-d64-bf16-p1-k16384-shuffled-swamped-b1prod")
+@bug("FastDeploy #5541", "decode-gqa2x2-d64-bf16-p1-k16384-shuffled-large_and_small_values-b1prod")
 class MergeInModelType(InChunks):
     """Chunks are merged in the dtype of the model: its running sum is rounded with each of them."""
 
@@ -100,7 +100,7 @@ class Rebased(Tiled):
 
 @bug(
     "vllm #27650",
-    "extend-gqa2x2-d64-bf16-p16-k39.70.6-n3a1x2.5-contiguous-footprint-w7-layers3from5groups-b4prod",
+    "extend-gqa2x2-d64-bf16-p16-k39.70.6-n3a1x2.5-contiguous-one_hot-w7-layers3from5groups-b4prod",
     "reads-own-kv",
 )
 class StartsShared(Rebased):

@@ -156,7 +156,7 @@ class GroupPaddedToPowerOfTwo(Tiled):
 @bug(
     "ik_llama.cpp #2031",
     "decode-mla16-d512r64-bf16-p16-k600-shuffled-gauss-b1prod",
-    of_a_tier="decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-codes-b3prod",
+    of_a_tier="decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
 )
 class ValuesWalkByTheirOwnWidth(Tiled):
     """MLA: keys go on by the width of keys, values by that of values, and drift behind the first block."""

@@ -10,7 +10,7 @@ EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 NEGATIVE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small"
 
 
-@bug("llama.cpp #29034", "decode-gqa2x2-d64-bf16-p1-k13-interleaved-cliff-cap1.5-b4stale")
+@bug("llama.cpp #29034", "decode-gqa2x2-d64-bf16-p1-k13-interleaved-rising_logits-cap1.5-b4stale")
 class SoftCapBehindTheTail(Tiled):
     """The tail of the last tile is minus infinity before the soft cap: each of its keys weighs exp(-cap) in decode."""
 
@@ -145,7 +145,7 @@ class PagesPaddedToTiles(Tiled):
 @bug(
     "lmdeploy #4920",
     "decode-gqa2x2-d64-bf16-p16-k20400-shuffled-gauss-b1prod",
-    of_a_tier="extend-gqa2x2-d64-bf16-p1-k66000-n2a2-interleaved-footprint-b1prod",
+    of_a_tier="extend-gqa2x2-d64-bf16-p1-k66000-n2a2-interleaved-one_hot-b1prod",
 )
 class ReductionOfAllSplits(Tiled):
     """The reduction is wrong when it has as many splits as there may be, 128: contexts of more than 20,000 tokens."""
@@ -155,7 +155,7 @@ class ReductionOfAllSplits(Tiled):
         return torch.where((splits == 128)[:, None, None], out.roll(1, 1), out)
 
 
-@bug("llama.cpp #17746", "decode-gqa2x2-d64-fp16-p1-k70.20-contiguous-towering-b2prod", "finite")
+@bug("llama.cpp #17746", "decode-gqa2x2-d64-fp16-p1-k70.20-contiguous-fp16_overflow-b2prod", "finite")
 class SumOfValuesInFp16(Tiled):
     """Weighted values are summed in fp16, which large values overflow."""
 
@@ -252,7 +252,7 @@ class LseOfOneSplitNotWritten(WithLse):
         return torch.where(splits > 1, lse, self.buffer[: len(lse)])
 
 
-@bug(MADE_LATER, "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-colossal-b2prod", "finite")
+@bug(MADE_LATER, "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-beyond_fp16-b2prod", "finite")
 class Bf16RowsMadeFp16(Tiled):
     """Rows of bf16 are made fp16 for the kernel, which does not hold large ones."""
 

@@ -9,7 +9,7 @@ from plain_backends import Planned, Tiled, declared
 
 @bug(
     "aprender #2030",
-    "decode-gqa2x2-d64-bf16-p16-k1025.33-shuffled-codes-b3prod",
+    "decode-gqa2x2-d64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
     "replay-follows-batch",
     execution="graph",
 )
@@ -48,7 +48,7 @@ class IndptrOfTheGraphNotRefreshed(Planned):
 
 @bug(
     "vLLM #40655",
-    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-mixed",
+    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
     "addresses-stable",
     execution="graph",
 )
@@ -71,7 +71,7 @@ class ScratchOfTheClass(Tiled):
 
 @bug(
     "sglang #28559",
-    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-mixed",
+    "decode-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
     "steps-independent",
 )
 class LastInstanceDecides(Tiled):

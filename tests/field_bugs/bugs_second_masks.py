@@ -42,7 +42,7 @@ class TreeMaskOffsetTwice(Tiled):
         return torch.where(index >= base, inner & (index < base + n), index < base)
 
 
-@bug("xformers #103", "target-verify-gqa2x2-d64-bf16-p16-k9.70.1-chain4-reversed-gauss-b4prod-bare")
+@bug("xformers #103", "target-verify-gqa2x2-d64-bf16-p16-k9.70.1-chain4-reversed-gauss-b4prod-no_tree_tensors")
 class BareChainSeesAll(Tiled):
     """Where no mask is passed there is no causal one either."""
 
@@ -99,7 +99,7 @@ class ThisChunkAlone(Tiled):
         return seen if rows.plan.max_q_len == 1 else seen & (index >= rows.prefix[:, None])
 
 
-@bug("vLLM #48003", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2own-b3prod", "log-sum-exp")
+@bug("vLLM #48003", "decode-gqa2x2-d64-bf16-p16-k1500.70-interleaved-gauss-lsepages2merged-b3prod", "log-sum-exp")
 class GlobalLengthsOnARank(WithKVSplits):
     """The plan of a rank counts the keys of all ranks: it reads pages that are not its own."""
 

@@ -29,9 +29,9 @@ class LseOfFoldedHeads(WithLse):
 
 @bug(
     "tokenspeed #1185",
-    "decode-mla128-d512r64-bf16-p16-k20-interleaved-gauss-layers1from0-lsepages2own-b1prod",
+    "decode-mla128-d512r64-bf16-p16-k20-interleaved-gauss-layers1from0-lsepages2merged-b1prod",
     "completes",
-    of_a_tier="decode-mla128-d512r64-bf16-p16-k130.5.40-interleaved-gauss-lsepages2own-b4prod",
+    of_a_tier="decode-mla128-d512r64-bf16-p16-k130.5.40-interleaved-gauss-lsepages2merged-b4prod",
 )
 class MergeLaunchOverCap(WithKVSplits):
     """The merge has a thread for each head and lane in one block, which takes 1024."""

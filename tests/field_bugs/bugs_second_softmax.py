@@ -27,7 +27,7 @@ class CorrectionOfOne(Tiled):
         return (acc / p.sum(-1).clamp(min=SMALLEST)[..., None]).to(q.dtype)
 
 
-@bug("llama.cpp #13852", "decode-gqa2x2-d64-bf16-p1-k4096-shuffled-footprint-b1prod")
+@bug("llama.cpp #13852", "decode-gqa2x2-d64-bf16-p1-k4096-shuffled-one_hot-b1prod")
 class MoreSplitsThanLanes(Tiled):
     """The combine reads statistics of as many splits as the head dim has lanes; those of further ones are nothing."""
 

@@ -7,7 +7,11 @@ from bug_table import bug
 from plain_backends import Tiled, declared
 
 
-@bug("sglang #33892", "draft-extend-v2-gqa2x2-d64-bf16-p16-k9.70.1-n2a2x3-shuffled-gauss-b4prod-idle", "completes")
+@bug(
+    "sglang #33892",
+    "draft-extend-v2-gqa2x2-d64-bf16-p16-k9.70.1-n2a2x3-shuffled-gauss-b4prod-empty_batches",
+    "completes",
+)
 class LongestOfNoRequests(Tiled):
     """An eager plan takes the longest of no requests."""
 

@@ -11,7 +11,7 @@ _MASK = 2048
 _BITS_31 = 1 << 31
 
 
-@bug("vllm-ascend #6803", "extend-mqa4-d64-bf16-p16-k4094.2560-n2a2x2-shuffled-codes-layers1from0-b2prod")
+@bug("vllm-ascend #6803", "extend-mqa4-d64-bf16-p16-k4094.2560-n2a2x2-shuffled-plus_minus_one-layers1from0-b2prod")
 class MaskOf2048(Varlen):
     """The mask of a prefill is a square of 2,048 keys, whatever the context; rows and keys behind it come round."""
 
@@ -60,7 +60,7 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-mha2-d64-bf16-p64-k129x3-reversed-footprint-kvfp8e4m3-kvhnd-w40-cap1.5-sink-b4small-lent",
+    "decode-mha2-d64-bf16-p64-k129x3-reversed-one_hot-kvfp8e4m3-kvhnd-w40-cap1.5-sink-b4small-given_out",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):
@@ -106,7 +106,7 @@ class KeysByPhysicalPages(OfTwoModes):
 
 @bug(
     "vllm #30915",
-    "decode-gqa8x2-d128-bf16-p4-k15.22.6-interleaved-footprint-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b6stale",
+    "decode-gqa8x2-d128-bf16-p4-k15.22.6-interleaved-one_hot-kvfp8e4m3-w7-cap1.5-sink-layers3from5groups-b6stale",
 )
 class FirstLogicalOfReused(KeysByPhysicalPages):
     """The first column counts, though its page was let go of and came back as a later one."""

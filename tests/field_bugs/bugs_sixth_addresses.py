@@ -56,7 +56,7 @@ class VContiguous(Tiled):
         return super().keys((k, v.as_strided(v.shape, strides, v.storage_offset())), slots, plan)
 
 
-@bug("ONNXim #34", "decode-mha2-d128-bf16-p1-k13-interleaved-cliff-b4stale")
+@bug("ONNXim #34", "decode-mha2-d128-bf16-p1-k13-interleaved-rising_logits-b4stale")
 class HeadByKvHeads(Tiled):
     """A query head's KV head is head // number of KV heads, in place of head // group."""
 
@@ -153,7 +153,7 @@ class RowsOver65535(Varlen):
 
 @bug(
     "TensorRT-LLM #16801",
-    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-footprint-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-one_hot-w7-layers3from5groups-b4prod",
     "reads-own-kv",
 )
 class OneTableForPools(Tiled):
@@ -197,7 +197,7 @@ class CuSeqlensShort(Varlen):
         return torch.where((row < self.meta.cu[-2])[:, None, None], out, torch.empty_like(out))
 
 
-@bug("sglang #11985", "decode-mla16-d512r64-bf16-p32-k4096-shuffled-footprint-b1prod", "reads-own-kv")
+@bug("sglang #11985", "decode-mla16-d512r64-bf16-p32-k4096-shuffled-one_hot-b1prod", "reads-own-kv")
 class LoopOfTokens(Latent):
     """Page ids are filled 64 at a time, once for each 4,096 keys, which is right for pages of 64 alone."""
 

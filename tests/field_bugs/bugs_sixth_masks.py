@@ -18,7 +18,10 @@ _EXTENDS = Varlen.capabilities.with_changes(
 )  # fmt: skip
 
 
-@bug("vllm-ascend #3277", "extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-cliff-kvfp8e4m3-cap1.5-b4stale")
+@bug(
+    "vllm-ascend #3277",
+    "extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-rising_logits-kvfp8e4m3-cap1.5-b4stale",
+)
 class SeqLensOfDecodes(Varlen):
     """Where decodes stand before prompts, lengths are cut to those of the decodes, and prompts read them too."""
 
@@ -37,7 +40,7 @@ class SeqLensOfDecodes(Varlen):
 @bug(
     "vllm-ascend #3652",
     "extend-gqa2x2-d64-bf16-p16-k5-n2a2-interleaved-gauss-layers1from0-b1stale",
-    of_a_tier="extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-cliff-kvfp8e4m3-cap1.5-b4stale",
+    of_a_tier="extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-rising_logits-kvfp8e4m3-cap1.5-b4stale",
 )
 class KvLensAreQLens(Varlen):
     """A prompt's number of keys is that of its rows: what was cached is lost."""
@@ -48,7 +51,7 @@ class KvLensAreQLens(Varlen):
         return cu.diff()
 
 
-@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p64-k32.128.64.16-n3a2.3.1.4-chunks3-shared-cliff-b5nan")
+@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p64-k32.128.64.16-n3a2.3.1.4-chunks3-shared-rising_logits-b5nan")
 class PlanOfWholeBatch(Latent):
     """Requests of one row look up their tiles in a schedule of all requests, by their place among those of one row."""
 

@@ -58,7 +58,7 @@ class SharedMeta(Varlen):
 
 @bug(
     "TensorRT-LLM #13696",
-    "decode-gqa2x2-d64-bf16-p64-k32.128.64.16-interleaved-shifted-b5prod-mixed",
+    "decode-gqa2x2-d64-bf16-p64-k32.128.64.16-interleaved-shifted-b5prod-multi_mode",
     "steps-independent",
 )
 class SkipPrepare(SharedMeta):
@@ -84,7 +84,7 @@ class LengthsThroughPinnedMemory(Varlen):
         return super().block_table(batch)[:, : -(-longest // self.context.page_size)]
 
 
-@bug("flashinfer #564", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "completes")
+@bug("flashinfer #564", "decode-mqa4-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "completes")
 class AsyncD2H(LengthsThroughPinnedMemory):
     """Lengths go to the host without a wait, and are read at once."""
 

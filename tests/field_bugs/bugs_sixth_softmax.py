@@ -12,7 +12,7 @@ from plain_backends import LOWEST, Parts, Tiled, declared
 from third_parents import FP8
 
 
-@bug("vllm #27491", "decode-mqa5-d64-bf16-p1-k5.0.1x2.70-interleaved-gauss-lsepages3own-b6prod", "log-sum-exp")
+@bug("vllm #27491", "decode-mqa5-d64-bf16-p1-k5.0.1x2.70-interleaved-gauss-lsepages3merged-b6prod", "log-sum-exp")
 class MergeTwoEmpty(WorkList):
     """The merge of two parts without keys takes -inf from -inf: NaN."""
 
@@ -33,7 +33,7 @@ class VScaleFallsToK(Tiled):
         return super().run(q, kv, replace(plan, layer=replace(plan.layer, v_scale=plan.layer.k_scale)))
 
 
-@bug("imp #1303", "draft-extend-gqa2x2-d64-fp16-p1-k3.21.5.17-n2a1x4-shuffled-footprint-sink-b5nan")
+@bug("imp #1303", "draft-extend-gqa2x2-d64-fp16-p1-k3.21.5.17-n2a1x4-shuffled-one_hot-sink-b5nan")
 class SinkOnlyInSplit(SplitKV):
     """Rows of 32 keys at most, which are not split, have no sink in their denominator."""
 
@@ -55,7 +55,7 @@ class LseRebasedTwice(WorkList):
         return out, lse * LOG2E
 
 
-@bug("vllm-metal #665", "decode-gqa2x2-d64-bf16-p1-k13-interleaved-cliff-cap1.5-b4stale")
+@bug("vllm-metal #665", "decode-gqa2x2-d64-bf16-p1-k13-interleaved-rising_logits-cap1.5-b4stale")
 class SoftcapZero(Tiled):
     """The soft cap that the kernel is given is the constant 0."""
 
@@ -82,7 +82,7 @@ class NarrowSum(Tiled):
         return Parts(peak[..., None], total.float()[..., None], acc[:, :, None])
 
 
-@bug("vllm #48016", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-cliff-kvfp8e4m3-b4stale")
+@bug("vllm #48016", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-rising_logits-kvfp8e4m3-b4stale")
 class ScalesTwice(Tiled):
     """Prefill dequantises K and V by their scales, and gives the scales to the kernel again."""
 
@@ -95,7 +95,7 @@ class ScalesTwice(Tiled):
         return k.float() * plan.layer.k_scale, v.float() * plan.layer.v_scale
 
 
-@bug("sglang #24198", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-cliff-kvfp8e4m3-b4stale")
+@bug("sglang #24198", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-rising_logits-kvfp8e4m3-b4stale")
 class PagedPartNoScales(Tiled):
     """Of the two calls of a prefill, that for the prefix has no scales."""
 
@@ -109,7 +109,7 @@ class PagedPartNoScales(Tiled):
         return torch.where(cached, k / plan.layer.k_scale, k), torch.where(cached, v / plan.layer.v_scale, v)
 
 
-@bug("onnx #7865", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-cliff-w4-cap1.5-b4stale")
+@bug("onnx #7865", "extend-gqa2x2-d64-bf16-p1-k13-n7a7-chunks3-interleaved-rising_logits-w4-cap1.5-b4stale")
 class MaskThenCap(Tiled):
     """The soft cap comes after the mask: minus infinity becomes minus the cap, and takes weight."""
 

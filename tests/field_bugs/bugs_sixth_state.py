@@ -34,7 +34,12 @@ class MaskFitsAlways(FullMask):
         return 4 * max(max_bs, self.context.max_bs)
 
 
-@bug("vllm #32799", "decode-mha2-d64-bf16-p8-k9.70.1.33-shuffled-gauss-b5prod-ahead", "completes", execution="graph")
+@bug(
+    "vllm #32799",
+    "decode-mha2-d64-bf16-p8-k9.70.1.33-shuffled-gauss-b5prod-overlap_scheduling",
+    "completes",
+    execution="graph",
+)
 class PinnedReused(Pinned):
     """Each plan is written into the same pinned memory, though the copy of the one before may not be done."""
 
@@ -160,7 +165,7 @@ class GridOfCapture(Varlen):
     "decode-gqa2x2-d64-bf16-p16-k6-shared-gauss-w7-layers2from0groups-b1prod",
     "writes-own-kv",
     execution="graph",
-    of_a_tier="decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-footprint-w7-layers3from5groups-b4prod",
+    of_a_tier="decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-one_hot-w7-layers3from5groups-b4prod",
 )
 class MemoizedLoc(Tiled):
     """Slots of the windowed pool are kept by address and size of the full pool's, which are the same at each replay."""
@@ -193,7 +198,7 @@ class MemoizedLoc(Tiled):
 
 @bug(
     "sglang #9675",
-    "decode-mla16-d512r64-bf16-p32-k4096-shuffled-footprint-b1prod",
+    "decode-mla16-d512r64-bf16-p32-k4096-shuffled-one_hot-b1prod",
     "replay-follows-batch",
     execution="graph",
 )

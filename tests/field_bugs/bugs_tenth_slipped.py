@@ -43,7 +43,7 @@ class MlxBatchOffset(Tiled):
         return super().keys(kv, slots, plan)
 
 
-@bug("vllm-ascend #5397", "extend-mha2-d64-bf16-p16-k0x3-n20a20x3-shuffled-gauss-b4prod-morerows", "completes")
+@bug("vllm-ascend #5397", "extend-mha2-d64-bf16-p16-k0x3-n20a20x3-shuffled-gauss-b4prod-padded_tokens", "completes")
 class AscendMhaPadding(Varlen):
     """Where no request has a prefix, K and V are the new rows, and there may be no more of them than lengths say."""
 
@@ -75,7 +75,7 @@ class AscendMhaPadding(Varlen):
 
 @bug(
     "flash-attention #2752",
-    "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-contiguous-negative-sink-lsepages2own-b8prod",
+    "decode-gqa2x2-d64-bf16-p16-k35.0.16.1.70-contiguous-negative-sink-lsepages2merged-b8prod",
     "log-sum-exp",
 )
 class SinkOutsideMax(WithKVSplits):

@@ -22,7 +22,7 @@ class PageTailSkipped(Tiled):
         return seen & (index % size < size // tile * tile) if rows.plan.max_q_len == 1 else seen
 
 
-@bug("ATOM #702", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "reads-own-kv")
+@bug("ATOM #702", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "reads-own-kv")
 class PageIdCutOff(Tiled):
     """Decode with pages of 16 cuts page ids to 16 bits there, 6 here: high pages are read as low ones."""
 
@@ -130,7 +130,7 @@ class GroupOfFour(Tiled):
         return torch.where((head < 4)[None, :, None], out, torch.empty_like(out))
 
 
-@bug("mlc-llm #1889", "extend-mha2-d80-bf16-p1-k13-n7a7-chunks3-contiguous-footprint-b2stale", "output-written")
+@bug("mlc-llm #1889", "extend-mha2-d80-bf16-p1-k13-n7a7-chunks3-contiguous-one_hot-b2stale", "output-written")
 class PrefillTilesOf32(Tiled):
     """Prefill walks the head dim in whole tiles of 32: of 80, the last 16 are left out."""
 
@@ -167,7 +167,7 @@ class AllFoldOnRequestZero(Tiled):
         return torch.where(rows.plan.kv_lens.max() > self.TILE, done, out)
 
 
-@bug("aiter #2517", "extend-mha2-d64-bf16-p1-k254.510.1022-n4a4x2.3-shuffled-codes-b3prod")
+@bug("aiter #2517", "extend-mha2-d64-bf16-p1-k254.510.1022-n4a4x2.3-shuffled-plus_minus_one-b3prod")
 class ZerosBeyondTheDescriptor(Tiled):
     """A buffer descriptor overflows for a large pool with pages of 1: prefill reads zeros from slot 512 on."""
 
@@ -195,7 +195,7 @@ class Int64LengthsReadAsInt32(Tiled):
 
 @bug(
     "sglang #24743",
-    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-footprint-w7-layers3from5groups-b4prod",
+    "decode-gqa4x2-d128-bf16-p16-k39.70.6-shared-one_hot-w7-layers3from5groups-b4prod",
     "writes-own-kv",
     execution="graph",
 )

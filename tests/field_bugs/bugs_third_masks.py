@@ -144,10 +144,10 @@ class ValuesWipedByTheLanesOwnRow(Tiled):
 
 @bug(
     "xformers #968",
-    "decode-mha2-d64-bf16-p16-k300-shuffled-footprint-layers1from0-b1prod",
+    "decode-mha2-d64-bf16-p16-k300-shuffled-one_hot-layers1from0-b1prod",
     "replay-follows-batch",
     execution="graph",
-    of_a_tier="decode-mha2-d128-bf16-p16-k1025.33-shuffled-codes-b3prod",
+    of_a_tier="decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
 )
 class KeysOfTheCaptureInBlocks(Tiled):
     """A graph keeps the longest length of its capture, in blocks of 256 keys: replays lose keys beyond."""
@@ -201,8 +201,8 @@ class TableIndexedByRow(Latent):
 
 @bug(
     "xformers #719",
-    "decode-gqa2x2-d64-bf16-p16-k33000-shuffled-footprint-layers1from0-b1prod",
-    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000-shuffled-footprint-b1prod",
+    "decode-gqa2x2-d64-bf16-p16-k33000-shuffled-one_hot-layers1from0-b1prod",
+    of_a_tier="decode-gqa2x2-d64-bf16-p1-k66000-shuffled-one_hot-b1prod",
 )
 class Int16Positions(Tiled):
     """A key's position has 16 bits: from 32768 on it is negative, and not seen."""

@@ -43,7 +43,7 @@ class TileDequantisedBeforeItArrived(Tiled):
         return super().keys(kv, slots, plan)
 
 
-@bug("aiter #4350", "decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-codes-b3prod", "finite")
+@bug("aiter #4350", "decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "finite")
 class NaNNowAndThen(Latent):
     """With 16 splits and more some values are NaN in some launches: every third one here."""
 
@@ -62,7 +62,7 @@ class NaNNowAndThen(Latent):
         return out.masked_fill(hit, torch.nan)
 
 
-@bug("lmdeploy #4696", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-codes-b3prod", "finite")
+@bug("lmdeploy #4696", "decode-mha2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod", "finite")
 class EmptySplitsRead(Tiled):
     """Splits without keys are read as they lie in scratch, with a weight of 0."""
 
@@ -101,7 +101,7 @@ class OneMaximumForTheBatch(Tiled):
         return torch.einsum("thn,thnd->thd", share, parts.acc) / total[..., None], top + total.log()
 
 
-@bug("aiter #5642", "extend-gqa4x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shuffled-footprint-kvfp8e4m3-b5nan")
+@bug("aiter #5642", "extend-gqa4x2-d64-bf16-p16-k3.37.9.17-n1a1x4-shuffled-one_hot-kvfp8e4m3-b5nan")
 class NormalisedBeforeFp8(Tiled):
     """Weights are divided by their sum before they are rounded to FP8: many become subnormal."""
 

@@ -100,7 +100,7 @@ def test_the_night_to_compare_with_is_the_newest_that_finished(tmp_path):
 
 def test_a_night_counts_what_passed_what_is_red_and_what_it_has_of_each_backend():
     made = report(Status.FAILED, 1)
-    known = replace(made.results[0], status=Status.KNOWN_FAILURE, case=CASE + "-mixed")
+    known = replace(made.results[0], status=Status.KNOWN_FAILURE, case=CASE + "-multi_mode")
     row = CaseResult("c", "decode", "graph", "", Status.NOT_RUN_HERE)
     night = night_of(replace(made, results=(*made.results, known, row)))
     assert (dict(night.passed), dict(night.red), dict(night.declared)) == ({"b": 1}, {"b": 1}, {"b": 3})

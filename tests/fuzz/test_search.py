@@ -226,7 +226,7 @@ def test_what_not_every_server_does_is_drawn_where_it_is_declared(mode: ForwardM
 
     def last_of_them(case: Case) -> bool:
         assert parse_case(case.id) == case
-        assert not case.parts or "lent" not in case.variants
+        assert not case.parts or "given_out" not in case.variants
         both = {"two"} if len(case.variants) > 1 else set()
         missing.difference_update(case.variants, both, {"with parts"} if case.parts and case.variants else set())
         return not missing
@@ -238,8 +238,8 @@ def test_what_not_every_server_does_is_drawn_where_it_is_declared(mode: ForwardM
 @settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
 def test_what_is_not_declared_of_servers_is_not_drawn(data, mode) -> None:
     case = data.draw(random_cases(MinimalBackend.capabilities, mode))
-    assert case.variants <= {"idle", "ahead"}
-    assert "idle" not in case.variants or (case.chunks == 1 and case.layout != "shared")
+    assert case.variants <= {"empty_batches", "overlap_scheduling"}
+    assert "empty_batches" not in case.variants or (case.chunks == 1 and case.layout != "shared")
     other = data.draw(random_cases(CAPABILITIES, mode))
     assert "noncausal" not in other.variants or (other.window < 0 and other.topk <= 1)
-    assert "bare" not in other.variants or other.topk <= 1
+    assert "no_tree_tensors" not in other.variants or other.topk <= 1

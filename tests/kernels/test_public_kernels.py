@@ -34,10 +34,10 @@ RIGHT = {
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",
     "vllm_kernels:UnifiedTF32": "decode-gqa2x2-d64-fp32-p16-k3.37.9-shuffled-gauss-b4prod",
-    "vllm_kernels:ChunkedPrefillPagedDecode": f"draft-extend-{GQA}-k3.37.9-n2a1.2.1-shuffled-gauss-kvown-b4prod",
-    "vllm_kernels:WithPaddedRequests": f"draft-extend-{GQA}-k3.37.9-n2a1.2.1-shuffled-gauss-kvown-b4prod",
-    "vllm_kernels:Windowed": "decode-mqa4-d64-fp16-p16-k40.41-shared-gauss-kvown-w4-b4prod",
-    "vllm_kernels:PrefixPrefill": f"extend-{MHA}-k1.2-n2a5.1-shuffled-gauss-kvown-b3prod",
+    "vllm_kernels:ChunkedPrefillPagedDecode": f"draft-extend-{GQA}-k3.37.9-n2a1.2.1-shuffled-gauss-kvcustom-b4prod",
+    "vllm_kernels:WithPaddedRequests": f"draft-extend-{GQA}-k3.37.9-n2a1.2.1-shuffled-gauss-kvcustom-b4prod",
+    "vllm_kernels:Windowed": "decode-mqa4-d64-fp16-p16-k40.41-shared-gauss-kvcustom-w4-b4prod",
+    "vllm_kernels:PrefixPrefill": f"extend-{MHA}-k1.2-n2a5.1-shuffled-gauss-kvcustom-b3prod",
     "vllm_kernels:DecodeMLA": f"decode-{MLA}-k3.37-shuffled-gauss-b2prod",
     "vllm_kernels:GroupedDecode": f"decode-{GQA}-k3.37.9-shuffled-gauss-b4prod",
     "lightllm_kernels:GQADecode": f"decode-{GQA}-k3.37.9-shuffled-gauss-usualscale-b4prod",
@@ -46,36 +46,53 @@ RIGHT = {
     "torch_kernels:SDPAFloatMask": f"decode-{GQA}-k3.37.9-shuffled-gauss-w4-b4prod",
 }
 """A case that each adapter passes, with the kernels of the emulation."""
-_PADDED = f"extend-{MHA}-k1.2-n2a5.1-shuffled-gauss-kvown-b3prod"
+_PADDED = f"extend-{MHA}-k1.2-n2a5.1-shuffled-gauss-kvcustom-b3prod"
 _POOL = "k9.37.1-shuffled-gauss{}-layers1from0-b4prod-bigpool"
 WRONG = {
     "lightllm_kernels:GQADecode": (
-        "eager", f"decode-mqa4-d128-bf16-p16-{_POOL.format('-usualscale')}", "completes", "before the memory of K",
+        "eager",
+        f"decode-mqa4-d128-bf16-p16-{_POOL.format('-usualscale')}",
+        "completes",
+        "before the memory of K",
     ),
     "flag_gems_kernels:FlashMLA": (
-        "eager", f"decode-{MLA}-{_POOL.format('')}", "completes", "before the memory of Kv_cache",
+        "eager",
+        f"decode-{MLA}-{_POOL.format('')}",
+        "completes",
+        "before the memory of Kv_cache",
     ),
     "vllm_kernels:WithPaddedRequests": ("graph", _PADDED, "completes", "behind the memory of output_ptr"),
     "vllm_kernels:Windowed": (
-        "eager", "decode-mqa4-d64-fp16-p16-k40.41-shared-negative-kvown-w4-b4prod", "matches-oracle",
+        "eager",
+        "decode-mqa4-d64-fp16-p16-k40.41-shared-negative-kvcustom-w4-b4prod",
+        "matches-oracle",
         "right without a sliding window",
     ),
     "sglang_kernels:DecodeMLARope32": (
-        "eager", "decode-mla16-d512r32-bf16-p16-k21-contiguous-gauss-b2prod", "completes",
+        "eager",
+        "decode-mla16-d512r32-bf16-p16-k21-contiguous-gauss-b2prod",
+        "completes",
         "Cannot make_shape_compatible",
     ),
     "sglang_kernels:DecodeMHA": (
-        "eager", "decode-mha2-d64-bf16-p1-k13-contiguous-peaked-b2prod", "matches-oracle",
+        "eager",
+        "decode-mha2-d64-bf16-p1-k13-contiguous-peaked-b2prod",
+        "matches-oracle",
         "rounded to the model's dtype",
     ),
     "vllm_kernels:DecodeMLAOneHead": (
-        "eager", "decode-mla1-d512r64-bf16-p16-k21-interleaved-cliff-b4stale", "matches-oracle", "the right KV tokens",
+        "eager",
+        "decode-mla1-d512r64-bf16-p16-k21-interleaved-rising_logits-b4stale",
+        "matches-oracle",
+        "the right KV tokens",
     ),
     "lightllm_kernels:FlashDecoding": (
-        "eager", "decode-mha2-d128-bf16-p1-k32.128.64.16-reversed-peaked-usualscale-b5stale", "matches-oracle",
+        "eager",
+        "decode-mha2-d128-bf16-p1-k32.128.64.16-reversed-peaked-usualscale-b5stale",
+        "matches-oracle",
         "attended to the right KV tokens",
     ),
-}  # fmt: skip
+}
 """Adapter -> execution, case, check and words of the failure: what the findings page lists, in the emulation."""
 PROOFS = {
     "vllm_padded_request": "WRONG: a request without rows stored one",

@@ -70,7 +70,7 @@ class ChunkedPrefillPagedDecode(KernelBackend):
     capabilities = Capabilities(
         eager=_MODES, graph=_MODES - {ForwardMode.EXTEND}, families={"mha", "gqa", "mqa"}, head_dims={64, 128},
         page_sizes={16, 32, 64},
-        kv_layouts={"own"}, max_q_rows=8, max_topk=1, max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
+        kv_layouts={"custom"}, max_q_rows=8, max_topk=1, max_draft_branches=4, sinks=True, needs_cpu_seq_lens=False,
         new_rows_as_given=_MODES - {ForwardMode.DECODE, ForwardMode.DRAFT_DECODE}, deterministic=True,
         server=ServerConventions(verify_lens={"prefix", "all"}),
     )  # fmt: skip

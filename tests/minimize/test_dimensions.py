@@ -54,7 +54,7 @@ IDS = {
     "page size": ("decode-mha2-d64-bf16-p16-k0-contiguous-gauss-b1prod", "16", DECODE, "1"),
     "keys": ("decode-mha2-d64-bf16-p1-k33-contiguous-gauss-b1prod", "33", DECODE, "0"),
     "layout": ("decode-mha2-d64-bf16-p1-k0-shared-gauss-b1prod", "shared", DECODE, "contiguous"),
-    "data": ("decode-mha2-d64-bf16-p1-k0-contiguous-cliff-b1prod", "cliff", DECODE, "gauss"),
+    "data": ("decode-mha2-d64-bf16-p1-k0-contiguous-rising_logits-b1prod", "rising_logits", DECODE, "gauss"),
     "KV dtype": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-kvfp8e4m3-b1prod", "fp8_e4m3", DECODE, "same"),
     "KV layout": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-kvhnd-b1prod", "hnd", DECODE, "nhd"),
     "window": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-w0one-b1prod", "0one", DECODE, "none"),
@@ -66,7 +66,7 @@ IDS = {
     "parts": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-lsepages2-b1prod", "pages2", DECODE, "none"),
     "padded requests": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b4prod", "3", DECODE, "0"),
     "padding": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1nan", "nan", DECODE, "prod"),
-    "mixed": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-mixed", "yes", DECODE, "no"),
+    "multi_mode": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-multi_mode", "yes", DECODE, "no"),
     "variants": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-far", "far", DECODE, "none"),
     "seed": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-s7", "7", DECODE, "0"),
     "rows": ("draft-extend-mha2-d64-bf16-p1-k0-n6a3-contiguous-gauss-b1prod", "3 of 6", V1, "1 of 1"),
@@ -107,7 +107,7 @@ def test_requests_and_what_they_have_are_reported_apart() -> None:
 def test_every_case_is_made_plain_dimension_by_dimension() -> None:
     for case in every_case():
         minimal = minimal_case(CAPABILITIES, case.mode)
-        for name in ("layers", "parts", "variants", "mixed", "loop", "requests", *DIMENSIONS):
+        for name in ("layers", "parts", "variants", "multi_mode", "loop", "requests", *DIMENSIONS):
             case = changed(case, DIMENSIONS[name].reset(case, minimal))
         assert case == minimal
 

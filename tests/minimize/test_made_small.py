@@ -73,7 +73,7 @@ def wrong_where(condition: Callable[[Case], bool]) -> Fails:
         ),
         (
             lambda case: case.topk > 1 and case.tree.depth > 2,
-            "target-verify-mha2-d64-bf16-p4-k3.9-t0.0.1.1.3-shared-cliff-b2prod",
+            "target-verify-mha2-d64-bf16-p4-k3.9-t0.0.1.1.3-shared-rising_logits-b2prod",
             "target-verify-mha2-d32-bf16-p1-k0-t0.0.1.3-contiguous-gauss-b1prod",
         ),
         (
@@ -95,7 +95,7 @@ def test_what_is_left_is_what_the_failure_needs(condition: Callable[[Case], bool
 
 
 def test_a_long_request_is_cut_to_the_first_length_that_fails() -> None:
-    name = "decode-mha2-d64-bf16-p16-k66000-contiguous-footprint-b1prod"
+    name = "decode-mha2-d64-bf16-p16-k66000-contiguous-one_hot-b1prod"
     search = made_small(wrong_where(lambda case: max(case.prefixes) > 32_767), name)
     assert search.case.prefixes == (32_768,)
     assert search.odd() == ["keys"]

@@ -41,7 +41,7 @@ COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
     [
         (
             PACKED,
-            "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-reversed-codes-kvfp8e4m3-w700-cap1.5-sink-b4prod",
+            "draft-extend-mqa4-d128-fp16-p16-k1500.70.9-n2a2x3-reversed-plus_minus_one-kvfp8e4m3-w700-cap1.5-sink-b4prod",
             "replay-follows-batch",
             ["rows"],
         ),

@@ -8,7 +8,7 @@ from attn_testkit.running.planning.request import Item
 SMOKE = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod"
 PAIR = "decode-mha2-d64-fp16-p16-k7x2-reversed-peaked-b4prod"
 LATER = "decode-mha2-d64-fp16-p16-k7x2-reversed-peaked-b3prod"
-VARIANT = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod-idle"
+VARIANT = "decode-mha2-d64-fp16-p16-k7x2-reversed-gauss-b3prod-empty_batches"
 
 
 def item(case: str, execution: str = "eager") -> Item:

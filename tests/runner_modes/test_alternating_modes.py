@@ -19,7 +19,7 @@ from attn_testkit.contract import BackendContext, Capabilities, ForwardBatch, Fo
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 
-MIXED = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-mixed")
+MIXED = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-multi_mode")
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 CAPABILITIES = MinimalBackend.capabilities.with_changes(eager={DECODE, VERIFY, EXTEND}, graph={DECODE, VERIFY})
 

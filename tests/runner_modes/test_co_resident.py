@@ -25,7 +25,7 @@ from attn_testkit.examples import MinimalBackend
 
 OWN = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"))
 OTHER = make_schedule(parse_case("decode-mha2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"))
-OUT_GIVEN = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p16-k9.70.1-contiguous-gauss-b4prod-lent"))
+OUT_GIVEN = make_schedule(parse_case("decode-gqa2x2-d64-bf16-p16-k9.70.1-contiguous-gauss-b4prod-given_out"))
 REPLAYS_ONLY = RunOptions(eager_steps=False)
 
 

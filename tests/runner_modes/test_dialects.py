@@ -295,7 +295,7 @@ class Either(Padded):
 @pytest.mark.parametrize("case_id", [DECODE, VERIFY, V1, V2])
 def test_padded_requests_have_neither_rows_nor_keys_for_who_has_it_so(case_id: str) -> None:
     width = WIDTHS.get(case_id, 1)
-    for backend, variant, usual in ((Nothing, "", False), (Either, "", True), (Either, "norows", False)):
+    for backend, variant, usual in ((Nothing, "", False), (Either, "", True), (Either, "zero_length_padding", False)):
         spy = graph(replace(parse_case(case_id), variants=frozenset({variant} - {""})), backend)
         assert isinstance(spy, Padded)
         # Capture, then a step of three requests, then one of four.
@@ -326,7 +326,7 @@ class CountsEither(Spy):
         (Spy, "", [3, 15, 40]),
         (CountsNew, "", [6, 18, 43]),
         (CountsEither, "", [3, 15, 40]),
-        (CountsEither, "withnew", [6, 18, 43]),
+        (CountsEither, "seq_lens_with_new", [6, 18, 43]),
     ],
 )
 def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
@@ -337,20 +337,20 @@ def test_lengths_of_a_verify_count_its_own_tokens_for_who_has_it_so(
     assert spy.context.dialect.verify_lens == ("all" if lens[0] == 6 else "prefix")
 
 
-@pytest.mark.parametrize("variant", ["", "bare"])
+@pytest.mark.parametrize("variant", ["", "no_tree_tensors"])
 def test_a_bare_chain_has_neither_mask_nor_links(variant: str) -> None:
     case = replace(parse_case(VERIFY), variants=frozenset({variant} - {""}))
     specs = [eager(case, Spy).eager[0].spec_info, *(batch.spec_info for batch in graph(case, Spy).captured)]
     for spec in specs:
         assert isinstance(spec, VerifyInput)
         given = (spec.custom_mask, spec.retrieve_index, spec.retrieve_next_token, spec.retrieve_next_sibling)
-        assert [each is None for each in given] == [variant == "bare"] * 4
+        assert [each is None for each in given] == [variant == "no_tree_tensors"] * 4
         assert (spec.topk, spec.draft_token_num) == (1, 3)
 
 
 def test_a_backend_refuses_a_dialect_that_it_does_not_declare() -> None:
     with pytest.raises(Unsupported, match="padded_requests nothing is not declared"):
-        graph(replace(parse_case(DECODE), variants=frozenset({"norows"})), Spy)
+        graph(replace(parse_case(DECODE), variants=frozenset({"zero_length_padding"})), Spy)
 
 
 class Lent(Spy):
@@ -387,7 +387,7 @@ class Copies(Lent):
 
 
 def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
-    lent = eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), Lent)
+    lent = eager(replace(parse_case(DECODE), variants=frozenset({"given_out"})), Lent)
     assert isinstance(lent, Lent)
     (first, shape, poisoned), (second, *_) = lent.lent
     assert first != second
@@ -400,7 +400,7 @@ def test_an_output_is_lent_in_memory_of_its_own_that_holds_poison() -> None:
 @pytest.mark.parametrize("backend", [Other, Copies])
 def test_who_is_lent_an_output_returns_that_one(backend: type[Spy]) -> None:
     with pytest.raises(RunError) as caught:
-        eager(replace(parse_case(DECODE), variants=frozenset({"lent"})), backend)
+        eager(replace(parse_case(DECODE), variants=frozenset({"given_out"})), backend)
     assert "was given out=, but returned other memory" in str(caught.value.__cause__)
 
 
@@ -453,7 +453,7 @@ class MoreRows(Spy):
         self.planned = batch
 
 
-@pytest.mark.parametrize(("variant", "more"), [("", 0), ("morerows", 3)])
+@pytest.mark.parametrize(("variant", "more"), [("", 0), ("padded_tokens", 3)])
 @pytest.mark.parametrize(("case_id", "rows"), [(DECODE, 3), (VERIFY, 9), (V1, 6)])
 def test_a_forward_has_more_rows_than_its_plan_for_who_takes_it(
     variant: str, more: int, case_id: str, rows: int

@@ -126,7 +126,7 @@ def test_the_context_says_how_many_new_tokens_a_request_may_have() -> None:
     alone = ServerHarness(Spy, [schedule], torch.device("cuda")).context
     assert (alone.max_extend_tokens, alone.num_draft_tokens, alone.speculative_num_steps) == (17, 1, 0)
     assert (alone.max_bs, alone.max_num_tokens) == (6, 60)
-    decode = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-mixed")
+    decode = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-multi_mode")
     both = [
         make_schedule(c) for c in [decode, *co_residents(decode, {ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND}, 8)]
     ]

@@ -122,7 +122,7 @@ def test_a_copy_into_replaced_tensors_mends_the_graph_that_reads_them() -> None:
 
 
 def test_a_warm_up_with_nan_is_reported_by_schedule() -> None:
-    case = replace(DECODE.case, mixed=True)
+    case = replace(DECODE.case, multi_mode=True)
     schedules = [make_schedule(c) for c in (case, *co_residents(case, MinimalBackend.capabilities.graph, 8))]
     harness = ServerHarness(NaNInWarmUp, schedules, torch.device("cuda"))
     run = run_graphs(harness, schedules, Clock(), RunOptions(eager_steps=False))

@@ -16,8 +16,8 @@ from attn_testkit.contract import Execution
 from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import candidate_for
 
-OVERLAP_SCHEDULING = "decode-gqa2x2-d32-fp32-p16-k9.70.1.33-shuffled-gauss-b5prod-ahead"
-USUAL = OVERLAP_SCHEDULING.removesuffix("-ahead")
+OVERLAP_SCHEDULING = "decode-gqa2x2-d32-fp32-p16-k9.70.1.33-shuffled-gauss-b5prod-overlap_scheduling"
+USUAL = OVERLAP_SCHEDULING.removesuffix("-overlap_scheduling")
 
 
 class Notes(TorchNativeBackend):
@@ -47,7 +47,7 @@ def test_an_eager_step_is_followed_by_the_plan_of_another_before_anybody_waits()
 @pytest.mark.parametrize(("bs", "indices"), [(1, (0,)), (2, (1,)), (4, (3, 2, 1))])
 def test_the_next_step_has_other_requests_in_another_order(bs: int, indices: tuple[int, ...]) -> None:
     lens = ".".join(["9", "70", "1", "33"][:bs])
-    schedule = make_schedule(parse_case(f"decode-gqa2x2-d32-fp32-p16-k{lens}-shuffled-gauss-b5prod-ahead"))
+    schedule = make_schedule(parse_case(f"decode-gqa2x2-d32-fp32-p16-k{lens}-shuffled-gauss-b5prod-overlap_scheduling"))
     step = schedule.steps[0]
     staged = StagedStep(schedule, step, *[None] * 6)  # type: ignore[arg-type]
     following = overlap_scheduling.next_of(staged)
@@ -58,7 +58,7 @@ def test_the_next_step_has_other_requests_in_another_order(bs: int, indices: tup
 
 
 def test_without_a_request_or_another_way_nothing_is_planned_ahead() -> None:
-    for case, live in ((USUAL, True), (f"{USUAL}-idle", False)):
+    for case, live in ((USUAL, True), (f"{USUAL}-empty_batches", False)):
         schedule = make_schedule(parse_case(case))
         step = schedule.steps[0] if live else schedule.idle[0]
         assert not overlap_scheduling.plans_ahead(StagedStep(schedule, step, *[None] * 6))  # type: ignore[arg-type]

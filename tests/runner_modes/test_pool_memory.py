@@ -15,7 +15,7 @@ from attn_testkit.emulation import emulated_cuda
 from attn_testkit.watches.pool_watch import PoolWatch
 
 CUDA = torch.device("cuda")
-NAMED = [name for name in KV_LAYOUTS if name != "own"]
+NAMED = [name for name in KV_LAYOUTS if name != "custom"]
 PAGES, PAGE, HEADS, WIDTH = 3, 4, 2, 8
 MHA = tuple(AttentionLayer(i, 4, HEADS, WIDTH, WIDTH, 1.0) for i in (0, 1))
 MLA = tuple(AttentionLayer(i, 4, 1, WIDTH, WIDTH - 2, 1.0, kv_lora_rank=WIDTH - 2) for i in (0, 1))
@@ -100,7 +100,7 @@ def test_of_a_latent_pool_values_are_a_part_of_the_keys() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", [*NAMED, "own"])
+@pytest.mark.parametrize("layout", [*NAMED, "custom"])
 def test_rows_are_stored_where_their_slots_are(layout: str, dtype: torch.dtype) -> None:
     pool, loc = pool_of(layout, dtype), torch.tensor([9, 4, 3], device=CUDA)
     k = torch.arange(3 * HEADS * WIDTH, device=CUDA).view(3, HEADS, WIDTH).bfloat16() / 4
@@ -150,7 +150,7 @@ def test_with_one_head_keys_and_values_may_count_slots_in_other_dimensions(part:
             found.append(KVLayer(key.transpose(1, 2), value.permute(0, 3, 1, 2)))
         return found
 
-    pool = KVPool((PAGES - 1) * PAGE, PAGE, ONE_KV_HEAD, torch.bfloat16, CUDA, "own", lay_out)
+    pool = KVPool((PAGES - 1) * PAGE, PAGE, ONE_KV_HEAD, torch.bfloat16, CUDA, "custom", lay_out)
     watch = filled(pool)
     assert written(watch, [0, 4], slots)[0] == []
     flip(pool.memory[1].parts[part][(slots - 1) // PAGE, (slots - 1) % PAGE, 0, WIDTH - 1])
@@ -160,7 +160,7 @@ def test_with_one_head_keys_and_values_may_count_slots_in_other_dimensions(part:
 @pytest.mark.parametrize("layers", [MHA, MLA], ids=["mha", "mla"])
 @pytest.mark.parametrize("page", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float8_e4m3fn])
-@pytest.mark.parametrize("layout", [*NAMED, "own"])
+@pytest.mark.parametrize("layout", [*NAMED, "custom"])
 def test_one_changed_bit_is_found_in_every_layer_part_and_slot_and_put_back(
     layout: str, dtype: torch.dtype, page: int, layers: tuple[AttentionLayer, ...]
 ) -> None:
@@ -181,7 +181,7 @@ def test_one_changed_bit_is_found_in_every_layer_part_and_slot_and_put_back(
     assert rows_of(pool, 1).float().isnan().all()
 
 
-@pytest.mark.parametrize("layout", [*NAMED, "own"])
+@pytest.mark.parametrize("layout", [*NAMED, "custom"])
 def test_memory_that_is_no_slots_is_filled_and_looked_at(layout: str) -> None:
     pool = pool_of(layout)
     watch = filled(pool)
@@ -192,7 +192,7 @@ def test_memory_that_is_no_slots_is_filled_and_looked_at(layout: str) -> None:
         if part.untyped_storage().data_ptr() == key.untyped_storage().data_ptr():
             slots.as_strided(part.shape, part.stride(), part.storage_offset()).fill_(True)
     free = (~slots).nonzero().flatten().tolist()
-    assert len(free) == {"padded-pages": 2 * 2 * PAGES * HEADS * WIDTH, "own": HEADS * WIDTH * PAGE}.get(layout, 0)
+    assert len(free) == {"padded-pages": 2 * 2 * PAGES * HEADS * WIDTH, "custom": HEADS * WIDTH * PAGE}.get(layout, 0)
     for number in free[:1] + free[-1:]:
         assert whole[number].isnan()
         whole[number] = 1.0
@@ -202,7 +202,7 @@ def test_memory_that_is_no_slots_is_filled_and_looked_at(layout: str) -> None:
 
 
 def test_rows_are_moved_as_if_all_were_read_before_one_is_written() -> None:
-    for layout in (*NAMED, "own"):
+    for layout in (*NAMED, "custom"):
         pool = pool_of(layout)
         watch = filled(pool)
         watch.store(
@@ -264,7 +264,7 @@ def shifted() -> list[KVLayer]:
 )  # fmt: skip
 def test_an_own_layout_that_the_kit_cannot_find_slots_in_is_answered(made: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        KVPool(8, 4, MHA, torch.bfloat16, CUDA, "own", lambda spec: made())  # type: ignore[operator]
+        KVPool(8, 4, MHA, torch.bfloat16, CUDA, "custom", lambda spec: made())  # type: ignore[operator]
     assert "lay_out_kv_pool" in str(refused.value)
 
 
@@ -276,7 +276,7 @@ def test_a_latent_pool_of_ones_own_has_keys_alone() -> None:
             MLA,
             torch.bfloat16,
             CUDA,
-            "own",
+            "custom",
             lambda spec: [KVLayer(each.key, each.key) for each in pieces_of_eight(spec)],
         )
 
@@ -285,8 +285,8 @@ def test_a_layout_without_a_name_and_one_that_nobody_lays_out_are_answered() -> 
     with pytest.raises(ValueError, match=re.escape("no KV layout is called 'dhn'; there are: nhd, hnd, kv-in-block")):
         pool_of("dhn")
     with pytest.raises(ValueError, match="laid out by the backend: give its lay_out_kv_pool"):
-        KVPool(8, 4, MHA, torch.bfloat16, CUDA, "own")
+        KVPool(8, 4, MHA, torch.bfloat16, CUDA, "custom")
     with pytest.raises(ValueError, match="gave no buffer for layer 1"):
-        pool_of("own").get_layer_buffer(1)
+        pool_of("custom").get_layer_buffer(1)
     with pytest.raises(ValueError, match=r"has no view .pages, page_size, heads, width."):
-        pool_of("own").get_kv_pages(0)
+        pool_of("custom").get_kv_pages(0)

@@ -56,7 +56,7 @@ def looked(harness: ServerHarness, held: StagedStep) -> tuple[np.ndarray, torch.
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("layout", sorted(set(KV_LAYOUTS) - {"own"}))
+@pytest.mark.parametrize("layout", sorted(set(KV_LAYOUTS) - {"custom"}))
 def test_the_pool_of_each_layer_holds_rows_of_its_own_shape_in_every_layout(case: str, layout: str) -> None:
     word = {"nhd": "", "kv-in-block": "-kvinblock"}.get(layout, "-kv" + layout.replace("-", ""))
     harness, held = staged(case.replace("-w7", word + "-w7"))
@@ -196,7 +196,7 @@ def test_a_backend_that_lays_its_pool_out_itself_is_found_by_each_layers_shape()
             heads_by_layer=True, head_dims={32, 64}, gqa_ratios={2, 4}
         )
 
-    schedule = make_schedule(parse_case(WINDOWED.replace("-w7", "-kvown-w7")))
+    schedule = make_schedule(parse_case(WINDOWED.replace("-w7", "-kvcustom-w7")))
     harness = ServerHarness(InPieces, [schedule], CUDA)
     observed = run_eager(harness, schedule, schedule.steps[0], Clock())
     assert Comparison(observed, expect(schedule, schedule.steps[0])).right
@@ -205,7 +205,7 @@ def test_a_backend_that_lays_its_pool_out_itself_is_found_by_each_layers_shape()
 class OnePiece(MinimalBackend):
     """All layers in one allocation, the widest first."""
 
-    capabilities = TorchNativeBackend.capabilities.with_changes(kv_layouts={"own"})
+    capabilities = TorchNativeBackend.capabilities.with_changes(kv_layouts={"custom"})
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> list[KVLayer]:
@@ -219,7 +219,7 @@ class OnePiece(MinimalBackend):
 
 
 def test_layers_of_several_shapes_may_lie_in_one_piece_of_memory() -> None:
-    harness, held = staged(WINDOWED.replace("-w7", "-kvown-w7"), OnePiece)
+    harness, held = staged(WINDOWED.replace("-w7", "-kvcustom-w7"), OnePiece)
     for place, layer in enumerate(harness.context.layers):
         key, _ = harness.context.kv_pool.get_kv_buffer(layer.layer_id)
         key[int(held.due[-1])] = place + 1.0

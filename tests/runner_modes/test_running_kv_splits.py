@@ -21,7 +21,7 @@ from attn_testkit.results import Finding
 
 EAGER = {"executions": ["eager"], "device": "cpu"}
 PREFIX = "decode-gqa2x2-d64-bf16-p4-k9.0.6-shuffled-gauss-sink-lseprefix-b3prod"
-PAGES = "decode-gqa2x2-d64-bf16-p4-k9.0.6-shuffled-gauss-lsepages2own-b4prod"
+PAGES = "decode-gqa2x2-d64-bf16-p4-k9.0.6-shuffled-gauss-lsepages2merged-b4prod"
 CAPABILITIES = SplitKVBackend.capabilities
 
 

@@ -60,7 +60,7 @@ def test_wrong_writes_are_reported_before_the_numbers_that_follow_from_them() ->
 
 
 def test_what_another_mode_left_behind_is_reported_as_such() -> None:
-    case = "target-verify-gqa2x2-d64-fp16-p1-k13-t0.0.1-interleaved-footprint-b2prod-mixed"
+    case = "target-verify-gqa2x2-d64-fp16-p1-k13-t0.0.1-interleaved-one_hot-b2prod-multi_mode"
     spec = HERE + "l_wrappers:LeftoverFallbackFlag"
     (result,) = of_cases(check_backend(spec, device="cpu", executions=["graph"], cases=[case]))
     assert [f.check for f in result.findings] == ["buckets-independent"]

@@ -18,7 +18,7 @@ from attn_testkit.running.case_runs import case_run
 from attn_testkit.running.case_runs.case_run import _CaseRun, with_other_requests
 
 PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
-MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-mixed"
+MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-multi_mode"
 HERE: Any = Of(device="a device")
 
 

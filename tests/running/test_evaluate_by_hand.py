@@ -262,7 +262,7 @@ def test_nan_in_a_warm_up_is_reported_once_with_the_fill_value_unless_replays_sh
 
 
 @pytest.mark.parametrize(
-    ("variant", "fill", "reported"), [("", 1, True), ("-withnew", 2, False), ("-withnew", 3, True)]
+    ("variant", "fill", "reported"), [("", 1, True), ("-seq_lens_with_new", 2, False), ("-seq_lens_with_new", 3, True)]
 )
 def test_nan_in_a_warm_up_is_right_where_lengths_count_rows_and_the_fill_value_is_less(
     variant: str, fill: int, reported: bool
@@ -415,7 +415,7 @@ def test_a_stored_step_is_given_nan_for_keys_and_values_and_holds_them_already()
 
 
 def test_what_a_drive_runs_beside_its_own_case_is_declared_and_can_run_here() -> None:
-    here, mixed = resolve("cpu"), parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-b2prod-mixed")
+    here, mixed = resolve("cpu"), parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-b2prod-multi_mode")
     declared = Invariant.capabilities
 
     def modes(case: Case, execution: Execution = GRAPH, **changes: object) -> list[str]:
@@ -430,7 +430,7 @@ def test_what_a_drive_runs_beside_its_own_case_is_declared_and_can_run_here() ->
     assert modes(mixed, graph={"decode", "target-verify"}, eager=set()) == ["target-verify"]
     assert modes(mixed, graph={"decode"}, eager={"decode", "extend"}) == ["extend"], "eager steps between its replays"
     assert modes(mixed, requires=Requires(packages=("no-such-package",))) == []
-    windowed = parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-w4-b2prod-mixed")
+    windowed = parse_case("decode-gqa2x2-d32-fp32-p4-k9.6-shuffled-gauss-w4-b2prod-multi_mode")
 
     def topk(case: Case, **changes: object) -> int:
         found = schedules_of(case, GRAPH, declared.with_changes(**changes), here)

@@ -11,11 +11,11 @@ from attn_testkit.results import Finding, Status
 HERE = "confused_backends:"
 GAUSS = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 MEAN = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-mean-b4prod"
-CLIFF = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-cliff-b4prod"
+CLIFF = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-rising_logits-b4prod"
 PACKED = "draft-extend-gqa2x2-d64-bf16-p16-k9.40-n6a2.4-shuffled-gauss-b2prod"
 WIDE = "draft-extend-gqa2x2-d64-bf16-p16-k9.40-n33a33.3-shuffled-gauss-b2prod"
 LONG = "decode-gqa2x2-d64-bf16-p16-k300.70.12-shuffled-gauss-b3prod"
-LONGEST = "decode-gqa2x2-d64-bf16-p16-k4096-shuffled-footprint-b1prod"
+LONGEST = "decode-gqa2x2-d64-bf16-p16-k4096-shuffled-one_hot-b1prod"
 
 
 def finding_of(name: str, case: str) -> Finding:

@@ -31,7 +31,7 @@ def results(backend: type, case: str = CASE) -> dict[str, CaseResult]:
     return {result.execution: result for result in found}
 
 
-@pytest.mark.parametrize("case", [CASE, f"{CASE}-mixed", f"{CASE}-idle"])
+@pytest.mark.parametrize("case", [CASE, f"{CASE}-multi_mode", f"{CASE}-empty_batches"])
 def test_its_cases_are_replayed_and_no_step_of_it_runs_eagerly(case: str) -> None:
     found = results(DecodeInGraphs, case)
     assert found["graph"].status is Status.PASSED, found["graph"].findings

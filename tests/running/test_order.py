@@ -52,10 +52,10 @@ def alike(case_id: str, to: Case) -> str:
         "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-layers3from5-b2prod",
         "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-lsewhole-b2prod",
         "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b3stale",
-        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod-norows",
-        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod-mixed",
-        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-codes-b2prod",
-        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-swamped-b2prod",
+        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod-zero_length_padding",
+        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-gauss-b2prod-multi_mode",
+        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-plus_minus_one-b2prod",
+        "decode-gqa2x2-d32-fp32-p4-k3.9-shuffled-large_and_small_values-b2prod",
         "decode-gqa2x2-d32-fp32-p4-k1x5-shuffled-gauss-b5prod",
         "decode-gqa2x2-d32-fp32-p4-k3.256-shuffled-gauss-b2prod",
         "target-verify-gqa2x2-d32-fp32-p4-k3.9-t0.0-shuffled-gauss-b2prod",
@@ -79,7 +79,7 @@ def test_what_is_as_plain_stays_as_listed(other: str) -> None:
 
 def test_several_modes_on_one_instance_are_harder_than_any_number_of_options() -> None:
     many = alike("decode-gqa2x2-d32-fp32-p4-k3x5-shuffled-gauss-kvfp8e4m3-w4-cap1.5-sink-b6stale", parse_case(PLAIN))
-    mixed = alike(f"{PLAIN}-mixed", parse_case(PLAIN))
+    mixed = alike(f"{PLAIN}-multi_mode", parse_case(PLAIN))
     assert cases_in_order(mixed, many, PLAIN) == [PLAIN, many, mixed]
 
 
@@ -103,7 +103,7 @@ def test_it_is_the_same_case_runs_in_another_order() -> None:
     assert listed.items != plainest.items
     halves = itertools.groupby(plainest.items, key=lambda item: parse_case(item.case).inference_mode)
     for _, half in halves:
-        mixed = [parse_case(item.case).mixed or parse_case(item.case).rounds > 0 for item in half]
+        mixed = [parse_case(item.case).multi_mode or parse_case(item.case).rounds > 0 for item in half]
         assert mixed == sorted(mixed)
 
 

@@ -51,8 +51,8 @@ _COMPILED = ("sglang-kernel>=0.4.10",)
 _OF_SM100 = Requires(sm=(100, 103), packages=(*_COMPILED, "flashinfer-python>=0.7.2,<0.8"))
 _OF_SM90 = Requires(sm=(90, 90), packages=_COMPILED)
 
-_MHA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal")
-_MLA_POOL = Line("kv_layouts", {"own"}, f"{_POOLS}:MLATokenToKVPool._create_buffers")
+_MHA_POOL = Line("kv_layouts", {"custom"}, f"{_POOLS}:MHATokenToKVPool._create_buffers_normal")
+_MLA_POOL = Line("kv_layouts", {"custom"}, f"{_POOLS}:MLATokenToKVPool._create_buffers")
 _SERVER = Line("server", SGLANG, "layers/radix_attention.py:RadixAttention.forward")
 _WINDOW_OF_ONE = Line("windows.smallest", 1, "layers/radix_attention.py:RadixAttention.__init__")
 _OF_TRTLLM_MLA = (
@@ -281,7 +281,7 @@ CAPABILITIES_OF_OLDER: Mapping[str, BridgeCapabilities] = {
                 True,
                 f"{_TRITON}:TritonAttnBackend.init_forward_metadata_capture_cuda_graph",
             ),
-            Line("kv_layouts", {"own"}, f"{_POOLS}:MHATokenToKVPool._create_buffers"),
+            Line("kv_layouts", {"custom"}, f"{_POOLS}:MHATokenToKVPool._create_buffers"),
         ),
     ),
 }

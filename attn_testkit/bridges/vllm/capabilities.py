@@ -67,7 +67,7 @@ _CONVENTIONS = {
 _RUNNER = (
     Line("max_topk", 1, f"{_BACKEND}:CommonAttentionMetadata"),  # it has no mask and no tree
     Line("needs_cpu_seq_lens", False, f"{_BACKEND}:CommonAttentionMetadata"),  # only a bound of them
-    Line("kv_layouts", {"own"}, f"{_VIEWS}:create_kv_cache_views"),
+    Line("kv_layouts", {"custom"}, f"{_VIEWS}:create_kv_cache_views"),
     *(Line(f"server.{name}", getattr(VLLM, name), place) for name, place in _CONVENTIONS.items()),
 )
 """Capabilities of the model runner, and so of every backend."""

@@ -6,11 +6,19 @@ from .dimension import Columns, Dimension, Without, listed_word, no_capability, 
 
 __all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA"]
 
-DATA = ("gauss", "shifted", "peaked", "negative", "mean", "footprint", "cliff")
+DATA = ("gauss", "shifted", "peaked", "negative", "mean", "one_hot", "rising_logits")
 """Patterns of any case."""
-EXTREME_DATA = ("saturated", "swamped", "loud", "large_and_small_queries", "towering", "colossal", "faint")
+EXTREME_DATA = (
+    "saturated",
+    "large_and_small_values",
+    "large_queries",
+    "large_and_small_queries",
+    "fp16_overflow",
+    "beyond_fp16",
+    "small_weights",
+)
 """Patterns of magnitude, of the cases of ``cases/extremes.py`` only: they show nothing but what they are for."""
-CODES = "codes"
+CODES = "plus_minus_one"
 """Pattern of the cases that count keys: see ``cases/code_cases.py``."""
 EQUAL_LOGITS = ("mean", "negative")
 """Patterns that show no error of a query or a key: their cases cover nothing that is declared."""

@@ -87,9 +87,9 @@ KV_SPLITS = Dimension(
     fields=("parts", "own_merge"),
     words=(
         Word(
-            r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(own)?)",
+            r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(merged)?)",
             lambda match, so_far: {"parts": match[1] or match[2], "own_merge": bool(match[3])},
-            lambda case: f"lse{case.parts}{'own' if case.own_merge else ''}" if case.parts else "",
+            lambda case: f"lse{case.parts}{'merged' if case.own_merge else ''}" if case.parts else "",
         ),
     ),
     describe=lambda case: {"parts": _phrase(case)},

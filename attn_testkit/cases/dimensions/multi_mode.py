@@ -7,20 +7,22 @@ from .dimension import Asked, Dimension, Without, flag_word, of_flag
 __all__ = ["MULTI_MODE"]
 
 MULTI_MODE = Dimension(
-    name="mixed",
-    fields=("mixed",),
-    words=(flag_word("mixed", "mixed"),),
-    describe=lambda case: {"mixed": "graphs of all declared modes on one instance, interleaved" if case.mixed else ""},
+    name="multi_mode",
+    fields=("multi_mode",),
+    words=(flag_word("multi_mode", "multi_mode"),),
+    describe=lambda case: {
+        "multi_mode": "graphs of all declared modes on one instance, interleaved" if case.multi_mode else ""
+    },
     declared=(
         Asked(
             lambda case: "several modes on one instance",
-            lambda declared, case: not case.mixed or {case.mode} < declared.graph | declared.eager,
+            lambda declared, case: not case.multi_mode or {case.mode} < declared.graph | declared.eager,
         ),
     ),
     fit=Without("Cases are made so if several modes are declared."),
     values=Without("cases/named.py makes its cases: one costs as much as all modes together."),
     covered=Without("It follows from the modes, and is no capability of its own."),
-    simpler=of_flag("mixed"),
+    simpler=of_flag("multi_mode"),
     undeclared=Without("It follows from the modes, and is no capability of its own."),
     random=Without("One costs as much as all modes together."),
     varies="instance",

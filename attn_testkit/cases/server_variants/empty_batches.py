@@ -16,7 +16,7 @@ _LENS = (9, 70, 1)
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    yield small.of_requests(_LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"idle"}))
+    yield small.of_requests(_LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"empty_batches"}))
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
@@ -34,7 +34,7 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 
 
 EMPTY_BATCHES = ServerVariant(
-    "idle",
+    "empty_batches",
     "some steps have no live request, as on a rank of data parallelism that has none",
     "in eager for who declares server.takes_empty_batches alone",
     _cases,

@@ -38,5 +38,5 @@ LARGE_MAX_CONTEXT_LEN = ServerVariant(
     needs_no_capability=True,
     plans=_plans,
     context_len=_TOKENS,
-    excludes={"idle": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
+    excludes={"empty_batches": "few steps are kept, and none without a request", "shapes": "few steps are kept"},
 )

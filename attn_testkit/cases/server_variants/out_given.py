@@ -19,11 +19,11 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits(declared, small):
-        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"lent"}))
+        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"given_out"}))
 
 
 OUT_GIVEN = ServerVariant(
-    "lent",
+    "given_out",
     "each forward is given out=, which it writes and returns",
     "server.takes_out",
     _cases,

@@ -19,11 +19,13 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits(declared, small):
-        yield small.of_requests(_LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"ahead"}))
+        yield small.of_requests(
+            _LENS, padded=1, layout="shuffled", data="gauss", variants=frozenset({"overlap_scheduling"})
+        )
 
 
 OVERLAP_SCHEDULING = ServerVariant(
-    "ahead",
+    "overlap_scheduling",
     "the next step is planned while the device is still busy with this one",
     "server.overlap_scheduling",
     _cases,

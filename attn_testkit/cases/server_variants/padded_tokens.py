@@ -19,17 +19,17 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits(declared, small):
-        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"morerows"}))
+        yield small.of_requests(_LENS, padded=1, data="gauss", variants=frozenset({"padded_tokens"}))
 
 
 PADDED_TOKENS = ServerVariant(
-    "morerows",
+    "padded_tokens",
     "each forward has rows of no request behind those of its plan",
     "server.takes_more_rows",
     _cases,
     _fits,
     excludes={
         "KV splits": "rows of no request have no keys to merge: servers cut them off before they split keys",
-        "idle": "what a rank without requests is given has no rows either, and is not planned",
+        "empty_batches": "what a rank without requests is given has no rows either, and is not planned",
     },
 )

@@ -31,16 +31,16 @@ def _fits_bare(declared: Capabilities, case: Fields) -> bool:
 
 def _with_new(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits_with_new(declared, small):
-        yield replace(_verify(declared, small), variants=frozenset({"withnew"}))
+        yield replace(_verify(declared, small), variants=frozenset({"seq_lens_with_new"}))
 
 
 def _bare(declared: Capabilities, small: C) -> Iterator[C]:
     if small.mode is ForwardMode.TARGET_VERIFY and declared.server.takes_bare_chains:
-        yield replace(_verify(declared, small), variants=frozenset({"bare"}))
+        yield replace(_verify(declared, small), variants=frozenset({"no_tree_tensors"}))
 
 
 SEQ_LENS_WITH_NEW = ServerVariant(
-    "withnew",
+    "seq_lens_with_new",
     "seq_lens of target-verify count the step's own tokens",
     "server.verify_lens",
     _with_new,
@@ -48,7 +48,7 @@ SEQ_LENS_WITH_NEW = ServerVariant(
     says={"verify_lens": "all"},
 )
 NO_TREE_TENSORS = ServerVariant(
-    "bare",
+    "no_tree_tensors",
     "a chain is verified without a tree: no custom_mask and no retrieve_*",
     "server.takes_bare_chains",
     _bare,

@@ -19,11 +19,11 @@ def _fits(declared: Capabilities, case: Fields) -> bool:
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits(declared, small):
-        yield small.of_requests(_LENS, padded=3, data="gauss", variants=frozenset({"norows"}))
+        yield small.of_requests(_LENS, padded=3, data="gauss", variants=frozenset({"zero_length_padding"}))
 
 
 ZERO_LENGTH_PADDING = ServerVariant(
-    "norows",
+    "zero_length_padding",
     "padded requests have neither rows nor keys",
     "server.padded_requests",
     _cases,

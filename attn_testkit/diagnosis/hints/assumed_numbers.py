@@ -64,9 +64,10 @@ def narrow_products(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(_finite_numbers_wrong)
 def vanished_weights(e: Evidence) -> str:
-    """The step is right if the small weights of ``faint`` data are 0, whether the denominator counts them or not."""
+    """The step is right if the small weights of ``small_weights`` data are 0, whether the denominator counts them or
+    not."""
     schedule, data = e.schedule, e.expected.data
-    if schedule.case.data != "faint":
+    if schedule.case.data != "small_weights":
         return ""
     visible = data.visible.clone()
     visible[..., torch.arange(visible.shape[-1]) % FAINT_RUN != 0] = False

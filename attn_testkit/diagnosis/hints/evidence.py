@@ -26,7 +26,7 @@ SMALL_ERROR = 5.0
 """Error, in limits, up to which one extra rounding may be the reason."""
 LONGEST = 8192
 """Most KV tokens of a request for which mistakes are tried: each takes a run of the oracle."""
-SAME_RESULTS = ("mean", "negative", "codes", "footprint")
+SAME_RESULTS = ("mean", "negative", "plus_minus_one", "one_hot")
 """Patterns of data in which heads of a group, rows, or many KV tokens may have equal results."""
 
 

@@ -21,25 +21,27 @@ DATA_SUSPECTS = {
         "overflow of q k before it is scaled",
     ],
     "peaked": ["overflow or saturation of large logits"],
-    "swamped": ["sums kept in 16 bits, which lose small terms next to a large one (values of this case)"],
+    "large_and_small_values": [
+        "sums kept in 16 bits, which lose small terms next to a large one (values of this case)"
+    ],
     "saturated": ["a store in FP8 that does not saturate at its largest number (values of this case are beyond it)"],
-    "loud": ["the range of q: queries that are clamped, or rounded to FP8 (those of this case are large)"],
+    "large_queries": ["the range of q: queries that are clamped, or rounded to FP8 (those of this case are large)"],
     "large_and_small_queries": [
         "the scale of queries (q_scale): missing, of another token or step, or not multiplied back (rows of this case "
         "are beyond what FP8 holds, or below it)"
     ],
-    "towering": ["products of weights and values in 16 bits before they are divided by the sum of the weights"],
-    "colossal": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
-    "faint": [
+    "fp16_overflow": ["products of weights and values in 16 bits before they are divided by the sum of the weights"],
+    "beyond_fp16": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],
+    "small_weights": [
         "weights rounded to FP8 without a factor, so that small ones vanish (declare matmul_dtype='fp8_e4m3_unscaled')"
     ],
-    "cliff": [
+    "rising_logits": [
         f"{RESCALING} (logits of this case climb and fall by hundreds along the keys)",
         "overflow or saturation of large logits",
     ],
 }
 """Pattern of the data -> suspects if the case has it."""
-LARGE_VALUES = ("towering", "colossal")
+LARGE_VALUES = ("fp16_overflow", "beyond_fp16")
 """Patterns whose logits are 0 and whose values are large."""
 
 
@@ -84,8 +86,8 @@ def right_keys(e: Evidence) -> str:
             f"logits, weights or partial sums rounded to the model's dtype{fp8}"
         )
     suspects = ["log-sum-exps of the KV splits, and their merge"] if case.parts else []
-    suspects += [_rescaling(e)] if _rescaling(e) and case.data != "cliff" else []
-    suspects += DATA_SUSPECTS["cliff"] if case.data == "cliff" else []
+    suspects += [_rescaling(e)] if _rescaling(e) and case.data != "rising_logits" else []
+    suspects += DATA_SUSPECTS["rising_logits"] if case.data == "rising_logits" else []
     suspects += _strides(e)
     suspects += ["scale"]
     suspects += ["soft cap"] if case.logit_cap else []
@@ -203,5 +205,5 @@ def computed_nan(e: Evidence) -> str:
     return f"{text}; or an overflow"
 
 
-_LARGE_LOGITS = ("peaked", "negative", "cliff")
+_LARGE_LOGITS = ("peaked", "negative", "rising_logits")
 """Data for which ``right_keys`` names the cause of NaN."""

@@ -77,7 +77,7 @@ def schedule_for(case: Case, declared: Capabilities) -> Schedule:
 def schedules_of(case: Case, execution: Execution, declared: Capabilities, environment: Environment) -> list[Schedule]:
     """What a drive of the case runs on one instance: its own schedule and, in mixed cases, those of other modes."""
     cases = [case]
-    if case.mixed:
+    if case.multi_mode:
         supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
         runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
         cases += declared_co_residents(declared, case, runnable)
@@ -301,7 +301,7 @@ def _co_resident(
 ) -> tuple[ServerHarness, Schedule] | None:
     """In a mixed case: another instance beside the one that is judged, and what it runs."""
     case = drive.schedules[0].case
-    if not case.mixed:
+    if not case.multi_mode:
         return None
     schedule = schedule_for(co_resident_of(drive.declared, case), drive.declared)
     return _constructed(backend_class, [schedule], environment, drive.declared), schedule

@@ -25,6 +25,7 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
+from ...cases.renamed_words import renamed
 from ...registry import UsageError, did_you_mean
 from ...results import CHECK_IDS, CaseResult, RunHeader, Status
 
@@ -119,6 +120,8 @@ def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -
         if key in raw and raw[key] not in allowed:
             hint = did_you_mean(raw[key], allowed) or f" ({' or '.join(allowed)})"
             raise refuse(f"{key} = {raw[key]!r}{hint}")
+    if answer := renamed(raw["cases"]):
+        raise refuse(f"cases = {raw['cases']!r}: {answer}")
     checks = _checks(raw, refuse)
     if not re.fullmatch(r"https?://[^\s/]+\.[^\s]+", raw["issue"]):
         raise refuse(f"issue = {raw['issue']!r} is no address; write where it is followed up: https://...")

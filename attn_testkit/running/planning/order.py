@@ -57,7 +57,7 @@ def _oddness(case: Case) -> tuple[int, ...]:
         case.bs > _MANY_REQUESTS,
         max(case.prefixes) + case.most_new > _MANY_KEYS,
     ]
-    return int(case.mixed or case.rounds > 0), sum(odd)
+    return int(case.multi_mode or case.rounds > 0), sum(odd)
 
 
 _RANKS: Mapping[str, Callable[[Case], tuple[int, ...]]] = {"listed": _as_listed, "plainest": _oddness}

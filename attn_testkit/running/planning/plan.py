@@ -14,6 +14,7 @@ from ...cases.declared import not_declared
 from ...cases.head_layouts import latent
 from ...cases.large_cases import too_large_for_a_cpu
 from ...cases.not_covered import describe_not_covered
+from ...cases.renamed_words import renamed
 from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
@@ -156,6 +157,9 @@ def _is_glob(pattern: str) -> bool:
 
 
 def _exact_cases(patterns: Sequence[str]) -> list[Case]:
+    for glob in filter(_is_glob, patterns):
+        if answer := renamed(glob):
+            raise UsageError(f"--case {glob!r}: {answer}")
     try:
         return [parse_case(pattern) for pattern in patterns if not _is_glob(pattern)]
     except ValueError as error:
