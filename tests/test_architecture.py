@@ -1,4 +1,4 @@
-"""The walls of the house: imports point down and in no circle, the package list is complete, nothing heavy is imported
+"""The architecture: imports point down and in no circle, the package list is complete, nothing heavy is imported
 early."""
 
 import ast
@@ -19,7 +19,7 @@ MODES = ROOT / "runner_modes"
 
 TABLE = re.findall(r"^\| (\d+) \| (.+?) \|", (ROOT / "ARCHITECTURE.md").read_text(), re.MULTILINE)
 LAYERS = {package: int(layer) for layer, packages in TABLE for package in re.findall(r"`(\w+)`", packages)}
-"""A room imports rooms of lower floors, and itself. ARCHITECTURE.md has the table."""
+"""A package imports packages of lower layers, and itself. ARCHITECTURE.md has the table."""
 
 ONLY = {
     "contract": set(),
@@ -39,7 +39,7 @@ ONLY = {
     "plugin": {"registry", "reports", "results", "running"},
     "suite": {"plugin", "running"},
 }
-"""Rooms that know less than their floor allows."""
+"""Packages that may import less than their layer allows."""
 
 
 def package_of(path: Path) -> str:
@@ -76,15 +76,15 @@ def test_imports_point_down() -> None:
         package = package_of(path)
         for other in sorted(imported_packages(path) - {package}):
             dependency = (
-                f"{path.relative_to(ROOT)}: {package} (floor {LAYERS[package]}) imports {other} (floor {LAYERS[other]})"
+                f"{path.relative_to(ROOT)}: {package} (layer {LAYERS[package]}) imports {other} (layer {LAYERS[other]})"
             )
             up += [dependency] if LAYERS[other] >= LAYERS[package] else []
             beyond += [dependency] if other not in ONLY.get(package, LAYERS) else []
     assert up == []
-    assert beyond == [], "ONLY says what these rooms may import"
+    assert beyond == [], "ONLY says what these packages may import"
 
 
-def test_architecture_names_every_room_and_counts_right() -> None:
+def test_architecture_names_every_package_and_counts_right() -> None:
     assert set(LAYERS) == {package_of(path) for path in FILES}
     packages = {package for package in LAYERS if not package.startswith("__")}
     dependencies = {
@@ -92,7 +92,7 @@ def test_architecture_names_every_room_and_counts_right() -> None:
     }
     dependencies = {(package, other) for package, other in dependencies if package != other}
     layers = {LAYERS[package] for package in packages}
-    said = f"{len(packages)} rooms on {len(layers)} floors, {len(dependencies)} arrows"
+    said = f"{len(packages)} packages on {len(layers)} layers, {len(dependencies)} dependencies"
     assert said in (ROOT / "ARCHITECTURE.md").read_text(), said
 
 
