@@ -16,7 +16,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" PIP_DISABLE_PIP_VERSION_CHECK=1 C
 most_kilobytes=2048
 minor_versions=(3.11 3.12 3.13 3.14)
 torch="${ATTN_TORCH:-$(grep '^torch==' "$root/ci/constraints.txt")+cpu}"
-not covered=()
+not_covered=()
 tried=()
 
 fail() { echo "ci/release.sh: $*" >&2; exit 1; }
@@ -43,7 +43,7 @@ mapfile -t found < <(pythons)
 ((${#found[@]})) || fail "no Python of ${minor_versions[*]} is here"
 here=" $(for python in "${found[@]}"; do "$python" -c "import sys; print('%d.%d' % sys.version_info[:2], end=' ')"; done)"
 for version in "${minor_versions[@]}"; do
-  [[ -n "${ATTN_PYTHONS:-}" || "$here" == *" $version "* ]] || not covered+=("Python $version: it is not here")
+  [[ -n "${ATTN_PYTHONS:-}" || "$here" == *" $version "* ]] || not_covered+=("Python $version: it is not here")
 done
 
 echo "== build"
@@ -79,11 +79,11 @@ for python in "${found[@]}"; do
   pip=("$environment/bin/pip" --quiet install)
   # Alone first, so that a CUDA build of gigabytes is not taken where a CPU build is not to be had.
   if ! "${pip[@]}" --no-deps ${ATTN_TORCH_INDEX:+--extra-index-url "$ATTN_TORCH_INDEX"} "$torch" 2> "$work/pip.log"; then
-    not covered+=("$name: no $torch for it; set ATTN_TORCH_INDEX or ATTN_TORCH")
+    not_covered+=("$name: no $torch for it; set ATTN_TORCH_INDEX or ATTN_TORCH")
     continue
   fi
   if ! "${pip[@]}" "${constraints[@]}" "$wheel" 2> "$work/pip.log"; then
-    not covered+=("$name: its dependencies cannot be installed: $(tail -n 1 "$work/pip.log")")
+    not_covered+=("$name: its dependencies cannot be installed: $(tail -n 1 "$work/pip.log")")
     continue
   fi
   # A build of torch with CUDA's libraries brings it.
@@ -105,7 +105,7 @@ for python in "${found[@]}"; do
       --runs 5 > "$work/smoke.log" 2>&1) || { tail -n 30 "$work/smoke.log" >&2; fail "$name, extra fuzz: it does not pass"; }
     tried+=("$name, extra fuzz")
   else
-    not covered+=("$name, extras xdist and fuzz: $(tail -n 1 "$work/pip.log")")
+    not_covered+=("$name, extras xdist and fuzz: $(tail -n 1 "$work/pip.log")")
   fi
   for extra in triton flashinfer tokenspeed; do
     packages=("$wheel[$extra]")
@@ -113,11 +113,11 @@ for python in "${found[@]}"; do
     [[ "$extra" == flashinfer ]] && packages=(--no-deps -r "$root/ci/vendor.txt")
     [[ "$extra" == triton ]] && packages+=("triton<=3.9.0")
     if [[ "$extra" == tokenspeed ]]; then
-      not covered+=("$name, extra tokenspeed: it brings CUDA's libraries, and its kernels run on SM100 alone")
+      not_covered+=("$name, extra tokenspeed: it brings CUDA's libraries, and its kernels run on SM100 alone")
     elif "${pip[@]}" "${constraints[@]}" "${packages[@]}" 2> "$work/pip.log"; then
       smoke "$environment" "$name, extra $extra" --backend "$extra" --execution eager
     else
-      not covered+=("$name, extra $extra: $(grep -m 1 ERROR "$work/pip.log" || tail -n 1 "$work/pip.log")")
+      not_covered+=("$name, extra $extra: $(grep -m 1 ERROR "$work/pip.log" || tail -n 1 "$work/pip.log")")
     fi
   done
   rm -rf "$environment"
@@ -127,5 +127,5 @@ mkdir -p "$out"
 cp "$wheel" "$sdist" "$out/"
 echo "== built into $out"
 printf 'tried      %s\n' "${tried[@]:-nothing}"
-printf 'not tried  %s\n' "${not covered[@]:-nothing}"
+printf 'not tried  %s\n' "${not_covered[@]:-nothing}"
 ((${#tried[@]})) || fail "no environment could be tried"

@@ -115,7 +115,7 @@ def find_miscounts(comparison: Comparison, row: int) -> Miscounts | None:
     """
     expected, lens = comparison.expected, comparison.observed.step.lens
     if expected.key_factor is None:
-        raise ValueError("keys can be counted only in codes; expected data of the pattern 'codes'")
+        raise ValueError("keys can be counted only in data of the pattern 'plus_minus_one'")
     data, layers = expected.data, make_layers(comparison.observed.schedule.case)
     wrong = (
         comparison.wrong[:, row].any(-1) & comparison.finite[:, row].all(-1) & expected.key_factor[:, row].isfinite()

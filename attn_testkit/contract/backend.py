@@ -280,12 +280,12 @@ class AttentionBackend(ABC):
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
-        """Allocate the KV pool, for backends that declare the KV layout ``own``. Returns one ``KVLayer`` per layer.
+        """Allocate the KV pool, for backends that declare the KV layout ``custom``. Returns one ``KVLayer`` per layer.
 
         The kit stores and reads rows by these views, and fills and compares all memory that they lie in.
         Called before the constructor, whose ``context.kv_pool`` holds the result.
         """
-        raise NotImplementedError(f"{cls.__name__} declares kv_layouts={{'own'}}: it has to implement lay_out_kv_pool")
+        raise NotImplementedError(f"{cls.__name__} declares kv_layouts={{'custom'}}: it has to have lay_out_kv_pool")
 
     @abstractmethod
     def forward(

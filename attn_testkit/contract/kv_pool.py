@@ -41,7 +41,7 @@ class KVPool:
     ``side-by-side-hnd`` [pages, Hk, page_size, 2, D]                         both of the above, as vLLM has it
     ``layers-in-block``  [pages, 2, page_size, Hk, D], strided                a page of all layers is one block
     ``padded-pages``     [2, pages, page_size, Hk, D], strided                each page is followed by unused memory
-    ``own``              ``buffer`` of ``AttentionBackend.lay_out_kv_pool``   the backend's
+    ``custom``           ``buffer`` of ``AttentionBackend.lay_out_kv_pool``   the backend's
     ==================== ==================================================== ========================================
 
     (MLA: 1 instead of 2.) ``get_kv_pages`` works in all of them, for kernels that take strides. If layers differ in
@@ -63,7 +63,7 @@ class KVPool:
         """Allocate memory, zeroed unless ``cleared`` is False.
 
         ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` except for MLA, and
-        ``layout`` is a name of the table, else ``ValueError``. If ``layout`` is ``own``, the function ``own``
+        ``layout`` is a name of the table, else ``ValueError``. If ``layout`` is ``custom``, the function ``own``
         allocates; its result is checked, and ``ValueError`` says what is wrong with it.
         """
         if size % page_size:
@@ -79,7 +79,7 @@ class KVPool:
         spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device, cleared)
         if layout == OWN:
             if own is None:
-                raise ValueError("a pool of layout 'own' is laid out by the backend: give its lay_out_kv_pool as `own`")
+                raise ValueError("the backend lays out a pool of layout 'custom': give its lay_out_kv_pool as `own`")
             found = refuse_layers(spec, own(spec))
         else:
             found = lay_out(spec, layout)

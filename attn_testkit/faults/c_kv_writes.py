@@ -44,7 +44,7 @@ class PadSlotMinusOneHitsLastSlot(PlannedBackend):
     source="sglang #32477, #35351, #36003, #36207",
     modes=_ALL,
     checks=("reads-own-kv", "finite"),
-    hint="not its own|zeros instead of NaN|in eager it is right",
+    hint="of another owner|zeros instead of NaN|in eager it is right",
 )
 class PaddingSinkSlotGetsNan(PlannedBackend):
     """Page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked."""
@@ -111,7 +111,7 @@ class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
     source="sglang #27091 (review)",
     modes=_V1 + _V2,
     checks=("writes-own-kv", "reads-own-kv"),
-    hint="K and V|not its own|slots",
+    hint="K and V|of another owner|slots",
 )
 class SwaWriteLocsSynthesisedZero(PlannedBackend):
     """The windowed layer's write locations are derived from zeros: everything goes to the dummy slot."""
@@ -147,7 +147,7 @@ class AlignmentRowsMaterialised(PlannedBackend):
     source="aiter #5034",
     modes=_EXTENDS,
     checks=("writes-own-kv", "reads-own-kv"),
-    hint="K and V|slot|not its own",
+    hint="K and V|slot|of another owner",
 )
 class ScatterDestIncludesSourceRow(PlannedBackend):
     """Rows are stored two per block, and the destination of the second adds its place in the block once more."""
@@ -201,7 +201,7 @@ class Int8ScaleWritesOverlapKv(PlannedBackend):
     source="rtp-llm afa6eb101",
     modes=_ALL,
     checks=("reads-own-kv", "finite"),
-    hint="not its own|zeros instead of NaN",
+    hint="of another owner|zeros instead of NaN",
 )
 class WarmupLeavesNanInKv(PlannedBackend):
     """Masked lanes are multiplied by a weight of 0, which is right only in a pool that was cleared at start."""

@@ -17,7 +17,7 @@ _ALL = tuple(ForwardMode)
     source="vllm-ascend #9098",
     modes=_ALL,
     checks=("reads-own-kv", "matches-oracle"),
-    hint="not its own|page 0",
+    hint="of another owner|page 0",
     modelled="the column that is missing reads as page 0",
 )
 class PageColumnsRoundedDown(PlannedBackend):

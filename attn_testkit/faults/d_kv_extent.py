@@ -205,7 +205,7 @@ class StaticQAgainstLiveIndex(DenseBackend):
     source="lmdeploy #4685",
     modes=_CHAINED,
     checks=("reads-own-kv",),
-    hint="not its own",
+    hint="of another owner",
     modelled="the doubled length reaches the kernel, where upstream it only sized grids and caches",
 )
 class KvLenDoubleCounted(DenseBackend):
@@ -249,7 +249,7 @@ class FoldedHeadsReadNextTokenKv(DenseBackend):
     source="general",
     modes=_CHAINED,
     checks=("reads-own-kv",),
-    hint="not its own",
+    hint="of another owner",
 )
 class LengthRoundedUpToPage(DenseBackend):
     """Every page counts as full, so slots behind the last key are read."""
@@ -354,7 +354,7 @@ class DecodeMissesItsOwnKey(DenseBackend):
     source="sglang MUTATION_FIXES.md M15",
     modes=(ForwardMode.TARGET_VERIFY,),
     checks=("reads-own-kv", "matches-oracle"),
-    hint="not its own",
+    hint="of another owner",
 )
 class VerifyForgetsDraftTokens(DenseBackend):
     """The page table of verify covers only the prefix: draft keys on a separate page are looked up in a stale
@@ -373,7 +373,7 @@ class VerifyForgetsDraftTokens(DenseBackend):
     source="general",
     modes=_EXTENDS,
     checks=("reads-own-kv", "matches-oracle"),
-    hint="not its own",
+    hint="of another owner",
 )
 class NewTokensOpenAPage(DenseBackend):
     """The step's keys are looked for at the start of a fresh page, not behind the last key of the prefix."""

@@ -147,7 +147,7 @@ def call(fake, capfd, tmp_path, monkeypatch):
         (["--last", "x.json"], "give it with --budget"),
         (["--budget", "9", "--last", "none.json"], "cannot read none.json: No such file"),
         (["--rest-of", "none.json"], "cannot read none.json: No such file"),
-        (["--rest-of", "x.json", "--json", "x.json"], "--json would overwrite the record that --rest-of reads"),
+        (["--rest-of", "x.json", "--json", "x.json"], "--json would overwrite the results file that --rest-of reads"),
     ],
 )
 def test_wrong_usage_is_one_line_and_four(call, argv, message):
@@ -181,10 +181,10 @@ def test_what_a_record_has_tried_is_named_beside_the_verdict(call):
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--backend", "fake:ok,ok"], "a.json is no part of this run: its backends is {'fake:ok': '1.0'}"),
+        (["--backend", "fake:ok,ok"], "a.json is of another run: its backends is {'fake:ok': '1.0'}"),
         (["--backend", "fake:ok", "--seed", "1"], "its seed is 0, here 1"),
         (["--backend", "fake:ok", "--tier", "core"], "its tier is 'smoke', here 'core'"),
-        (["--backend", "fake:ok"], "a.json lacks nothing of this run: all 4 case-runs ran"),
+        (["--backend", "fake:ok"], "nothing is left to run: all 4 case-runs ran in a.json"),
     ],
 )
 def test_the_rest_of_another_run_is_refused(call, argv, message):

@@ -44,7 +44,7 @@ def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
 
 def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
     """Without cases that choose their own heads and pages: what the covering array and the named cases have."""
-    others = ("small", "code", "large", "page_count", "company", "declared_pair", "shared_prefix", "pair_array")
+    others = ("code", "large", "page_count", "company", "declared_pair", "shared_prefix", "pair_array")
     others += ("layout_array", "options_together", "layer", "part", "uniform_batch")
     left_out = {f"{name}_cases": mock.Mock(return_value=()) for name in others}
     with mock.patch.multiple(catalogue, **left_out):

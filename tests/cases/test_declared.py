@@ -75,7 +75,7 @@ AT_THE_EDGE: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     (DRAFT.replace("steps3", "steps3-loop2"), {"max_q_rows": 7}, {"max_q_rows": 6}, "a lossless loop of this draft"),
     (DRAFT.replace("steps3", "steps3-loop2"), {"max_topk": 2}, {"max_topk": 1}, "a lossless loop of this draft"),
     (DECODE.replace("-b1prod", "-b1prod-given_out"), {"server": {"takes_out": True}}, {"server": {"takes_out": False}},
-     "the server variant lent"),
+     "the server variant given_out"),
     (DECODE.replace("-b1prod", "-b1prod-far"), {"max_context_len": 1 << 18}, {"max_context_len": (1 << 18) - 1},
      "as many tokens of context"),
 ]  # fmt: skip

@@ -120,9 +120,9 @@ def test_the_tail_of_a_request_is_every_slot_of_its_branches_that_holds_no_key()
 
 
 def test_a_draft_goes_with_its_mode_alone() -> None:
-    with pytest.raises(ValueError, match="a draft goes with draft-decode"):
+    with pytest.raises(ValueError, match="does not say: rows"):
         parse_case("draft-decode-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod")
-    with pytest.raises(ValueError, match="a draft goes with draft-decode"):
+    with pytest.raises(ValueError, match="rows of decode have no draft"):
         parse_case("decode-mha2-d64-bf16-p16-k5-topk1steps2-shuffled-gauss-b1prod")
 
 
@@ -183,9 +183,9 @@ def test_a_draft_that_shares_an_instance_has_no_empty_prefix_either() -> None:
         server=ServerConventions(drafts_without_prefix=False),
     )
     (draft,) = declared_co_residents(declared, host, {DRAFT})
-    assert (draft.prefixes, draft.prefixed, host.prefixes) == ((1, 16), True, (0, 16))
+    assert (draft.prefixes, draft.with_prefix, host.prefixes) == ((1, 16), True, (0, 16))
     (with_empty,) = declared_co_residents(declared.with_changes(server={"drafts_without_prefix": True}), host, {DRAFT})
-    assert (with_empty.prefixes, with_empty.prefixed) == ((0, 16), False)
+    assert (with_empty.prefixes, with_empty.with_prefix) == ((0, 16), False)
 
 
 @pytest.mark.parametrize("word", ["k0.16", "k5.0"])
@@ -195,5 +195,5 @@ def test_a_case_cannot_be_prefixed_and_have_an_empty_prefix(word: str) -> None:
 
 
 def test_only_a_draft_is_prefixed() -> None:
-    with pytest.raises(ValueError, match="in draft-decode alone"):
+    with pytest.raises(ValueError, match="rows of decode have no with_prefix"):
         parse_case("decode-mha2-d64-bf16-p8-k7.16-prefixed-shuffled-gauss-b3prod")

@@ -130,8 +130,7 @@ def test_a_tier_that_tries_no_shapes_says_so() -> None:
 @pytest.mark.parametrize(
     ("case", "text"),
     [
-        (CASE.format("gauss", "").replace("-b4prod", "-lseprefix-b4prod"), "here 'prefix'"),
-        (CASE.format("gauss", "").replace("-b4prod", "-b4prod-empty_batches"), "here 'idle'"),
+        (CASE.format("gauss", "").replace("-b4prod", "-lseprefix-b4prod"), "KV splits and heads by layer"),
         (CASE.format("gauss", "").replace("gqa2x4-d64", "mla8-d64r32"), "MLA"),
         (CASE.format("gauss", "").replace("d64-bf16", "d32-bf16"), "widest"),
         (CASE.format("gauss", "").replace("8x2d64-", "8x4d32-"), "two shapes"),

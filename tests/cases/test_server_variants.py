@@ -160,11 +160,11 @@ def test_more_shapes_than_a_cache_of_128_entries_holds_stand_between_two_replays
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("lseprefix-b2prod-given_out", "lent excludes KV splits: forward_return_lse has no out="),
-        ("lseprefix-b2prod-padded_tokens", "morerows excludes KV splits: rows of no request have no keys"),
-        ("lseprefix-b2prod-empty_batches", "idle excludes KV splits: without rows nothing is merged"),
-        ("b2prod-empty_batches-padded_tokens", "morerows excludes idle: "),
-        ("b2prod-empty_batches-far", "far excludes idle: "),
+        ("lseprefix-b2prod-given_out", "given_out excludes KV splits: forward_return_lse has no out="),
+        ("lseprefix-b2prod-padded_tokens", "padded_tokens excludes KV splits: rows of no request have no keys"),
+        ("lseprefix-b2prod-empty_batches", "empty_batches excludes KV splits: without rows nothing is merged"),
+        ("b2prod-empty_batches-padded_tokens", "padded_tokens excludes empty_batches: "),
+        ("b2prod-empty_batches-far", "far excludes empty_batches: "),
         ("b2prod-far-shapes", "far excludes shapes: "),
         ("b2prod-given_out-zero_length_padding", "not in its usual form; write .*-zero_length_padding-given_out$"),
         ("b2prod-given_out-given_out", "not in its usual form; write .*-given_out$"),
@@ -186,7 +186,7 @@ def test_two_variants_of_a_case_come_to_what_both_do() -> None:
         parse_case("target-verify-gqa2x2-d64-bf16-p16-k3-chain4-shuffled-gauss-b2prod-seq_lens_with_new-noncausal")
     )
     assert (both.word, both.causal, both.gives_none, dict(both.says)) == (
-        "withnew-noncausal", False, True, {"verify_lens": "all"},
+        "seq_lens_with_new-noncausal", False, True, {"verify_lens": "all"},
     )  # fmt: skip
     idle = parse_case(
         "decode-gqa2x2-d64-bf16-p16-k3x2-shuffled-gauss-b3prod-empty_batches-zero_length_padding-overlap_scheduling"

@@ -85,12 +85,12 @@ BANNED = (
     "drawn by lot",
     "the file is put back",
     "the table says so",
-    "modes that it declares",
-    "an undeclared mode",
-    "values that are not covered",
+    "modes that it claims",
+    "an unclaimed mode",
+    "values that are untried",
     "a neighbour of the instance",
     "a twin of the case",
-    "adversarial backends",
+    "hostile backends",
     "it drives a backend",
     "rows that went astray",
     "enriched cases",
@@ -118,7 +118,7 @@ ALLOWED = (
     "understood",
     "the driver of CUDA",
     "the way of the row",
-    "``declared.alone`` is read",
+    "``claims.alone`` is read",
     "It runs. What is declared? It ends.",
     "hold a row. Against this",
 )
@@ -156,7 +156,7 @@ class A:
 
 def test_a_phrase_over_two_lines_is_found_and_a_name_is_not(check: ModuleType) -> None:
     assert [finding.line for finding in check.findings("x = 1\n# modes by\n# turns\ny = 2\n# by\n\n# turns\n")] == [2]
-    assert not check.findings('capabilities = {"declared": 1, "alone": 2}\n')
+    assert not check.findings('claims = {"claimed": 1, "alone": 2}\n')
 
 
 def test_the_pattern_of_a_hint_is_not_a_text(check: ModuleType) -> None:

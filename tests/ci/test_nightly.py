@@ -50,13 +50,13 @@ def files(out: Path) -> set[str]:
 
 def test_a_good_night_is_green_and_nothing_of_an_earlier_one_is_left(night):
     for name in ("compare.txt", "audit.html", "audit.json", "audit.txt", "report.html"):
-        (night.out / name).write_text("of an earlier night")
+        (night.out / name).write_text("of a night before")
     (night.out / "mine.txt").write_text("not ours")
     code, printed = night(ATTN_BACKENDS="fake:ok")
     assert code == 0, printed
     assert files(night.out) == {"report.json", "report.html", "summary.md", "junit.xml", "mine.txt"}
     assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")
-    assert "earlier" not in (night.out / "report.html").read_text()
+    assert "of a night before" not in (night.out / "report.html").read_text()
 
 
 def test_the_night_before_may_be_the_file_that_is_overwritten(night):

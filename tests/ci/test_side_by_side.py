@@ -141,7 +141,7 @@ def test_every_bug_is_one_of_those_that_are_put_into_the_class(results: ModuleTy
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--bug", "none", "--bug", "FP8"), "--bug none goes alone"),
+        (("--bug", "none", "--bug", "FP8"), "--bug none excludes other bugs"),
         (("--backend", "torch_native", "--bug", "FP8"), "bugs are of TritonAttnBackend"),
         (("--bug", "Nothing"), "'Nothing' is not one of"),
         (("--backend", "fa3"), "'fa3' is not one of"),

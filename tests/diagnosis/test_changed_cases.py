@@ -185,7 +185,7 @@ def test_two_features_without_either_of_which_it_is_right_are_both_named() -> No
 
 def test_the_data_say_what_to_look_at_where_they_are_there_to_show_it() -> None:
     reported = right_without(evidence(CASE.replace("gauss", "rising_logits"), without=("data",)))
-    assert "wrong with those of this case (cliff): look at rescaling of partial sums" in reported
+    assert "wrong with those of this case (rising_logits): look at rescaling of partial sums" in reported
 
 
 def test_missing_keys_follow_from_a_far_context_and_from_uneven_rows() -> None:
@@ -236,7 +236,7 @@ ALL = {"without": ("cap", "far"), "right_up_to": 16, "right_with_fewer": True}
     [
         {"changed": None},
         {"in_graph": True},
-        {"swapped": (Of(),)},
+        {"misrouted": (Of(),)},
         {"reads_foreign": True},
         {"attended": None},
     ],

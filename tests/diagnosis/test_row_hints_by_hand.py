@@ -43,7 +43,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "rows": [],
         "passed": [],
         "in_graph": False,
-        "swapped": (),
+        "misrouted": (),
         "schedule": Of(case=case()),
         "attended": None,
         "before": None,
@@ -51,7 +51,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "right_with_zeros": True,
         "computes_nan": False,
         "wrong_shapes": [HeadShape(4, 2, 32)],
-        "judgement": Of(unwritten=torch.zeros(1, step.tokens, 4, 32, dtype=torch.bool)),
+        "comparison": Of(unwritten=torch.zeros(1, step.tokens, 4, 32, dtype=torch.bool)),
     }
     return Of(**{**values, **fields})
 

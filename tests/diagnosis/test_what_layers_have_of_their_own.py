@@ -63,7 +63,7 @@ def test_it_is_reported_where_the_case_is_right_without(case: str, feature: str,
 def test_the_kv_group_whose_layers_alone_are_wrong_is_named(layers: tuple[int, ...], group: int | None) -> None:
     said = right_with_other_layers(reported(GROUPS, "groups", layers=layers))
     assert ("in layers of KV group" in said) is (group is not None)
-    assert group is None or f"in layers of KV group {group} alone" in said
+    assert group is None or f"only in layers of KV group {group}" in said
 
 
 def test_a_window_is_reported_where_its_layers_alone_are_wrong_and_others_slots_are_read() -> None:

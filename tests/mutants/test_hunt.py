@@ -119,9 +119,9 @@ def test_a_backend_that_is_red_as_it_is_is_refused(module: Callable[[str], str],
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--sample", "3"], "--sample without --mutants BACKEND"),
-        (["--mutants", "m:A", "--fault", "x"], "--fault with --mutants"),
-        (["--mutants", "m:A", "--timeout", "240"], "--timeout with --mutants"),
+        (["--sample", "3"], "--sample needs --mutants BACKEND"),
+        (["--mutants", "m:A", "--fault", "x"], "--fault cannot be used with --mutants"),
+        (["--mutants", "m:A", "--timeout", "240"], "--timeout cannot be used with --mutants"),
         (["--mutants", "m:A", "--tier", "full"], "take --tier smoke or core"),
         (["--mutants", "attn_testkit.nowhere:A"], "does not exist"),
         (["--mutants", "attn_testkit.examples:MinimalBackend", "--mutate", "no_such"], "'no_such' cannot be imported"),

@@ -613,7 +613,7 @@ class OutOfMemoryError(Exception):
 def test_a_full_device_is_a_lost_one_and_what_else_the_harness_raises_is_the_kits() -> None:
     full = given_up(OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. Process 12 has it"))
     assert isinstance(full, RunRecord)
-    assert full.lost.startswith("CUDA out of memory. Tried to allocate 2 GiB. If others use this device")
+    assert full.lost.startswith("CUDA out of memory. Tried to allocate 2 GiB. If other programs or several")
     reported = given_up(KeyError("x"))
     assert isinstance(reported, str)
     assert reported.startswith("KeyError: 'x'\nKeyError")

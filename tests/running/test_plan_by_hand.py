@@ -274,7 +274,7 @@ def test_a_plan_that_was_made_is_not_made_again() -> None:
     judge = Judge()
     found = prepare(judge, Request(("a:B",)), plan=PLAN)  # type: ignore[arg-type]
     assert (found.items, found.preset, found.problems()) == (ITEMS, (PRESET,), [])
-    with pytest.raises(UsageError, match="which backend"):
+    with pytest.raises(UsageError, match="no backend is named"):
         prepare(judge, Request(()), plan=PLAN)  # type: ignore[arg-type]
 
 

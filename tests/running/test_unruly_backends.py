@@ -29,7 +29,7 @@ def test_a_broken_backend_gets_no_green_whatever_it_does_to_its_process(name: st
     [
         ("ReplacesAFunctionOfTheHarness", "attn_testkit.runner_modes.eager.observe was replaced"),
         ("ReplacesAConstantOfTheHarness", "attn_testkit.runner_modes.observe._RETURNED was replaced"),
-        ("ReplacesAnEntryOfATable", "attn_testkit.runner_modes.drivers.DRIVERS was modified"),
+        ("ReplacesAnEntryOfATable", "attn_testkit.runner_modes.mode_runners.MODE_RUNNERS was modified"),
         ("ReplacesAMethodOfTheHarness", "attn_testkit.runner_modes.harness.ServerHarness.load was replaced"),
         ("ReplacesAFunctionOfTorch", "torch.allclose was replaced"),
         ("WrongAndReplacesJudge", "attn_testkit.results.BAD was replaced"),

@@ -20,7 +20,7 @@ def findings(name: str, execution: str, case: str) -> list[Finding]:
 
 ANSWERS = [
     ("ForgetsSuper", "eager", "completes", "has no attribute '_kit_mask'", "begin it with super().__init__(context)"),
-    ("SkipsAParent", "eager", "completes", "'workspace'", "SkipsAParent.__init__ did not run that of _WithWorkspace"),
+    ("SkipsAParent", "eager", "completes", "'workspace'", "SkipsAParent.__init__ did not call that of _WithWorkspace"),
     ("MaskRaises", "eager", "completes", "verify_mask raised AttributeError", ""),
     ("MaskIsNoneTwice", "eager", "completes", "verify_mask raised AttributeError: 'NoneType'", ""),
     ("MaskIsAMethod", "eager", "output-contract", "verify_mask is a method", "write @property above"),

@@ -106,7 +106,7 @@ class WrongAndReplacesJudge(Wrong):
         import attn_testkit.running.case_runs.evaluate
 
         attn_testkit.checks.step.evaluate_step = lambda *args: []
-        attn_testkit.running.case_runs.judge.evaluate_step = lambda *args: []
+        attn_testkit.running.case_runs.evaluate.evaluate_step = lambda *args: []
         attn_testkit.checks.numeric.matches_oracle = lambda *args: []
         attn_testkit.results.BAD = frozenset()
         attn_testkit.results.exit_code = lambda *args, **more: 0

@@ -223,7 +223,7 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
         lambda c: c.families <= {"gqa", "mqa"} and c.gqa_ratios <= {1},
     ),
     (
-        "max_context_len {claims.max_context_len} has no room for the shortest case: two pages beside prefix and new "
+        "max_context_len {declared.max_context_len} has no room for the shortest case: two pages beside prefix and new "
         "tokens",
         lambda c: True,
     ),
