@@ -123,7 +123,7 @@ class Capabilities(Declared):
     """Which page sizes of the KV pool, in slots? Default: 16 alone."""
     kv_layouts: Set[str] = frozenset({"nhd"})
     """Which layouts of the KV pool in memory, of those that ``KVPool`` lists? Default: ``nhd``. With ``custom`` the
-    class lays its pool out itself: ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` says which an instance has."""
+    class lays its pool out itself: ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` is that of an instance."""
     kv_groups: bool = False
     """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
     windowed ones, and others for the rest? Default: all layers share one. In draft-decode they always do."""

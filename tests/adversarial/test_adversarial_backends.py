@@ -57,7 +57,7 @@ ENDINGS = {
     "reads-memory-left-behind": "failed: output-written",
     "replaces-the-judge": "failed: matches-oracle",
     "right-for-the-cases-it-knows": "failed: matches-oracle",
-    "sends-an-empty-answer": "the process spoke for itself: it sent a Driven, which is no answer",
+    "sends-an-empty-answer": "the process spoke for itself: it sent a RunRecord, which is no answer",
     "sends-code-to-the-judge": "the process spoke for itself: it sent posix._exit",
 }
 """What stops those that others could take for luck."""

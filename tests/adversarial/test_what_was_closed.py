@@ -46,7 +46,7 @@ def test_a_mode_that_is_left_entered_is_the_backends_mistake_and_named() -> None
         mode.__enter__()
     mode.__exit__(None, None, None)
     assert isinstance(raised.value.__cause__, ContractError)
-    assert str(raised.value.__cause__) == "a mode of torch was left entered: Mode"
+    assert str(raised.value.__cause__) == "a torch mode was entered and not left: Mode"
     with blame("plan"), Mode():
         torch.zeros(1)
     with Mode(), no_mode_left():

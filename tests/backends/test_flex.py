@@ -53,7 +53,7 @@ def test_what_is_wrong_beside_or_inside_compiled_code_is_found(name: str, check:
 
 TUNED = [
     ("Tuned", "", ""),
-    ("TunedByLength", "compiles-once", "compiles anew: triton.autotune, of kernel _copy_by_length"),
+    ("TunedByLength", "compiles-once", "compiles again: triton.autotune, of kernel _copy_by_length"),
     ("TunedAndWaiting", "no-host-lengths", "an eager forward waits for the device"),
 ]
 

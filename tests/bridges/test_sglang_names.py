@@ -78,9 +78,11 @@ def test_a_name_is_asked_for_before_sglang_is() -> None:
         load_backend("sglang:no_such_backend")
 
 
-@pytest.mark.parametrize(("spec", "said"), [("sglang:", "is incomplete"), ("sglang", "is a server; name one of")])
+@pytest.mark.parametrize(
+    ("spec", "said"), [("sglang:", "is incomplete"), ("sglang", "is a server; name one of its backends")]
+)
 def test_a_server_without_a_name_is_incomplete(spec: str, said: str) -> None:
-    with pytest.raises(BackendNotFound, match=f"backend '{spec}' {said}"):
+    with pytest.raises(BackendNotFound, match=f"'{spec}' {said}"):
         load_backend(spec)
 
 

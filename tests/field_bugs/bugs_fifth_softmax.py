@@ -84,7 +84,7 @@ class EmptyFirstSplit(SplitKV):
 
 @bug(
     "ATOM #2057",
-    "decode-gqa5x2-d128-bf16-p1-k1500.70-contiguous-peaked-kvfp8e4m3-w60-cap1.5-sink-lsepages2merged-b2prod",
+    "decode-gqa5x2-d128-bf16-p1-k1500.70-shuffled-one_hot-kvfp8e4m3-w60-cap1.5-sink-lsepages2merged-b2prod",
     "log-sum-exp",
     execution="graph",
 )

@@ -46,8 +46,8 @@ class OfTwoModes(SplitKV):
     "vllm #33759",
     "extend-gqa2x2-d64-bf16-p16-k9-n3a3-shuffled-shifted-kvhnd-w7same-layers1from0-b1stale",
     "reads-own-kv",
-    of_a_tier="extend-gqa4x2-d64-bf16-p4-k13.3.0.4.9.33.1.17.5-n1a1x9-shuffled-shifted-kvfp8e4m3-kvhnd-w7-cap1.5-"
-    "sink-b12prod",
+    of_a_tier="extend-gqa4x2-d64-bf16-p4-k9x3-n1a1x3-interleaved-gauss-kvfp8e4m3-kvhnd-w7-cap1.5-sink-b4small-"
+    "empty_batches",
 )
 class GatherAssumesNhd(OfTwoModes):
     """A windowed extend gathers its keys as if the pool had the usual layout."""
@@ -60,7 +60,7 @@ class GatherAssumesNhd(OfTwoModes):
 
 @bug(
     "vllm-ascend #6558",
-    "decode-mha2-d64-bf16-p64-k129x3-reversed-one_hot-kvfp8e4m3-kvhnd-w40-cap1.5-sink-b4small-given_out",
+    "decode-mha2-d64-bf16-p1-k3.1.0-interleaved-one_hot-w40-cap1.5-sink-b4prod-empty_batches-given_out",
     "output-written",
 )
 class WindowOutNotStored(OfTwoModes):

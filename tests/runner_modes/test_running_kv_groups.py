@@ -162,7 +162,7 @@ def test_a_kernel_backend_needs_nothing_for_groups_but_the_capability() -> None:
     assert all(Comparison(observed, expect(schedule, observed.step)).right for observed in found)
 
 
-LAYOUTS = [name for name in KV_LAYOUTS if name != "own"]
+LAYOUTS = [name for name in KV_LAYOUTS if name != "custom"]
 WORDS = {name: "" if name == "nhd" else "-kv" + name.removeprefix("kv").replace("-", "") for name in LAYOUTS}
 
 
