@@ -185,7 +185,10 @@ def read_report(path: str | Path) -> Report:
         what = f"has format {found!r}" if found else "is not a results file of attn-testkit"
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
-        header = RunHeader(**data["header"])
+        fields = dict(data["header"])
+        if "untried" in fields:  # its name before 0.1.0 was published
+            fields["not_covered"] = fields.pop("untried")
+        header = RunHeader(**fields)
         not_covered = {spec: tuple(phrases) for spec, phrases in header.not_covered.items()}
         notes = {spec: tuple(texts) for spec, texts in header.notes.items()}
         header = replace(header, limits=tuple(header.limits), not_covered=not_covered, notes=notes)

@@ -186,6 +186,13 @@ def test_a_file_that_is_no_record_is_one_line(tmp_path, text, message):
         read_report(tmp_path / "x.json")
 
 
+def test_a_results_file_with_the_earlier_name_of_what_is_not_covered_is_read(tmp_path):
+    report = run_of("passed", not_covered={"a": ("page size 64",)})
+    path = written(tmp_path, report)
+    path.write_text(path.read_text().replace('"not_covered"', '"untried"'))
+    assert read_report(path) == report
+
+
 class Page(HTMLParser):
     """Checks that tags close, and keeps the visible text."""
 
