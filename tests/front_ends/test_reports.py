@@ -187,7 +187,7 @@ def test_a_file_that_is_no_record_is_one_line(tmp_path, text, message):
 
 
 def test_a_results_file_with_the_earlier_name_of_what_is_not_covered_is_read(tmp_path):
-    report = run_of("passed", not_covered={"a": ("page size 64",)})
+    report = run_of("ok", not_covered={"a": ("page size 64",)})
     path = written(tmp_path, report)
     path.write_text(path.read_text().replace('"not_covered"', '"untried"'))
     assert read_report(path) == report
