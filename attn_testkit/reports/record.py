@@ -59,7 +59,7 @@ def plain(value: object) -> Any:
 
 def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
     """The inverse of ``plain(asdict(result))``; ``KeyError``, ``TypeError`` or ``ValueError`` for anything else."""
-    values = dict(data)
+    values = _renamed(data)
     margin = values["margin"]
     values |= {
         "status": Status(values["status"]),
@@ -71,6 +71,14 @@ def result_from_plain(data: Mapping[str, Any]) -> CaseResult:
         "margin": None if margin is None else float(margin),
     }
     return CaseResult(**values)
+
+
+_EARLIER_NAMES = {"untried": "not_covered", "not_judged": "not_evaluated"}
+"""Field of a results file as it was written first -> its name."""
+
+
+def _renamed(data: Mapping[str, Any]) -> dict[str, Any]:
+    return {_EARLIER_NAMES.get(name, name): value for name, value in data.items()}
 
 
 def _finding_from_plain(data: Mapping[str, Any]) -> Finding:
@@ -185,10 +193,7 @@ def read_report(path: str | Path) -> Report:
         what = f"has format {found!r}" if found else "is not a results file of attn-testkit"
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
-        fields = dict(data["header"])
-        if "untried" in fields:  # its name before 0.1.0 was published
-            fields["not_covered"] = fields.pop("untried")
-        header = RunHeader(**fields)
+        header = RunHeader(**_renamed(data["header"]))
         not_covered = {spec: tuple(phrases) for spec, phrases in header.not_covered.items()}
         notes = {spec: tuple(texts) for spec, texts in header.notes.items()}
         header = replace(header, limits=tuple(header.limits), not_covered=not_covered, notes=notes)
