@@ -284,7 +284,7 @@ def test_a_latent_pool_of_ones_own_has_keys_alone() -> None:
 def test_a_layout_without_a_name_and_one_that_nobody_lays_out_are_answered() -> None:
     with pytest.raises(ValueError, match=re.escape("no KV layout is called 'dhn'; there are: nhd, hnd, kv-in-block")):
         pool_of("dhn")
-    with pytest.raises(ValueError, match="laid out by the backend: give its lay_out_kv_pool"):
+    with pytest.raises(ValueError, match="the backend lays out a pool of layout 'custom': give its lay_out_kv_pool"):
         KVPool(8, 4, MHA, torch.bfloat16, CUDA, "custom")
     with pytest.raises(ValueError, match="gave no buffer for layer 1"):
         pool_of("custom").get_layer_buffer(1)
