@@ -14,6 +14,8 @@ echo "== style"
 "$python" -m ruff format --check --quiet .
 
 echo "== wheel: complete, and typed as it ships"
+# setuptools puts what an earlier build left there into the wheel, modules that have moved too.
+rm -rf build/lib build/bdist.*
 built="$(mktemp -d)"
 trap 'rm -rf "$built"' EXIT
 "$python" -m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir "$built" .
