@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -13,8 +12,8 @@ import click
 from ..registry import UsageError
 from ..reports.record import Report
 from ..results import BAD, CaseResult, Status, format_failure
-from ..running.planning.request import Options, Request, final_code, prepare
-from ..running.processes.judge_process import judge_for
+from ..running.check_backend import run_request
+from ..running.planning.request import Options, Request
 from .files import write_text
 from .options import device_option
 from .run import terminated_like_interrupted
@@ -73,15 +72,11 @@ def _run(device: str) -> tuple[Report, bool]:
     request = Request((_BUG, _FIXED), modes=("decode",), device=device, cases=(_CASE,), command="demo")
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}
     with subprocess.Popen(
-        [sys.executable, "-m", _ORDINARY, _BUG],
-        stdout=subprocess.DEVNULL, env={**os.environ, **hidden},
-    ) as ordinary, contextlib.closing(judge_for(Options(), device)) as judge:  # fmt: skip
-        prepared = prepare(judge, request, None)
-        results = tuple(map(prepared.ledger.judge, judge.run(prepared.plan, prepared.items)))
+        [sys.executable, "-m", _ORDINARY, _BUG], stdout=subprocess.DEVNULL, env={**os.environ, **hidden}
+    ) as ordinary:
+        found = run_request(request, Options())
         passed = ordinary.wait() == 0
-    header = prepared.plan.header
-    code = final_code(header, list(results), [], interrupted=False)
-    return Report(header, (*prepared.preset, *results), finished=True, exit_code=code), passed
+    return Report(found.header, found.rows, finished=True, exit_code=found.exit_code, problems=found.problems), passed
 
 
 def _rows(results: Sequence[CaseResult], ordinary: bool) -> list[tuple[bool, bool, str, str]]:

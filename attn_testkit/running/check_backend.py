@@ -15,7 +15,7 @@ from .processes.judge_process import judge_for
 if TYPE_CHECKING:
     from ..contract import AttentionBackend
 
-__all__ = ["assert_conformant", "check_backend"]
+__all__ = ["assert_conformant", "check_backend", "run_request"]
 
 
 def check_backend(
@@ -54,7 +54,12 @@ def check_backend(
         cases=tuple(cases),
         command="check_backend",
     )
-    with contextlib.closing(judge_for(options, device)) as judge:
+    return run_request(request, options, known_failures)
+
+
+def run_request(request: Request, options: Options, known_failures: str | Path | None = None) -> Results:
+    """Run what is requested to its end. Raises as ``check_backend`` does."""
+    with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, known_failures)
         problems = tuple(prepared.problems())
         found = map(prepared.ledger.judge, judge.run(prepared.plan, prepared.items))
