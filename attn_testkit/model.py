@@ -122,20 +122,35 @@ def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
     return q, k, (first, layer.tp_v_head_num, wide, wide)
 
 
-def row_width(layers: tuple[AttentionLayer, ...]) -> int:
-    """Number of elements of q, k and v per token in one layer; in the widest if layers differ."""
-    return max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
+def row_width(layers: tuple[AttentionLayer, ...], dtype: torch.dtype) -> int:
+    """Number of elements of q, k, v and selected keys per token in one layer; in the widest if layers differ."""
+    rows = max(start + heads * stride for layer in layers for start, heads, stride, _ in _parts(layer))
+    return rows + layers[0].topk * _INDEX_BYTES // dtype.itemsize
+
+
+_INDEX_BYTES = 4
+"""Bytes of an index of a selected key, which lies as int32 behind the numbers of its token's row."""
 
 
 def pack(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, one_row: bool, maps: Sequence[HeadMap] = ()
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    one_row: bool,
+    maps: Sequence[HeadMap] = (),
+    selected: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Pack [L, T, H, D] tensors into [T, L, width] rows of the model's table (host). ``one_row``: v is a part of k.
 
     ``maps``: one per layer, if layers have different heads. A row holds the layer's own heads, then NaN.
+    ``selected`` [L, T, topk] int32: its bits are the end of a row.
     """
     if not maps:
-        return torch.cat([x.flatten(2).transpose(0, 1) for x in ((q, k) if one_row else (q, k, v))], -1)
+        rows = [x.flatten(2).transpose(0, 1) for x in ((q, k) if one_row else (q, k, v))]
+        if selected is not None:
+            rows.append(selected.transpose(0, 1).contiguous().view(q.dtype))
+        return torch.cat(rows, -1)
     found = []
     for index, each in enumerate(maps):
         parts = each.q_part(q[index]), each.kv_part(k[index]), each.kv_part(v[index])
@@ -168,7 +183,13 @@ class Model:
         declares ``takes_strided_heads``.
         """
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
-        self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers)
+        self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers, table.dtype)
+        self._selected = layers[0].topk * _INDEX_BYTES // table.dtype.itemsize
+        if self._selected:
+            # Rows that no step has filled select the first key, as the dummy batch of a capture does.
+            indices = table[:-1, :, self._width - self._selected :].view(torch.int32)
+            indices.fill_(-1)
+            indices[..., 0] = 0
         size = table.dtype.itemsize
         self.bytes_of_parts = tuple(
             tuple(slice(start * size, (start + heads * w) * size) for start, heads, _, w in parts)
@@ -231,6 +252,10 @@ class Model:
                 k = v = cast(torch.Tensor, None)
             if lend is not None:
                 named["out"] = lend(layer, rows)
+            if self._selected:
+                # The indexer's own tensor, in one piece; the bits of padded rows, all ones, are -1.
+                last = packed[:, index, self._width - self._selected :]
+                named["selected"] = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
             look(trace)

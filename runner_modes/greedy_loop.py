@@ -107,7 +107,7 @@ def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in
 def _model(harness: ServerHarness, words: Vocabulary) -> Model:
     """A model whose table has a row for each word, and one of NaN."""
     layers, device = harness.context.layers, harness.device
-    shape = VOCAB + 1, len(layers), row_width(layers)
+    shape = VOCAB + 1, len(layers), row_width(layers, harness.context.dtype)
     table = torch.full(shape, torch.nan, dtype=harness.context.dtype, device=device)
     hidden = torch.full((VOCAB + 1, HIDDEN), torch.nan, device=device)
     upload_into(table[:-1], pack(words.q, words.k, words.v, one_row=layers[0].head_layout.values_in_keys))

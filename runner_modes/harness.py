@@ -186,7 +186,7 @@ class ServerHarness:
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
         context = context_for(schedules, device, layers, own_layout)
         requests, columns = context.req_to_token.shape
-        token = len(layers), row_width(layers)
+        token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
         self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
         tables = self._tables.req_to_token
@@ -255,7 +255,12 @@ class ServerHarness:
             if step.stored:
                 given = replace(data, k=torch.full_like(data.k, math.nan), v=torch.full_like(data.v, math.nan))
             packed = pack(
-                given.q, given.k, given.v, one_row=self.case.heads.layout.values_in_keys, maps=self.case.head_maps
+                given.q,
+                given.k,
+                given.v,
+                one_row=self.case.heads.layout.values_in_keys,
+                maps=self.case.head_maps,
+                selected=given.selected,
             )
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             # Without np.unique: its first call imports a package, which must not happen during a run.

@@ -121,6 +121,10 @@ class StepData:
     """[T] int64."""
     out_cache_loc: torch.Tensor
     """[T] int64."""
+    allowed: torch.Tensor | None = None
+    """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
+    selected: torch.Tensor | None = None
+    """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
 
     @property
     def keys(self) -> torch.Tensor:

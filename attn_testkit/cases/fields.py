@@ -15,6 +15,7 @@ from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
+from .selection import Selection
 from .trees import Tree
 
 __all__ = ["THINGS", "C", "Changes", "Fields", "Heads"]
@@ -93,6 +94,8 @@ class Fields:
     """Soft cap of every second layer; 0.0: none."""
     sinks: bool = False
     """All layers have attention sinks, one logit a query head."""
+    selection: Selection | None = None
+    """Keys that each row selects; None: a row attends all keys that it may see."""
     layers: Layers = field(default=Layers())
     """How many there are, under which ids, and whether they share a KV group."""
     parts: str = ""
@@ -267,6 +270,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads with a scaling of their own": lambda case: not case.heads.layout.usual_scaling,
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
+    "selected keys": lambda case: case.selection is not None,
+    "branching trees": lambda case: case.topk > 1,
 }
 """Things that some cases have. Name -> whether a case has it."""
 _EXCLUSIVE = (
@@ -281,6 +286,10 @@ _EXCLUSIVE = (
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
+    ("selected keys", "KV splits", "a selection is one of all keys of a request"),
+    ("selected keys", "KV groups", "an index is a place in one request table"),
+    ("selected keys", "loop", "the model of a loop has no indexer"),
+    ("selected keys", "branching trees", "servers with an indexer verify chains"),
 )
 """Two ``THINGS`` that no case has together, and why."""
 

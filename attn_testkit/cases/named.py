@@ -165,7 +165,7 @@ def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
     """The lossless loop of a chain and, from core on and where trees are declared as well, of two branches."""
     # What is stored in FP8 is not what greedy decode would have attended.
-    if "same" not in declared.kv_dtypes:
+    if "same" not in declared.kv_dtypes or declared.sparse:
         return
     small = replace(smallest_of(declared, minimal), page_size=minimal.page_size, kv_dtype="same", data="gauss")
     page = minimal.page_size

@@ -15,6 +15,7 @@ from .merging import KVSplit, LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
+from .sparse import INDEX_SPACES, Sparse
 from .windows import LAYER_WINDOWS, Windows
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "DTYPES",
     "FAMILIES",
     "FP8_PRODUCTS",
+    "INDEX_SPACES",
     "KV_DTYPES",
     "KV_LAYOUTS",
     "LAYER_WINDOWS",
@@ -49,6 +51,7 @@ __all__ = [
     "LogSumExp",
     "Requires",
     "ServerConventions",
+    "Sparse",
     "SpecInput",
     "TreeMaskMode",
     "Unsupported",

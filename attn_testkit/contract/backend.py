@@ -160,6 +160,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("soft cap", max(layer.logit_cap for layer in context.layers),
          capabilities.logit_cap or not any(layer.logit_cap for layer in context.layers)),
         ("log-sum-exp of", ", ".join(map(str, context.kv_splits)), _takes_splits(capabilities, context)),
+        ("selected keys per row", ", ".join(str(layer.topk) for layer in context.layers),
+         all(layer.topk in (capabilities.sparse.topk if capabilities.sparse else {0}) for layer in context.layers)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
         *((name, said, said in getattr(capabilities.server, name)) for name, said in vars(context.dialect).items()),
         ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
@@ -309,6 +311,8 @@ class AttentionBackend(ABC):
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype. The tensor stays valid until the next ``forward``,
         or longer: see ``output_lifetime``. With ``takes_out`` there is one more argument, ``out=None``; if it is given,
         ``forward`` writes to it and returns it.
+        With ``sparse`` there is ``selected``, [T, topk] int32, by name: the keys of each row (``Sparse``). Only they
+        are attended and may be read; every other key of the request may hold NaN.
         Rows of padded requests may hold anything, NaN included: those of the output, and those of ``q``, ``k`` and
         ``v``. A tile of live rows must not load them, because 0 times NaN is NaN (sglang #15757).
         """

@@ -15,6 +15,7 @@ from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires, written_requires
 from .server_conventions import ServerConventions
+from .sparse import Sparse
 from .windows import Windows
 
 __all__ = [
@@ -139,6 +140,9 @@ class Capabilities(Declared):
     """Is the soft cap honoured? Default: no."""
     sinks: bool = False
     """Are attention sinks honoured? Default: no."""
+    sparse: Sparse | None = None
+    """Which selections of keys (DSA)? Default: none; a row attends all keys that it may see. A backend that declares one
+    always gets one."""
     non_causal: Set[ForwardMode] = frozenset()
     """In which of extend and target-verify may layers be not causal (``AttentionLayer.causal``)? Default: in none. A
     row sees all keys of its request then, and a verify comes without a tree, ``custom_mask`` and ``retrieve_*`` None: a
@@ -232,6 +236,10 @@ class Capabilities(Declared):
             self._set(name, record().made_of(getattr(self, name)))
         if not isinstance(self.lse, LogSumExp | None):
             raise ValueError(f"Capabilities.lse must be a LogSumExp, got {self.lse!r}; write LogSumExp(base='e', ...)")
+        if not isinstance(self.sparse, Sparse | None):
+            raise ValueError(f"Capabilities.sparse must be a Sparse, got {self.sparse!r}; write Sparse(topk={{2048}})")
+        if self.sparse is not None:
+            self._check_sparse()
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(
@@ -239,6 +247,14 @@ class Capabilities(Declared):
                 "chains, "
                 "max_topk=K for trees of up to K children a node, or leave target-verify out"
             )
+
+    def _check_sparse(self) -> None:
+        together = {
+            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "lse": self.lse is not None,
+            "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
+        }  # fmt: skip
+        for name in (name for name, declared in together.items() if declared):
+            raise ValueError(f"Capabilities declare sparse and {name}, which no case has together; leave {name} out")
 
     def _check_requirements(self) -> None:
         if not isinstance(self.mode_requires, Mapping):

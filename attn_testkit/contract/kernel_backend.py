@@ -107,11 +107,12 @@ class KernelBackend(AttentionBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the new rows and call the kernel. Shapes as in ``AttentionBackend.forward``."""
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
-        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), out=out)
+        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), out=out, selected=selected)
         result = self.run(q, _pages(self.context, layer), plan)
         return result if out is None or result is out else out.copy_(result.view_as(out))
 

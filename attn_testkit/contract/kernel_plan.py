@@ -106,6 +106,8 @@ class KernelPlan:
     out: torch.Tensor | None = None
     """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. Another returned tensor is copied into
     it."""
+    selected: torch.Tensor | None = None
+    """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 is no key. None without that capability."""
     part: KVSplit = _WHOLE
     """KV split that ``run_return_lse`` attends. Only ``part_...`` describe its keys; all other members describe all
     keys."""

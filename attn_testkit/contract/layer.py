@@ -57,6 +57,8 @@ class AttentionLayer(OfHeadLayout):
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
     in all layers of a model."""
+    topk: int = 0
+    """Keys that each row selects at most, and the width of ``selected``. 0: rows attend all keys that they may see."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"

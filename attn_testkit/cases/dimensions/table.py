@@ -27,6 +27,7 @@ from .requests import REQUESTS
 from .rows import ROWS
 from .scaling import SCALING
 from .seed import SEED
+from .selection import SELECTION
 from .server_variant import SERVER_VARIANT
 from .sinks import SINKS
 from .slot_order import SLOT_ORDER
@@ -36,7 +37,7 @@ __all__ = ["DIMENSIONS", "forgotten"]
 
 DIMENSIONS: tuple[Dimension, ...] = (
     MODE, REQUESTS, HEADS, HEAD_DIM, DTYPE, PAGE_SIZE, KEYS, ROWS, PREFIXED, GREEDY_LOOP, CHUNKS, SLOT_ORDER,
-    DATA_PATTERN, KV_DTYPE, KV_LAYOUT, WINDOW, SCALING, LOGIT_CAP, SINKS, LAYERS, KV_SPLITS, PADDED_REQUESTS, PADDING,
+    DATA_PATTERN, KV_DTYPE, KV_LAYOUT, WINDOW, SCALING, LOGIT_CAP, SINKS, SELECTION, LAYERS, KV_SPLITS, PADDED_REQUESTS, PADDING,
     MULTI_MODE, SERVER_VARIANT, SEED, CONTEXT,
 )  # fmt: skip
 

@@ -121,6 +121,7 @@ def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
         stored_keys=data.stored_keys[:, one, keys],
         stored_values=None if data.stored_values is None else data.stored_values[:, one, keys],
         visible=visible[one, :, keys],
+        allowed=None if data.allowed is None else data.allowed[:, one, :, keys],
         key_positions=data.key_positions[one, keys],
         query_positions=data.query_positions[one],
         row_request=torch.zeros_like(data.row_request[rows]),
@@ -137,6 +138,7 @@ def _layer(data: StepData, layer: int) -> StepData:
         stored_keys=data.stored_keys[this],
         stored_values=None if data.stored_values is None else data.stored_values[this],
         kv_scales=data.kv_scales[:, this],
+        allowed=None if data.allowed is None else data.allowed[this],
     )
 
 
@@ -201,6 +203,9 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
+    elif data.allowed is not None:
+        # A row that selects no key has weights of 0, and not of 0 / 0.
+        total = total.masked_fill_(total == 0, 1.0)
     p = weights.div_(total).flatten(3, 4)
     if data.stored_values is None:
         values = keys[..., : data.v.shape[-1]]
@@ -264,7 +269,10 @@ def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
     windows = [layer.sliding_window_size for layer in layers]
     seen = [windowed(visible, data, window) for window in (windows if len(set(windows)) > 1 else windows[:1])]
-    return torch.stack(seen)[:, :, None, None]
+    every = torch.stack(seen)
+    if data.allowed is not None:
+        every = every & data.allowed
+    return every[:, :, None, None]
 
 
 def _norm(rows: torch.Tensor) -> torch.Tensor:

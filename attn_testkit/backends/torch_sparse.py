@@ -1,0 +1,79 @@
+"""Sparse attention in plain torch: each row gathers the keys that it selects. Slow, short, and right in every mode."""
+
+from __future__ import annotations
+
+import torch
+
+from ..contract import BackendContext, Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
+
+__all__ = ["TorchSparseBackend", "TorchSparseSlotsBackend"]
+
+
+class TorchSparseBackend(KernelBackend):
+    """``selected`` holds positions, which the request table maps to slots."""
+
+    capabilities = Capabilities(
+        eager=frozenset(ForwardMode),
+        graph=frozenset(ForwardMode),
+        families={"mha", "gqa", "mqa", "mla"},
+        gqa_ratios=set(range(1, 129)),
+        head_dims={32, 64, 128, 512},
+        mla_rope_dims={32, 64},
+        dtypes={"fp16", "bf16", "fp32"},
+        kv_dtypes={"same", "fp8_e4m3"},
+        page_sizes={1, 16, 64},
+        sinks=True,
+        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True),
+        max_q_rows=16,
+        max_topk=1,
+        max_draft_branches=4,
+        needs_cpu_seq_lens=False,
+        deterministic=True,
+    )
+
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, topk] int64: the slot of each selected key; any slot for -1."""
+        row = torch.arange(len(selected), device=selected.device)
+        request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
+        return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        """Gather, and attend what is there. Keys that are not selected are not read, and -1 is masked before use."""
+        selected, layer = plan.selected, plan.layer
+        assert selected is not None
+        slot, there = self.slots(selected, plan), (selected >= 0)[..., None, None]
+        k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
+        k, v = k * layer.k_scale, v * layer.v_scale
+        group = layer.q_per_kv
+        rows = q.float().unflatten(1, (-1, group))
+        logits = torch.einsum("thgd,tnhd->thgn", rows, k) * layer.scaling
+        if layer.logit_cap:
+            logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
+        logits = logits.masked_fill(~there.permute(0, 2, 3, 1), -torch.inf)
+        top = logits.amax(-1, keepdim=True)
+        sinks = None if layer.sinks is None else layer.sinks.float().view(-1, group, 1)
+        if sinks is not None:
+            top = torch.maximum(top, sinks)
+        top = top.clamp(min=torch.finfo(torch.float32).min)
+        weights = torch.exp(logits - top)
+        total = weights.sum(-1, keepdim=True)
+        if sinks is not None:
+            total = total + torch.exp(sinks - top)
+        # A row without a key gives zeros.
+        weights = weights / total.clamp(min=torch.finfo(torch.float32).tiny)
+        return torch.einsum("thgn,tnhd->thgd", weights, v).flatten(1, 2).to(q.dtype)
+
+
+class TorchSparseSlotsBackend(TorchSparseBackend):
+    """``selected`` holds slots of the KV pool."""
+
+    capabilities = TorchSparseBackend.capabilities.with_changes(
+        sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True)
+    )
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """The selection is the slots."""
+        return selected.clamp(min=0).long()

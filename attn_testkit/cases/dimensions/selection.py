@@ -1,0 +1,152 @@
+"""Selected keys of sparse attention: how many a row attends, and how they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...contract import BackendContext, Capabilities
+from ..fields import Changes, Fields
+from ..selection import PATTERN, Selection
+from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Without, Word, of_fields, option
+from .outside import with_layers
+
+__all__ = ["SELECTION"]
+
+_LONGER = 5
+"""A case that tries a top-k has about so many keys for each that a row selects: with fewer keys all are selected, and a
+backend that ignores the selection is right."""
+
+
+def _words(case: Fields) -> str:
+    each = case.selection
+    if each is None:
+        return "layers that attend all keys"
+    more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
+    return f"{each.topk} selected keys a row as {'slots' if each.slots else 'positions'}{more}"
+
+
+def _declared(declared: Capabilities, case: Fields) -> bool:
+    sparse, each = declared.sparse, case.selection
+    if sparse is None or each is None:
+        return sparse is each
+    return (
+        each.topk in sparse.topk
+        and each.slots == (sparse.index_space == "slots")
+        and each.holes <= sparse.holes
+        and each.empty_rows <= sparse.empty_rows
+    )
+
+
+def _fit(declared: Capabilities, case: Fields) -> Changes:
+    sparse, each = declared.sparse, case.selection
+    if _declared(declared, case):
+        return {}
+    if sparse is None:
+        return {"selection": None}
+    sizes = sorted(sparse.topk)
+    # Cases that are made for dense layers take each width in turn, and each way to write it.
+    turn = sum(case.prefixes) + case.bs if each is None else 0
+    topk = each.topk if each and each.topk in sizes else _of_keys(sizes, sizes[turn % len(sizes)], case.prefixes)
+    holes = sparse.holes and (each.holes if each else turn % 2 == 1)
+    empty = sparse.empty_rows and (each.empty_rows if each else turn % 3 == 1)
+    return {"selection": Selection(topk, sparse.index_space == "slots", holes, empty)}
+
+
+def _of_keys(sizes: Sequence[int], topk: int, prefixes: Sequence[int]) -> int:
+    """The largest width up to ``topk`` that leaves keys out, unless none does."""
+    fewer = [size for size in sizes if size <= topk and size < max(prefixes)]
+    return fewer[-1] if fewer else topk
+
+
+def _columns(declared: Capabilities, mode: object, tier: str) -> dict[str, Sequence[Any]]:
+    sparse = declared.sparse
+    if sparse is None:
+        return {}
+    flags = {name: [False, True] for name in ("holes", "empty_rows") if getattr(sparse, name)}
+    return {"selected": sorted(sparse.topk), **flags}
+
+
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    if declared.sparse is None:
+        return {}
+    slots = declared.sparse.index_space == "slots"
+    topk = _of_keys(sorted(declared.sparse.topk), row["selected"], so_far.get("prefixes", (0,)))
+    return {"selection": Selection(topk, slots, row.get("holes", False), row.get("empty_rows", False))}
+
+
+def _tried(declared: Capabilities, case: Fields) -> int | None:
+    """The top-k of a case in which some row has more keys than it selects."""
+    return case.selection.topk if case.selection and max(case.prefixes) >= 2 * case.selection.topk else None
+
+
+def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
+    assert case.selection is not None
+    keys = tuple(value * _LONGER + 3 * place + each for place, each in enumerate(case.prefixes))
+    return {"selection": replace(case.selection, topk=value), "prefixes": keys}
+
+
+def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
+    each = case.selection
+    if each is not None:
+        for name in ("holes", "empty_rows"):
+            if getattr(each, name):
+                yield {"selection": replace(each, **{name: False})}
+
+
+def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    if declared.sparse is None:
+        return "selected keys", with_layers(context, topk=16)
+    other = next(topk for topk in (16, 64, 24) if topk not in declared.sparse.topk)
+    return f"{other} selected keys", with_layers(context, topk=other)
+
+
+def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
+    columns = _columns(declared, None, "")
+    return _of_row(declared, {name: draws.one_of(values) for name, values in columns.items()}, so_far)
+
+
+def _of_layers(case: Fields) -> Sequence[Changes]:
+    return [{"topk": case.selection.topk} if case.selection else {}] * case.layers.count
+
+
+SELECTION = Dimension(
+    name="selection",
+    fields=("selection",),
+    words=(
+        Word(
+            PATTERN,
+            lambda match, so_far: {"selection": Selection.read(match)},
+            lambda case: str(case.selection or ""),
+        ),
+    ),
+    describe=lambda case: {"selection": _words(case) if case.selection else ""},
+    declared=(Asked(_words, _declared),),
+    fit=_fit,
+    values=Columns(_columns, _of_row),
+    covered=(
+        Covered(
+            "topk",
+            "selected keys",
+            lambda declared, mode: declared.sparse.topk if declared.sparse else (),
+            _tried,
+            _make,
+        ),
+        option(
+            "-1 before selected keys",
+            lambda declared, mode: declared.sparse is not None and declared.sparse.holes,
+            lambda case: case.selection is not None and case.selection.holes,
+        ),
+        option(
+            "rows without a key",
+            lambda declared, mode: declared.sparse is not None and declared.sparse.empty_rows,
+            lambda case: case.selection is not None and case.selection.empty_rows,
+        ),
+    ),
+    simpler=of_fields("selection", steps=_simpler),
+    undeclared=(_undeclared,),
+    random=_random,
+    varies="instance",
+    apply=(OnLayers(_of_layers),),
+)

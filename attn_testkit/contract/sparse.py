@@ -1,0 +1,42 @@
+"""Sparse attention that a backend takes: each row attends the keys that an indexer selected for it."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from .declared import Declared, is_whole, spelled
+
+__all__ = ["INDEX_SPACES", "Sparse"]
+
+INDEX_SPACES = ("positions", "slots")
+
+
+@dataclass(frozen=True)
+class Sparse(Declared):
+    """The selections that a backend takes: ``Capabilities(sparse=Sparse(topk={2048}, index_space="positions"))``.
+
+    Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
+    keys of a row are listed in any order, each once; -1 is no key. A row of fewer keys than ``topk`` selects all that
+    it may see. Layers have selections of their own, and so has each row.
+
+    Raises ``ValueError`` for a wrong spelling, and for no ``topk``.
+    """
+
+    topk: Set[int]
+    """Which widths of ``selected``? It has no default. DeepSeek V3.2 has 2048."""
+    index_space: str = "positions"
+    """What is an index? Default, ``positions``: a key's place in its request, 0 being the first, which the request
+    table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``)."""
+    holes: bool = False
+    """May -1 stand before a key, too? Default: every -1 of a row is behind its last key."""
+    empty_rows: bool = False
+    """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
+
+    def __post_init__(self) -> None:
+        topk = self._listed("topk")
+        if not topk or not all(is_whole(each) and each >= 1 for each in topk):
+            raise ValueError(f"Sparse.topk must be one or more whole numbers from 1 on, got {sorted(map(str, topk))}")
+        self._set("topk", frozenset(topk))
+        spelled("index_space", self.index_space, INDEX_SPACES)
+        self._check_flags()
