@@ -141,8 +141,8 @@ class Capabilities(Declared):
     sinks: bool = False
     """Are attention sinks honoured? Default: no."""
     sparse: Sparse | None = None
-    """Which selections of keys (DSA)? Default: none; a row attends all keys that it may see. A backend that declares one
-    always gets one."""
+    """Which selections of keys (DSA)? Default: none; a row attends all keys that it may see. A backend that declares
+    one always gets one."""
     non_causal: Set[ForwardMode] = frozenset()
     """In which of extend and target-verify may layers be not causal (``AttentionLayer.causal``)? Default: in none. A
     row sees all keys of its request then, and a verify comes without a tree, ``custom_mask`` and ``retrieve_*`` None: a

@@ -9,7 +9,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..selection import PATTERN, Selection
-from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Without, Word, of_fields, option
+from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Word, of_fields, option
 from .outside import with_layers
 
 __all__ = ["SELECTION"]

@@ -1,26 +1,105 @@
-"""The numbers of a step of sparse attention: those of softmax attention, and the selected keys of each layer."""
+"""The numbers of a step of sparse attention: those of softmax attention, and the selected keys of each row and layer.
+
+Each row of each layer has a selection of its own, by a pattern of its own.
+
+Short contexts hide bugs of sparse attention, because all keys are selected. So a row that may see more than ``topk``
+keys selects ``topk`` of them, or one; patterns leave out the newest, the oldest, the row's own, or most.
+"""
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from cachetools import LRUCache, cached
 
-from ...cases.data import StepData, make_step_data
+from ...cases.data import KEPT_BYTES, StepData, make_step_data, numbers_of
 from ...cases.schedule import Schedule, Step
-from .selections import selected_keys
+from ...cases.selection import Selection
 
-__all__ = ["attended_by", "make_sparse_data"]
+__all__ = ["make_sparse_data"]
+
+_Ints = npt.NDArray[np.int64]
+_PATTERNS = ("newest", "oldest", "strided", "both ends", "scattered", "not its own", "one")
+
+
+def _chosen(visible: _Ints, topk: int, pattern: str, rng: np.random.Generator) -> _Ints:
+    """At most ``topk`` of ``visible`` [n] ascending, the row's own key last, in the order in which they are listed."""
+    if len(visible) <= topk:
+        return rng.permutation(visible)
+    if pattern == "newest":
+        return visible[-topk:]
+    if pattern == "oldest":
+        return visible[:topk]
+    if pattern == "strided":
+        return visible[np.linspace(0, len(visible) - 1, topk).astype(np.int64)]
+    if pattern == "both ends":
+        head = topk // 2
+        return np.concatenate([visible[:head], visible[len(visible) - topk + head :]])
+    if pattern == "one":
+        return visible[rng.integers(len(visible), size=1)]
+    return rng.choice(visible[:-1] if pattern == "not its own" else visible, topk, replace=False)
+
+
+def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Ints:
+    """[topk] with -1 for what is not filled: behind the keys, or with holes anywhere, first too."""
+    row = np.full(selection.topk, -1, np.int64)
+    if not selection.holes or selection.topk == 1:
+        row[: len(keys)] = keys
+        return row
+    # A full row loses some of its keys to the holes.
+    keys = keys[: selection.topk - max(1, selection.topk // 8)]
+    row[np.sort(1 + rng.choice(selection.topk - 1, len(keys), replace=False))] = keys
+    return row
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=lambda keys: keys.nbytes), key=numbers_of, lock=threading.Lock())
+def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
+    """[L, T, topk] int64: keys that each live row selects, as places in its request along S; -1: none.
+
+    Some requests of a step, and one chunk of it, have the selections that they have in the whole step.
+    """
+    selection, layers = schedule.case.selection, schedule.case.layers.count
+    assert selection is not None
+    if step.part_of is not None:
+        whole, indices = step.part_of
+        of_row = make_step_data(schedule, whole).row_request
+        return _selected_keys(schedule, whole)[:, torch.cat([(of_row == index).nonzero()[:, 0] for index in indices])]
+    if step.chunk_of is not None:
+        whole, pairs = step.chunk_of, zip(step.requests, step.chunk_of.requests, strict=True)
+        data = make_step_data(schedule, whole)
+        first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
+        news = torch.tensor([request.new for request in step.requests])[data.row_request]
+        mine = (data.row_offset >= first) & (data.row_offset < first + news)
+        return _selected_keys(schedule, whole)[:, mine]
+    if not step.requests:
+        return torch.empty(layers, 0, selection.topk, dtype=torch.int64)
+    data = make_step_data(schedule, step)
+    rng = np.random.default_rng(step.seed ^ 0x5E1)
+    found = np.empty((layers, step.tokens, selection.topk), np.int64)
+    turn = int(rng.integers(len(_PATTERNS)))
+    for row, (request, offset) in enumerate(zip(data.row_request.tolist(), data.row_offset.tolist(), strict=True)):
+        visible = data.visible[request, offset].nonzero()[:, 0].numpy()
+        for layer in range(layers):
+            pattern = _PATTERNS[(turn + row + 3 * layer) % len(_PATTERNS)]
+            found[layer, row] = _listed(_chosen(visible, selection.topk, pattern, rng), selection, rng)
+    if selection.empty_rows:
+        # One row of each layer, and not the same one.
+        for layer in range(layers):
+            found[layer, (turn + layer) % step.tokens] = -1
+    return torch.from_numpy(found)
 
 
 def make_sparse_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers, as ``make_step_data`` does, with ``allowed`` and ``selected``."""
-    data, keys = make_step_data(schedule, step, pattern), selected_keys(schedule, step)
-    return replace(data, allowed=attended_by(data, keys), selected=_indices(schedule, step, data, keys))
+    data, keys = make_step_data(schedule, step, pattern), _selected_keys(schedule, step)
+    return replace(data, allowed=_attended_by(data, keys), selected=_indices(schedule, step, data, keys))
 
 
-def attended_by(data: StepData, keys: torch.Tensor) -> torch.Tensor:
+def _attended_by(data: StepData, keys: torch.Tensor) -> torch.Tensor:
     """[L, B, Tmax, S] bool: the keys of each row. ``keys`` [L, T, topk] int64, places along S; -1: none."""
     allowed = torch.zeros(len(keys), *data.visible.shape, dtype=torch.bool)
     layer, row, column = (keys >= 0).nonzero(as_tuple=True)

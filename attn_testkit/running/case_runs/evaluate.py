@@ -199,7 +199,8 @@ def step_inputs(schedule: Schedule, step: Step, declared: Capabilities) -> StepI
         slots, rows, limit = slots[:0], rows[:, :, :0], None if limit is None else limit[:, :, :0]
         data = replace(data, k=torch.full_like(data.k, torch.nan), v=torch.full_like(data.v, torch.nan))
     case = schedule.case
-    packed = pack(data.q, data.k, data.v, one_row=case.heads.layout.values_in_keys, maps=case.head_maps, selected=data.selected)
+    one_row = case.heads.layout.values_in_keys
+    packed = pack(data.q, data.k, data.v, one_row=one_row, maps=case.head_maps, selected=data.selected)
     return StepInputs(data, packed, image, slots, rows, limit)
 
 
