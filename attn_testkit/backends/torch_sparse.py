@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import BackendContext, Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
 
 __all__ = ["TorchSparseBackend", "TorchSparseSlotsBackend"]
 
@@ -38,10 +38,20 @@ class TorchSparseBackend(KernelBackend):
         return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
-        """Gather, and attend what is there. Keys that are not selected are not read, and -1 is masked before use."""
-        selected, layer = plan.selected, plan.layer
-        assert selected is not None
-        slot, there = self.slots(selected, plan), (selected >= 0)[..., None, None]
+        """Gather the selected keys of each row, and attend them."""
+        assert plan.selected is not None
+        return self.attend(q, kv, plan, self.slots(plan.selected, plan), plan.selected >= 0)
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        plan: KernelPlan,
+        slot: torch.Tensor,
+        is_key: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend the keys in ``slot`` [T, n] where ``is_key``. What is read for -1 may be NaN: it is masked first."""
+        layer, there = plan.layer, is_key[..., None, None]
         k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
         k, v = k * layer.k_scale, v * layer.v_scale
         group = layer.q_per_kv
@@ -70,9 +80,6 @@ class TorchSparseSlotsBackend(TorchSparseBackend):
     capabilities = TorchSparseBackend.capabilities.with_changes(
         sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True)
     )
-
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """The selection is the slots."""

@@ -1,0 +1,42 @@
+"""Healthy controls of sparse attention."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import KernelPlan, Sparse
+from .catalogue import control
+from .sparse import SparseParent
+
+
+@control("sparse-by-positions")
+class SparseByPositions(SparseParent):
+    """Positions, with holes and empty rows: the parent of the faults of sparse attention."""
+
+
+@control("sparse-by-slots")
+class SparseBySlots(SparseParent):
+    """Slots of the KV pool, as a fused top-k writes them, and no holes (sglang PAGED)."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}, index_space="slots"))
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
+
+
+@control("sparse-sorted-first")
+class SparseSortedFirst(SparseParent):
+    """Indices are sorted before they are gathered, so that -1 comes first."""
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.sort(1).values
+
+
+@control("sparse-one-width")
+class SparseOneWidth(SparseParent):
+    """A kernel that knows one width of the selection only, and it is wide."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={64}, holes=True))

@@ -1,0 +1,41 @@
+"""The parent of faults of sparse attention: gather by row, with a hook for each thing that can go wrong."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..backends.torch_sparse import TorchSparseBackend
+from ..contract import KernelPlan
+
+__all__ = ["SparseParent"]
+
+
+class SparseParent(TorchSparseBackend):
+    """A right backend with few capabilities: ``prepared`` gives the indices, ``is_key`` says which of them count."""
+
+    capabilities = TorchSparseBackend.capabilities.with_changes(
+        families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"},
+        page_sizes={16}, sinks=False,
+    )  # fmt: skip
+
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n]: the indices that are gathered."""
+        return selected
+
+    def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n] bool: whether an index is a key."""
+        return selected >= 0
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        selected = self.prepared(plan.selected, plan)
+        slot, there = self.slots(selected, plan), self.is_key(selected, plan)
+        return self.attend(q, kv, plan, slot, there)
+
+    def request_of_row(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: request of each row; the last one for padded rows."""
+        row = torch.arange(len(selected), device=selected.device)
+        found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
+        return found.clamp(max=len(plan.kv_lens) - 1)
