@@ -271,7 +271,7 @@ class ServerHarness:
         def held() -> tuple[npt.NDArray[np.int64], Bytes]:
             with past_modes():
                 if not (marked or tails):
-                    return memory.held(schedule, step, data, after=step.stored)
+                    return memory.held(schedule, step, data, after=step.stored, unowned=self.unowned)
                 image = memory.image(
                     schedule, step, data, tails, after=step.stored, unowned=self.unowned, marked=marked
                 )

@@ -25,6 +25,7 @@ from ..cases.schedule import Schedule, Step
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
+from ..families.table import family_of
 from ..oracle.expect import expect
 from ..results import Finding
 from ..runner_modes.graphs import GraphRun
@@ -64,7 +65,7 @@ def explain_numeric(
         in_graph=in_graph and not by_itself and (not blamed.graphs_alone or check in _OF_A_GRAPH),
         right_when_fresh=check == "steps-independent",
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
-        right_with_zeros=why == _RIGHT_WITH_ZEROS,
+        right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
         reads_foreign=check == "reads-own-kv",
         changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
@@ -74,7 +75,7 @@ def explain_numeric(
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
     most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
-    if why == _FINITE_WITH_ZEROS:
+    if why == _finite_with_zeros(schedule):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
     return replace(
@@ -166,12 +167,15 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         again = run.replay_of(step) if run else None
     calm = _evaluated(schedule, again)
     if calm is not None and calm.all_finite:
-        return "reads-own-kv", _RIGHT_WITH_ZEROS if calm.right else _FINITE_WITH_ZEROS
+        finite = _finite_with_zeros(schedule)
+        return "reads-own-kv", f"{finite}, and right" if calm.right else finite
     return "finite", ""
 
 
-_FINITE_WITH_ZEROS = "with zeros instead of NaN in unowned slots the result is finite"
-_RIGHT_WITH_ZEROS = f"{_FINITE_WITH_ZEROS}, and right"
+def _finite_with_zeros(schedule: Schedule) -> str:
+    return f"with zeros instead of NaN in {family_of(schedule.case).poisoned} the result is finite"
+
+
 _NO_OTHER_INSTANCE = (
     "state that all instances of the process share is replaced before it is used: without a co-resident instance it is "
     "right"

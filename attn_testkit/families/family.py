@@ -125,8 +125,11 @@ class Image(Protocol):
 class Held(Protocol):
     """Says what live requests have in memory before a step or after it."""
 
-    def __call__(self, schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[_Ints, _Bytes]:
-        """Slots [n], and the bytes of their rows."""
+    def __call__(
+        self, schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = ...
+    ) -> tuple[_Ints, _Bytes]:
+        """Slots [n], and the bytes of their rows. ``unowned``: what a row holds that must not be read; NaN, or a
+        number to find out where a NaN came from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,5 +173,7 @@ class Family:
     """Questions that diagnosis may ask. It asks no other."""
     supposed: Callable[[Schedule, StepData], Iterator[Supposition]] = _nothing_supposed
     """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
+    poisoned: str = "unowned slots"
+    """Memory that holds NaN and must not be read, in the plural: for the text of a failure."""
     counts_keys: bool = False
     """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

@@ -21,6 +21,7 @@ _NO_HOLES = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
     source="general; sglang (the dense path for lengths up to topk)",
     modes=_ALL,
     checks=("matches-oracle",),
+    hint="all keys the row may see",
 )
 class SelectionIgnored(SparseParent):
     """The dense path runs for every length, as if it were at most topk."""
@@ -39,6 +40,7 @@ class SelectionIgnored(SparseParent):
     source="general; layers that share a selection (sglang dsa, skip_topk)",
     modes=_ALL,
     checks=("matches-oracle",),
+    hint="of the first layer|of the layer before",
 )
 class SelectionOfFirstLayer(SparseParent):
     """The indices of the first layer serve all layers."""
@@ -59,6 +61,7 @@ class SelectionOfFirstLayer(SparseParent):
     source="general; vLLM (decode kernels with next_n rows)",
     modes=_SEVERAL_ROWS,
     checks=("matches-oracle",),
+    hint="of its first row",
 )
 class OneSelectionPerRequest(SparseParent):
     """All rows of a request attend the keys of its first row."""
@@ -93,7 +96,7 @@ class SelectionOfTheRowBefore(SparseParent):
     slug="positions-taken-for-slots",
     source="general; sglang (PAGED and RAGGED top-k)",
     modes=_ALL,
-    checks=("matches-oracle", "finite", "reads-own-kv"),
+    checks=("reads-own-kv", "matches-oracle", "finite"),
 )
 class PositionsTakenForSlots(SparseParent):
     """The page table is left out: an index is used as a slot."""
@@ -126,6 +129,7 @@ class CountOfKeysFromLengths(SparseParent):
     source="general; vLLM #51538",
     modes=_ALL,
     checks=("matches-oracle",),
+    hint="after its first -1",
 )
 class FirstHoleEndsTheRow(SparseParent):
     """The loop over a row's keys stops at the first -1, and the backend declares holes."""
@@ -140,6 +144,7 @@ class FirstHoleEndsTheRow(SparseParent):
     source="general; DeepGEMM's and FlashInfer's top-k are not sorted",
     modes=_ALL,
     checks=("matches-oracle",),
+    hint="largest index",
 )
 class SortedSelectionAssumed(SparseParent):
     """The loop stops behind the largest index, as if indices were ascending."""
@@ -156,6 +161,7 @@ class SortedSelectionAssumed(SparseParent):
     modes=_ALL,
     checks=("matches-oracle",),
     modelled="upstream a tile has 64 lanes, here 48",
+    hint="only the first 48 of 64",
 )
 class LastTileOfSelectionLost(SparseParent):
     """The number of tiles is rounded down, so what is behind the last whole tile is not attended."""
@@ -193,7 +199,8 @@ class StaleIndicesBehindTheCount(SparseParent):
     slug="unselected-keys-multiplied-by-zero",
     source="general; block kernels that load a page and mask it",
     modes=_ALL,
-    checks=("finite", "matches-oracle"),
+    checks=("reads-own-kv",),
+    hint="keys that no row selects",
 )
 class UnselectedKeysMultipliedByZero(SparseParent):
     """Every key of the request is loaded, and those that are not selected get the weight 0."""
@@ -212,7 +219,8 @@ class UnselectedKeysMultipliedByZero(SparseParent):
     slug="minus-one-clamped-to-slot-zero",
     source="vLLM #51538; sglang (a kernel that is given slot 0 in place of -1)",
     modes=_ALL,
-    checks=("finite", "matches-oracle"),
+    checks=("reads-own-kv",),
+    hint="with zeros instead of NaN",
 )
 class MinusOneClampedToSlotZero(SparseParent):
     """An index of -1 reads slot 0 and multiplies its value by a weight of 0, and slot 0 holds NaN."""
@@ -249,6 +257,7 @@ class NanForARowWithoutKeys(SparseParent):
     executions=("graph",),
     checks=("replay-follows-batch", "buckets-independent"),
     modelled="upstream the indexer's output is allocated anew in a graph; here the plan keeps the capture's",
+    hint="capture",
 )
 class SelectionOfTheCapture(SparseParent):
     """Replays attend the keys that were selected while the graph was captured."""
@@ -259,7 +268,7 @@ class SelectionOfTheCapture(SparseParent):
 
     @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        if not torch.cuda.is_current_stream_capturing():
-            self.kept[len(selected), plan.layer.layer_id] = selected.clone()
-            return selected
-        return self.kept[len(selected), plan.layer.layer_id]
+        kept = self.kept.setdefault((len(selected), plan.layer.layer_id), selected.clone())
+        if torch.cuda.is_current_stream_capturing():
+            return kept
+        return kept.copy_(selected)

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
+import numpy.typing as npt
+
 from ...cases.data import StepData, new_kv, pool_image, stored_kv
-from ...cases.schedule import Schedule
+from ...cases.schedule import Schedule, Step
 from ...cases.server_variants import variant_of
 from ...contract import BackendContext
 from ...watches.group_watch import GroupWatch
@@ -24,9 +29,16 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     return PoolWatch(context.kv_pool, case.head_maps)
 
 
+def _held(
+    schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
+    """What live requests have: all of it may be read."""
+    return stored_kv(schedule, step, data, after=after)
+
+
 def _stored(data: StepData) -> Stored:
     """K and V of the new rows: copies, compared in bits."""
     return Stored(*new_kv(data))
 
 
-KV_POOL = Memory(watch=_watch, held=stored_kv, image=pool_image, stored=_stored)
+KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored)

@@ -20,7 +20,7 @@ from ...cases.data import KEPT_BYTES, StepData, make_step_data, numbers_of
 from ...cases.schedule import Schedule, Step
 from ...cases.selection import Selection
 
-__all__ = ["make_sparse_data"]
+__all__ = ["attended_by", "make_sparse_data"]
 
 _Ints = npt.NDArray[np.int64]
 _PATTERNS = ("newest", "oldest", "strided", "both ends", "scattered", "not its own", "one")
@@ -96,10 +96,10 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
 def make_sparse_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers, as ``make_step_data`` does, with ``allowed`` and ``selected``."""
     data, keys = make_step_data(schedule, step, pattern), _selected_keys(schedule, step)
-    return replace(data, allowed=_attended_by(data, keys), selected=_indices(schedule, step, data, keys))
+    return replace(data, allowed=attended_by(data, keys), selected=_indices(schedule, step, data, keys))
 
 
-def _attended_by(data: StepData, keys: torch.Tensor) -> torch.Tensor:
+def attended_by(data: StepData, keys: torch.Tensor) -> torch.Tensor:
     """[L, B, Tmax, S] bool: the keys of each row. ``keys`` [L, T, topk] int64, places along S; -1: none."""
     allowed = torch.zeros(len(keys), *data.visible.shape, dtype=torch.bool)
     layer, row, column = (keys >= 0).nonzero(as_tuple=True)

@@ -16,7 +16,7 @@ from ...cases.dimensions.window import WINDOW
 from ...cases.schedule import Schedule
 from ..family import Answer, Family, Supposition
 from ..softmax import answer as softmax
-from .data import make_sparse_data
+from .data import attended_by, make_sparse_data
 from .memory import SPARSE_POOL
 
 __all__ = ["SPARSE"]
@@ -30,6 +30,31 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     assert data.allowed is not None
     empty = ~data.allowed.any(-1)[:, data.row_request, data.row_offset]
     return replace(found, limit=found.limit.masked_fill(empty[..., None, None], math.inf)) if empty.any() else found
+
+
+_TILE = 16
+
+
+def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Tensor]]:
+    """Mistakes about the columns of ``selected``, and [L, T, topk] keys that are attended then."""
+    keys, selection = data.selected, schedule.case.selection
+    assert keys is not None
+    assert selection is not None
+    if selection.slots or schedule.case.draft:
+        # Only a position in a chain is the place of its key.
+        return
+    keys = keys.long()
+    column = torch.arange(keys.shape[-1])
+    yield "-1 in a row of `selected` is attended as key 0", keys.clamp(min=0)
+    yield "the keys of a row after its first -1 are not attended", keys.masked_fill((keys < 0).cumsum(-1) > 0, -1)
+    behind = column > keys.argmax(-1, keepdim=True)
+    yield (
+        "the keys of a row behind its largest index are not attended, as if indices ascended",
+        keys.masked_fill(behind, -1),
+    )
+    for tile in range(_TILE, selection.topk, _TILE):
+        text = f"only the first {tile} of {selection.topk} columns of `selected` are attended"
+        yield text, keys.masked_fill(column >= tile, -1)
 
 
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
@@ -51,7 +76,11 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     ):
         supposed = replace(data, allowed=wrong & visible)
         if not torch.equal(supposed.allowed, allowed):  # type: ignore[arg-type]
-            yield Supposition(text, answer(schedule, supposed, False))
+            yield Supposition(text, softmax.answer(schedule, supposed, False))
+    for text, keys in _misread(schedule, data):
+        yield Supposition(
+            text, softmax.answer(schedule, replace(data, allowed=attended_by(data, keys) & visible), False)
+        )
 
 
 SPARSE = Family(
@@ -62,5 +91,6 @@ SPARSE = Family(
     memory=SPARSE_POOL,
     answer=answer,
     supposed=_supposed,
+    poisoned="unowned slots and keys that no row selects",
     counts_keys=True,
 )

@@ -1,5 +1,9 @@
-"""The KV pool of sparse attention. Keys that no row of a layer selects hold NaN in that layer, though a live request
-owns them: a kernel that reads them and masks them later is found."""
+"""The KV pool of sparse attention: keys that a live request owns and no row selects.
+
+In every second step they hold NaN, which finds a kernel that reads them and masks them later. In the others, the first
+of which comes before, they hold their own numbers: a backend that attends the wrong keys gives numbers by which
+``SPARSE.supposed`` finds the mistake.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +22,12 @@ __all__ = ["SPARSE_POOL"]
 
 
 def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray[np.bool_]:
-    """[L, slots] bool: slots of keys before the step that belong to a live request and that no row selects."""
+    """[L, slots] bool: slots that are to hold NaN, of keys before the step that no row selects."""
     assert data.allowed is not None
     slots = (schedule.num_pages + 1) * schedule.case.page_size
     found = np.zeros((len(data.allowed), slots), np.bool_)
+    if (step.part_of[0] if step.part_of else step).index % 2 == 0:
+        return found
     for request in step.requests:
         found[:, request.slots[: request.prefix]] = True
     for place, request in enumerate(step.requests):
@@ -33,14 +39,14 @@ def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray
     return found
 
 
-def _held(schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[
-    npt.NDArray[np.int64], npt.NDArray[np.uint8]
-]:  # fmt: skip
+def _held(
+    schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     slots, rows = stored_kv(schedule, step, data, after=after)
-    lost = _not_selected(schedule, step, data)[:, slots]
-    nan = torch.full((1,), math.nan).to(data.stored_keys.dtype).view(torch.uint8).numpy()
-    for layer, of_layer in enumerate(lost):
-        rows[layer, :, of_layer] = np.tile(nan, rows.shape[-1] // len(nan))
+    if math.isnan(unowned):
+        nan = torch.full((1,), math.nan).to(data.stored_keys.dtype).view(torch.uint8).numpy()
+        for layer, lost in enumerate(_not_selected(schedule, step, data)[:, slots]):
+            rows[layer, :, lost] = np.tile(nan, rows.shape[-1] // len(nan))
     return slots, rows
 
 
@@ -54,10 +60,12 @@ def _image(
     unowned: float = math.nan,
     marked: str = "",
 ) -> torch.Tensor:
-    image = pool_image(schedule, step, data, finite_tails, after=after, unowned=unowned, marked=marked).clone()
-    lost = torch.from_numpy(_not_selected(schedule, step, data))
-    for layer, of_layer in enumerate(lost):
-        image[layer, :, of_layer] = torch.full((), math.nan).to(image.dtype)
+    image = pool_image(schedule, step, data, finite_tails, after=after, unowned=unowned, marked=marked)
+    if not math.isnan(unowned):
+        return image
+    image = image.clone()
+    for layer, lost in enumerate(torch.from_numpy(_not_selected(schedule, step, data))):
+        image[layer, :, lost] = torch.full((), math.nan).to(image.dtype)
     return image
 
 
