@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..backends.torch_sparse import TorchSparseBackend
+from ..backends.torch_native_sparse import TorchNativeSparseBackend
 from ..contract import KernelPlan
 
 __all__ = ["SparseParent"]
 
 
-class SparseParent(TorchSparseBackend):
+class SparseParent(TorchNativeSparseBackend):
     """A right backend with few capabilities: ``prepared`` gives the indices, ``is_key`` says which of them count."""
 
-    capabilities = TorchSparseBackend.capabilities.with_changes(
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
         families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"},
         page_sizes={16}, sinks=False,
     )  # fmt: skip

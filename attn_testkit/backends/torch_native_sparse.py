@@ -6,10 +6,10 @@ import torch
 
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
 
-__all__ = ["TorchSparseBackend", "TorchSparseSlotsBackend"]
+__all__ = ["TorchNativeSparseBackend", "TorchNativeSparseSlotsBackend"]
 
 
-class TorchSparseBackend(KernelBackend):
+class TorchNativeSparseBackend(KernelBackend):
     """``selected`` holds positions, which the request table maps to slots."""
 
     capabilities = Capabilities(
@@ -74,10 +74,10 @@ class TorchSparseBackend(KernelBackend):
         return torch.einsum("thgn,tnhd->thgd", weights, v).flatten(1, 2).to(q.dtype)
 
 
-class TorchSparseSlotsBackend(TorchSparseBackend):
+class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
-    capabilities = TorchSparseBackend.capabilities.with_changes(
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
         sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True)
     )
 
