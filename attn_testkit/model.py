@@ -185,11 +185,7 @@ class Model:
         self.layers, self.table, self.hidden_table = layers, table, hidden_table
         self._parts, self._width = [_parts(layer) for layer in layers], row_width(layers, table.dtype)
         self._selected = layers[0].topk * _INDEX_BYTES // table.dtype.itemsize
-        if self._selected:
-            # Rows that no step has filled select the first key, as the dummy batch of a capture does.
-            indices = table[:-1, :, self._width - self._selected :].view(torch.int32)
-            indices.fill_(-1)
-            indices[..., 0] = 0
+        self.select_first_keys()
         size = table.dtype.itemsize
         self.bytes_of_parts = tuple(
             tuple(slice(start * size, (start + heads * w) * size) for start, heads, _, w in parts)
@@ -206,6 +202,13 @@ class Model:
             by_head = [w.t().reshape(HIDDEN, case.heads.q_heads, case.head_dim) for w in self._out]
             own = [each.q_part(w) for each, w in zip(case.head_maps, by_head, strict=True)]
             self._out = tuple(part.flatten(1).t().contiguous() for part in own)
+
+    def select_first_keys(self) -> None:
+        """Have every row but that of NaN select the first key only, as the dummy batch of a capture does."""
+        if self._selected:
+            indices = self.table[:-1, :, self._width - self._selected :].view(torch.int32)
+            indices.fill_(-1)
+            indices[..., 0] = 0
 
     @property
     def nan_row(self) -> int:

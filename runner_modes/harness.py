@@ -239,6 +239,7 @@ class ServerHarness:
         """Prepare memory as a server has it at capture: an all-zero request table, page 0 zeros, no live request."""
         self.pool.clear()
         self._tables.clear_requests()
+        self.model.select_first_keys()
 
     def written_at_capture(self) -> tuple[int, ...]:
         """Slots outside page 0 that were written since ``prepare_capture``, ascending."""

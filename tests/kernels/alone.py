@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import importlib
 import importlib.util
+import math
 import sys
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
@@ -85,7 +86,12 @@ VLLM: Given = {
     "vllm.logger": {"init_logger": lambda name: _Silent()},
     "vllm.envs": {"VLLM_BATCH_INVARIANT": False},
     "vllm._custom_ops": {},
-    "vllm.triton_utils": {"tl": tl, "triton": triton},
+    "vllm.triton_utils": {
+        "tl": tl,
+        "triton": triton,
+        "LOG2E": tl.constexpr(math.log2(math.e)),
+        "LOGE2": tl.constexpr(math.log(2)),
+    },
     "vllm.platforms": {
         "current_platform": SimpleNamespace(
             fp8_dtype=lambda: torch.float8_e4m3fn,
@@ -100,6 +106,7 @@ VLLM: Given = {
     "vllm.v1.kv_cache_interface": {"KVQuantMode": _KVQuantMode},
 }
 SGLANG: Given = {
+    "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
     "sglang.srt.environ": {"envs": None},  # read on ROCm alone
     "sglang.srt.utils": {
         "get_device_core_count": lambda index=0: torch.cuda.get_device_properties(index).multi_processor_count,

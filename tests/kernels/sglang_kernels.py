@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from alone import SGLANG, load
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions
+from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions, Sparse
 
 _OPS = "sglang.kernels.ops.attention"
 _SPLITS = 8
@@ -113,3 +113,51 @@ class Extend(KernelBackend):
         inside = (column < columns[:, None])[:, None].expand(bs, n, widest)
         mask[torch.where(inside, at, bs * n * widest)] = seen & inside
         return mask.view(torch.int8), starts
+
+
+_SPARSE = Capabilities(
+    eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mla"}, dtypes={"bf16"}, head_dims={512},
+    mla_rope_dims={64}, gqa_ratios={4, 16, 64}, page_sizes={1, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
+    sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True), needs_cpu_seq_lens=False,
+)  # fmt: skip
+
+
+class SparseMLAPrefill(KernelBackend):
+    """``sparse_mla_prefill`` of DSA: one program for a row gathers its slots."""
+
+    capabilities = _SPARSE
+    union = 0
+    """Adjacent rows that gather the union of their slots together."""
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        module, latent = load(f"{_OPS}.dsa.triton_sparse_mla_prefill", SGLANG), kv[0].flatten(0, 2)
+        found: torch.Tensor = module.sparse_mla_prefill(
+            q, latent, plan.selected, plan.layer.scaling, plan.layer.v_head_dim, union=self.union
+        )
+        return found
+
+
+class SparseMLAPrefillUnion2(SparseMLAPrefill):
+    """The same with ``union=2``."""
+
+    union = 2
+
+
+class SparseMLAPrefillUnion4(SparseMLAPrefill):
+    """The same with ``union=4``."""
+
+    union = 4
+
+
+class SparseMLAForward(KernelBackend):
+    """``triton_sparse_mla_fwd`` of DSA: one pass, or splits of the selected keys where there are few rows."""
+
+    capabilities = _SPARSE
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        module, width = load(f"{_OPS}.dsa.triton_sparse_mla", SGLANG), plan.layer.v_head_dim
+        assert plan.selected is not None
+        found: torch.Tensor = module.triton_sparse_mla_fwd(
+            q[..., :width], q[..., width:], kv[0].flatten(0, 1), plan.selected[:, None], plan.layer.scaling, width
+        )
+        return found[0]

@@ -19,6 +19,7 @@ from attn_testkit.contract import (
     KVLayer,
     KVPoolSpec,
     ServerConventions,
+    Sparse,
 )
 
 _OPS = "vllm.v1.attention.ops"
@@ -172,3 +173,21 @@ class GroupedDecode(DecodeMLA):
     capabilities = DecodeMLA.capabilities.with_changes(
         families={"gqa", "mqa"}, head_dims={64, 128}, gqa_ratios={2, 4, 8}
     )
+
+
+class SparseMLA(KernelBackend):
+    """``triton_bf16_mla_sparse_interface``: one program for a row and 16 query heads gathers the row's slots."""
+
+    capabilities = Capabilities(
+        eager=frozenset(ForwardMode), graph=frozenset(ForwardMode), families={"mla"}, dtypes={"bf16"}, head_dims={512},
+        mla_rope_dims={64}, gqa_ratios={16, 64}, page_sizes={1, 64}, max_q_rows=8, max_topk=1, max_draft_branches=4,
+        sparse=Sparse(topk={64, 128, 2048}, index_space="slots", holes=True, empty_rows=True), needs_cpu_seq_lens=False,
+    )  # fmt: skip
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        module = load("vllm.v1.attention.ops.xpu_mla_sparse", VLLM)
+        found: torch.Tensor = module.triton_bf16_mla_sparse_interface(
+            q, kv[0].flatten(0, 1), plan.selected[:, None], plan.layer.scaling
+        )[0]
+        return found

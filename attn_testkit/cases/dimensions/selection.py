@@ -55,9 +55,8 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
 
 
 def _of_keys(sizes: Sequence[int], topk: int, prefixes: Sequence[int]) -> int:
-    """The largest width up to ``topk`` that leaves keys out, unless none does."""
-    fewer = [size for size in sizes if size <= topk and size < max(prefixes)]
-    return fewer[-1] if fewer else topk
+    """The largest width up to ``topk`` that leaves keys out; the smallest if none does."""
+    return max((size for size in sizes if size <= topk and size < max(prefixes)), default=sizes[0])
 
 
 def _columns(declared: Capabilities, mode: object, tier: str) -> dict[str, Sequence[Any]]:
