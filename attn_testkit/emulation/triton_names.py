@@ -175,6 +175,9 @@ class Twin:
         for name in named & given.keys():
             value = given[name]
             instead = language.instead_of(value)
+            if type(value) is module.tl.core.constexpr and "value" not in attributes:
+                # The compiler adds a constant of the module to a tensor; `constexpr.__add__` knows numbers only.
+                instead = value.value
             if isinstance(value, types.ModuleType) and _may_hold(value.__name__):
                 held = attributes & vars(value).keys()
                 self._namespaces += [(vars(value), attribute) for attribute in held]

@@ -122,3 +122,12 @@ def inner_tangent(value):
 def by_the_library_alone(x, N: tl.constexpr):
     at = tl.arange(0, N)
     tl.store(x + at, inner_tangent(tl.load(x + at)))
+
+
+OFFSET = tl.constexpr(3)
+
+
+@triton.jit
+def adds_a_constant_of_the_module(x, N: tl.constexpr):
+    at = tl.arange(0, N)
+    tl.store(x + at, (OFFSET + at)[None, :].reshape(N) + OFFSET * OFFSET)

@@ -135,3 +135,9 @@ def test_functions_of_nvidias_library_are_those_of_the_language_or_refused(ways)
     assert close(device, x.exp() + x.floor())
     with pytest.raises(EmulationError, match=r"libdevice.tan in a triton kernel .*NVIDIA's code"):
         kernels.by_the_library_alone[(1,)](device, N)
+
+
+def test_a_constant_of_the_module_is_added_to_a_tensor(ways):
+    x = torch.zeros(N).cuda()
+    kernels.adds_a_constant_of_the_module[(1,)](x, N)
+    assert x.tolist() == [12 + at for at in range(N)]

@@ -1,8 +1,8 @@
 """The KV pool of sparse attention: keys that a live request owns and no row selects.
 
-In every second step they hold NaN, which finds a kernel that reads them and masks them later. In the others, the first
-of which comes before, they hold their own numbers: a backend that attends the wrong keys gives numbers by which
-``SPARSE.supposed`` finds the mistake.
+In the first step of a schedule they hold their own numbers: a backend that attends the wrong keys gives numbers, by
+which ``SPARSE.supposed`` finds the mistake. In all others they hold NaN, which finds a kernel that reads them and masks
+them later.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray
     assert data.allowed is not None
     slots = (schedule.num_pages + 1) * schedule.case.page_size
     found = np.zeros((len(data.allowed), slots), np.bool_)
-    if (step.part_of[0] if step.part_of else step).index % 2 == 0:
+    if (step.part_of[0] if step.part_of else step).index == 0:
         return found
     for request in step.requests:
         found[:, request.slots[: request.prefix]] = True
