@@ -81,9 +81,9 @@ def _tried(declared: Capabilities, case: Fields) -> int | None:
 
 
 def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
-    assert case.selection is not None
+    selection = case.selection or _fit(declared, case)["selection"]
     keys = tuple(value * _LONGER + 3 * place + each for place, each in enumerate(case.prefixes))
-    return {"selection": replace(case.selection, topk=value), "prefixes": keys}
+    return {"selection": replace(selection, topk=value), "prefixes": keys}
 
 
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
