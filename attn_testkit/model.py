@@ -210,6 +210,11 @@ class Model:
             indices.fill_(-1)
             indices[..., 0] = 0
 
+    def select_none_from(self, row: int) -> None:
+        """Have all rows from ``row`` on, which are those of no live token, select no key."""
+        if self._selected:
+            self.table[row:, :, self._width - self._selected :].view(torch.int32).fill_(-1)
+
     @property
     def nan_row(self) -> int:
         """The token id whose activations are NaN."""

@@ -281,5 +281,7 @@ class ServerHarness:
         self.pool.fill((schedule, step, pattern), held, self.unowned)
         tables = self._tables_of(schedule, step)
         table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
+        if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
+            self.model.select_none_from(step.tokens)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)

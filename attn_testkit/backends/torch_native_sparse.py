@@ -23,7 +23,7 @@ class TorchNativeSparseBackend(KernelBackend):
         kv_dtypes={"same", "fp8_e4m3"},
         page_sizes={1, 16, 64},
         sinks=True,
-        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True),
+        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True),
         max_q_rows=16,
         max_topk=1,
         max_draft_branches=4,
@@ -78,7 +78,7 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True)
+        sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True, any_padding=True)
     )
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

@@ -97,7 +97,7 @@ class TritonSparseBackend(KernelBackend):
         kv_dtypes={"same", "fp8_e4m3"},
         page_sizes={1, 16, 64},
         sinks=True,
-        sparse=Sparse(topk={1, 16, 64, 2048}, holes=True, empty_rows=True),
+        sparse=Sparse(topk={1, 16, 64, 2048}, holes=True, empty_rows=True, any_padding=True),
         max_q_rows=16,
         max_topk=1,
         max_draft_branches=4,
@@ -135,6 +135,6 @@ class TritonSparseSlotsBackend(TritonSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
     capabilities: ClassVar[Capabilities] = TritonSparseBackend.capabilities.with_changes(
-        sparse=Sparse(topk={1, 16, 64, 2048}, index_space="slots", holes=True, empty_rows=True)
+        sparse=Sparse(topk={1, 16, 64, 2048}, index_space="slots", holes=True, empty_rows=True, any_padding=True)
     )
     slots: ClassVar[bool] = True

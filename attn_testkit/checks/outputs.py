@@ -94,7 +94,9 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
             f"the oracle's are {expected.logits[row].topk(k)[1].tolist()}",
         )
     want = torch.ones_like(chosen) if k == 1 else torch.softmax(expected.logits, -1).gather(1, index)
-    limit = torch.zeros_like(want) if k == 1 else want * 2 * slack + 1e-6
+    # A row whose logits may be anything has an infinite slack, and 0 * inf is NaN.
+    free = slack.isinf()
+    limit = torch.zeros_like(want) if k == 1 else torch.where(free, torch.inf, want * 2 * slack) + 1e-6
     if not ((p.double() - want).abs() <= limit).all():
         row = int((~((p.double() - want).abs() <= limit)).any(-1).nonzero()[0])
         return _finding(observed, f"topk_p of request {row} is {p[row].tolist()}, want {want[row].tolist()}")

@@ -33,6 +33,10 @@ class Sparse(Declared):
     empty_rows: bool = False
     """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
 
+    any_padding: bool = False
+    """May padded rows hold any index, stale ones of earlier requests too? Default: a padded row holds -1, or the keys
+    of a live row."""
+
     def __post_init__(self) -> None:
         topk = self._listed("topk")
         if not topk or not all(is_whole(each) and each >= 1 for each in topk):

@@ -194,3 +194,11 @@ def test_capabilities_that_no_case_has_together_are_refused(given: dict, words: 
 def test_a_sparse_record_that_says_nothing_is_refused(given: dict) -> None:
     with pytest.raises(ValueError, match=r"topk|index_space"):
         Sparse(**given)
+
+
+def test_slots_of_a_pool_beyond_2_31_elements_are_those_of_the_pool() -> None:
+    case = "decode-mqa4-d64-bf16-p16-k9.37.1-shuffled-gauss-sel16slots-layers1from0-b4prod-bigpool"
+    schedule, step = first_step(case)
+    selected = make_sparse_data(schedule, step).selected
+    assert selected is not None
+    assert int(selected.max()) > (schedule.num_pages + 1) * 16

@@ -17,8 +17,10 @@ import torch
 from cachetools import LRUCache, cached
 
 from ...cases.data import KEPT_BYTES, StepData, make_step_data, numbers_of
+from ...cases.kv_groups import slot_map
 from ...cases.schedule import Schedule, Step
 from ...cases.selection import Selection
+from ...cases.server_variants import variant_of
 
 __all__ = ["attended_by", "make_sparse_data"]
 
@@ -107,6 +109,13 @@ def attended_by(data: StepData, keys: torch.Tensor) -> torch.Tensor:
     return allowed
 
 
+def _in_pool(schedule: Schedule) -> _Ints:
+    """[slots] int64: the slot of the pool that a slot of the schedule is."""
+    if variant_of(schedule.case).pool_elements:
+        return slot_map(schedule, 0)
+    return np.arange((schedule.num_pages + 1) * schedule.case.page_size)
+
+
 def _indices(schedule: Schedule, step: Step, data: StepData, keys: torch.Tensor) -> torch.Tensor:
     """[L, T, topk] int32: ``keys`` in the index space of the case."""
     selection = schedule.case.selection
@@ -115,7 +124,7 @@ def _indices(schedule: Schedule, step: Step, data: StepData, keys: torch.Tensor)
     if selection.slots:
         table = np.zeros((max(step.bs, 1), max(longest, 1)), np.int64)
         for place, request in enumerate(step.requests):
-            table[place, : len(request.slots)] = request.slots
+            table[place, : len(request.slots)] = _in_pool(schedule)[request.slots]
         names = torch.from_numpy(table)
     else:
         names = data.key_positions
