@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import KernelPlan, Sparse
 from .catalogue import control
-from .sparse import SparseParent
+from .sparse import SparseParent, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -40,3 +40,8 @@ class SparseOneWidth(SparseParent):
     """A kernel that knows one width of the selection only, and it is wide."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={64}, holes=True))
+
+
+@control("sparse-union-of-rows")
+class SparseUnionOfRows(UnionOfRows):
+    """Two rows share a tile of keys, and padded rows hold -1: what they gather beside their own is finite (sglang)."""

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import BackendContext, ForwardMode, KernelPlan, Sparse
 from .catalogue import fault
-from .sparse import SparseParent
+from .sparse import SparseParent, UnionOfRows
 
 _ALL = tuple(ForwardMode)
 _SEVERAL_ROWS = (
@@ -272,3 +272,19 @@ class SelectionOfTheCapture(SparseParent):
         if torch.cuda.is_current_stream_capturing():
             return kept
         return kept.copy_(selected)
+
+
+@fault(
+    slug="union-with-a-padded-row",
+    source="sglang 0.5.23 (sparse_mla_prefill, union=2), run with stale indices in padded rows",
+    modes=_ALL,
+    executions=("graph",),
+    checks=("padding-inert", "buckets-independent"),
+    modelled="upstream the caller has to write -1 into padded rows; here the backend declares that it need not",
+)
+class UnionWithAPaddedRow(UnionOfRows):
+    """A live row shares its tile with a padded one, whose stale indices are slots that hold NaN."""
+
+    capabilities = UnionOfRows.capabilities.with_changes(
+        sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots", any_padding=True)
+    )

@@ -6,9 +6,9 @@ import torch
 from typing_extensions import override
 
 from ..backends.torch_native_sparse import TorchNativeSparseBackend
-from ..contract import KernelPlan
+from ..contract import KernelPlan, Sparse
 
-__all__ = ["SparseParent"]
+__all__ = ["SparseParent", "UnionOfRows"]
 
 
 class SparseParent(TorchNativeSparseBackend):
@@ -39,3 +39,23 @@ class SparseParent(TorchNativeSparseBackend):
         row = torch.arange(len(selected), device=selected.device)
         found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
         return found.clamp(max=len(plan.kv_lens) - 1)
+
+
+class UnionOfRows(SparseParent):
+    """Two rows gather the keys of both, and the keys of the other one have the weight 0, as SGLang's ``union=2``."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots")
+    )
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        out, row = super().run(q, kv, plan), torch.arange(len(q), device=q.device)
+        other = plan.selected[(row ^ 1).clamp(max=len(q) - 1)]
+        values = kv[1].flatten(0, 1)[self.slots(other, plan)].masked_fill((other < 0)[..., None, None], 0.0)
+        return out + 0.0 * values.sum((1, 2))[:, None]
