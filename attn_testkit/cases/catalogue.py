@@ -46,21 +46,16 @@ __all__ = ["TIERS", "generate", "within_declared"]
 TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
 """Tier -> strength of the covering array."""
 
-_COLUMNS = (
-    "heads", "head_dim", "dtype", "kv_dtype", "page_size", "prefixes", "layout", "data", "window", "logit_cap", "sinks",
-    "slack", "padding", "new_tokens", "draft", "tree", "width", "accepted", "chunks", "rope_dim",
-)  # fmt: skip
-"""Columns of the covering array in the order in which they were added: in another order it has other rows. New ones
-come behind them, and need not stand here."""
-
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
+    """Columns of the covering array, in the order in which they were added."""
     found: dict[str, Sequence[Any]] = {}
+    order: dict[str, int] = {}
     for dimension in DIMENSIONS:
         if not isinstance(dimension.values, Without):
             found.update(dimension.values.values(declared, mode, tier))
-    known = [name for name in _COLUMNS if name in found]
-    return {name: found[name] for name in (*known, *(name for name in found if name not in known))}
+            order |= dimension.values.order
+    return {name: found[name] for name in sorted(found, key=lambda name: (name not in order, order.get(name)))}
 
 
 def _build(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any, TypeVar, final
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case
+from .dimensions.dimension import Draws, Without
 from .dimensions.heads import smallest_heads_first
+from .dimensions.table import DIMENSIONS
 from .nearest_declared import nearest_declared
 from .rows import minimal_rows
 
-__all__ = ["minimal_case", "minimal_cases"]
+__all__ = ["drawn_case", "minimal_case", "minimal_cases"]
+
+T = TypeVar("T")
 
 _FEW_KEYS, _SOME_KEYS = 5, 21
 
 
-def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
-    """One request of no key before the step and of one row, and the least of every other capability. Raises
-    ``ValueError`` where the capabilities leave no head layout.
-    """
-    layouts = smallest_heads_first(declared)
-    if not layouts:
+@final
+class _Simplest:
+    """Draws that give the simplest value each time."""
+
+    def one_of(self, values: Sequence[T], /) -> T:
+        return values[0]
+
+    def number(self, low: int, high: int, /) -> int:
+        return low
+
+    def numbers(self, count: tuple[int, int], *ranges: tuple[int, int]) -> tuple[int, ...]:
+        return (ranges[0][0],) * count[0]
+
+
+def drawn_case(draws: Draws, declared: Capabilities, mode: ForwardMode) -> Case:
+    """A case of values that each dimension draws. Raises ``ValueError`` if the capabilities leave no head layout."""
+    if not smallest_heads_first(declared):
         raise ValueError(f"{mode} is declared, and no head layout with it")
-    case = Case(
-        rows=minimal_rows(mode),
-        heads=layouts[0],
-        head_dim=min(declared.head_dims),
-        rope_dim=min(declared.mla_rope_dims) if layouts[0].layout.values_in_keys else 0,
-        dtype=min(declared.dtypes),
-        kv_dtype=max(declared.kv_dtypes),
-        page_size=min(declared.page_sizes),
-        prefixes=(0,),
-        layout="contiguous",
-    )
-    return nearest_declared(declared, case)
+    values: dict[str, Any] = {"rows": minimal_rows(mode)}
+    for dimension in DIMENSIONS:
+        if not isinstance(dimension.random, Without):
+            values |= dimension.random(draws, declared, values)
+    return nearest_declared(declared, Case(**values))
+
+
+def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
+    """The case of the simplest value in every dimension: one request without keys, of one row. Raises ``ValueError`` if
+    the capabilities leave no head layout.
+    """
+    return drawn_case(_Simplest(), declared, mode)
 
 
 def minimal_cases(declared: Capabilities, mode: ForwardMode) -> Iterator[Case]:

@@ -14,39 +14,25 @@ from dataclasses import replace
 from itertools import combinations, cycle, islice
 from typing import Any
 
-from ..contract import Capabilities, ForwardMode
+from ..contract import Capabilities
 from .case import Case
 from .declared import within_declared
-from .dimensions.padding import PADDINGS
-from .dimensions.rows import accepted, most_rows
-from .dimensions.slot_order import LAYOUTS
-from .draft import Draft
-from .layers import PERIOD, Layers
-from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
-from .server_variants import SERVER_VARIANTS, ServerVariant, all_fit
-from .trees import Tree, chain
+from .dimensions.dimension import Combined, Kept
+from .dimensions.table import DIMENSIONS
+from .server_variants import SERVER_VARIANTS, all_fit
 
 __all__ = ["randomly_combined", "randomly_varied"]
 
 _DRAWS = 60
 """Of each case. Twice as many meet hardly more."""
 _FEWEST = 12
-_PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
-_DATA = ("gauss", "shifted", "peaked", "one_hot")
-"""Each shows a wrong key, position or head."""
-_SLACK = (0, 1, 3)
-_TREES = (chain(2), Tree((0, 0, 1, 2)), chain(7), Tree((0, 0, 0)), chain(17))
-_DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(4, 2), Draft(1, 7))
-_WIDTHS, _ACCEPTED = (2, 4, 6), ("uneven", "one", "all")
-_NEW = {"ones": (1,), "equal": (17,), "prompt first": (70, 1), "decodes first": (1, 2, 70), "ragged": (9, 20, 2)}
-"""New tokens of the first requests; the last one again for all behind them, and none for those that are not there."""
-
-_NONE = None
-_SELDOM, _MOST_VARIANTS = 4, 2
-"""One of five draws has a given server variant, KV splits, or layers that differ, and none has more than two variants:
-what needs a third is rare, and each of them excludes batches and rows of others."""
-
+_MOST_VARIANTS = 2
+"""What needs a third server variant is rare, and each of them excludes batches and rows of others."""
 _WEIGHT_OF_VARIANTS = 20
+_COMBINED = sorted(
+    (each.combined for each in DIMENSIONS if isinstance(each.combined, Combined)), key=lambda combined: combined.order
+)
+_KEPT = [name for each in DIMENSIONS if isinstance(each.combined, Kept) for name in each.combined.names]
 
 _Feature = tuple[str, Any]
 
@@ -61,7 +47,7 @@ def randomly_combined(declared: Capabilities, cases: Sequence[Case]) -> Iterator
     # A short array, of few capabilities, has cases again: they take something else then.
     count = max(_FEWEST, len(cases)) if cases else 0
     for number, case in enumerate(islice(cycle(cases), count)):
-        own, more = _features(case), _dimensions(declared, case)
+        own, more = _features(case), _to_combine(declared, case)
         if case.kv_layout not in layouts:
             # Of keys that are in one page all layouts are alike.
             more["batch"].remove("fresh")
@@ -83,7 +69,7 @@ def randomly_varied(declared: Capabilities, cases: Sequence[Case], *, batches: b
             ("kv_dtype", case.kv_dtype),
             *((word, word) for word in SERVER_VARIANTS if word in case.variants),
         ]
-        of_kind = _dimensions(declared, case)
+        of_kind = _to_combine(declared, case)
         more = {name: of_kind[name] for name in ("layout", "slack", "padding")}
         # Other data than the usual were chosen for what they show.
         more["data"] = of_kind["data"] if case.data == "gauss" else [case.data]
@@ -118,7 +104,7 @@ def _meeting_most(
 
 def _drawn(draws: random.Random, more: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     found = ((name, draws.choice(values)) for name, values in more.items() if values)
-    return {name: value for name, value in found if value is not _NONE}
+    return {name: value for name, value in found if value is not None}
 
 
 def _with_pairs(
@@ -138,8 +124,7 @@ def _with_pairs(
 
 
 def _features(case: Case) -> list[_Feature]:
-    names = ("heads", "head_dim", "dtype", "kv_dtype", "page_size", "kv_layout", "window", "logit_cap", "sinks")
-    return [(name, getattr(case, name)) for name in names]
+    return [(name, getattr(case, name)) for name in _KEPT]
 
 
 def _weight(pair: tuple[_Feature, _Feature]) -> int:
@@ -152,111 +137,20 @@ def _pairs(own: Sequence[_Feature], drawn: Mapping[str, Any]) -> set[tuple[_Feat
     return {(old, each) for old in own for each in new} | set(combinations(new, 2))
 
 
-def _dimensions(declared: Capabilities, case: Case) -> dict[str, list[Any]]:
-    """Name -> values of which a case has one."""
-    found: dict[str, list[Any]] = {
-        "batch": list(_batches(case)),
-        "layout": list(LAYOUTS),
-        "data": list(_DATA),
-        "slack": list(_SLACK),
-        "padding": list(PADDINGS),
-    }
-    layers = [Layers(PERIOD, 5)] + [Layers(PERIOD, groups=True)] * (declared.kv_groups and not case.draft)
-    for name, values in (("layers", layers), ("parts", _parts(declared, case))):
-        found[name] = [_NONE] * _SELDOM * len(values) + values
-    for word, variant in SERVER_VARIANTS.items():
-        if variant.combines and _may_fit(declared, case, variant):
-            found[word] = [*[_NONE] * _SELDOM, word]
-    if case.mode is ForwardMode.EXTEND:
-        found["chunks"] = [1, 3]
-    rows = [each for each in _rows(declared, case.mode) if _width(each) <= most_rows(declared, case.mode)]
-    return {**found, "rows": rows} if rows else found
-
-
-def _batches(case: Case) -> dict[str, tuple[int, ...]]:
-    """Prefixes. Page by page of the case, so that each has some pages, and part of one."""
-    page, longest = case.page_size, max(case.prefixes)
-    whole = 4 * page - case.width
-    return {
-        "own": case.prefixes,
-        "alone": (longest,),
-        "alike": (2 * page + 1,) * 3,
-        "whole pages": tuple(max(0, whole - page * fewer) for fewer in (0, 2, 3)),
-        "fresh": (0,) * 3,
-        "many": (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
-    }
-
-
-def _parts(declared: Capabilities, case: Case) -> list[tuple[str, bool]]:
-    """KV splits, and whether the backend merges them."""
-    as_given = case.kv_dtype != "same" and case.mode in declared.new_rows_as_given
-    if not declared.lse or as_given:
-        return []
-    parts = [text for kind in declared.lse.kinds(case.mode) for text in _PARTS[kind]]
-    mine = [(text, True) for text in parts if declared.lse.merges and text != "whole"]
-    return [(text, False) for text in parts] + mine
-
-
-def _may_fit(declared: Capabilities, case: Case, variant: ServerVariant) -> bool:
-    minimal = replace(case, window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
-    return variant.fits(declared, minimal)
-
-
-def _rows(declared: Capabilities, mode: ForwardMode) -> list[Any]:
-    if mode is ForwardMode.TARGET_VERIFY:
-        return [tree for tree in _TREES if tree.topk <= declared.max_topk]
-    if mode is ForwardMode.DRAFT_DECODE:
-        return [draft for draft in _DRAFTS if draft.branches <= declared.max_draft_branches]
-    if mode is ForwardMode.EXTEND:
-        return list(_NEW)
-    return [(width, pattern) for width in _WIDTHS for pattern in _ACCEPTED] if mode.is_speculative() else []
-
-
-def _width(rows: Any) -> int:
-    """Rows of a request that a tree or a draft-extend has."""
-    return len(rows) if isinstance(rows, Tree) else rows[0] if isinstance(rows, tuple) else 1
+def _to_combine(declared: Capabilities, case: Case) -> dict[str, list[Any]]:
+    """Name -> values of which a case takes one."""
+    return {name: [*values] for of in _COMBINED for name, values in of.values(declared, case).items()}
 
 
 def _changed(declared: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case | None:
     """None where that is no case, or more than is declared."""
-    prefixes = _batches(case)[drawn.get("batch", "own")]
-    parts, own_merge = drawn.get("parts", (case.parts, case.own_merge))
+    changes: dict[str, Any] = {}
     try:
-        changed = replace(
-            case,
-            prefixes=prefixes,
-            layout=drawn["layout"],
-            data=drawn["data"],
-            bucket=len(prefixes) + drawn["slack"],
-            padding=drawn["padding"] if drawn["slack"] else "prod",
-            rows=_rows_of(declared, case, drawn, len(prefixes)),
-            layers=drawn.get("layers", case.layers),
-            parts=parts,
-            own_merge=own_merge,
-            variants=case.variants | SERVER_VARIANTS.keys() & drawn.keys(),
-        )
+        for dimension in DIMENSIONS:
+            if isinstance(dimension.combined, Combined):
+                changes |= dimension.combined.fields(declared, case, drawn, changes)
+        changed = replace(case, **changes)
     except ValueError:
         return None
     few = len(changed.variants) <= _MOST_VARIANTS
     return changed if few and all_fit(declared, changed) and within_declared(declared, changed) else None
-
-
-def _rows_of(declared: Capabilities, case: Case, drawn: Mapping[str, Any], count: int) -> Rows:
-    """Rows of ``count`` requests. Raises ``ValueError`` for an accepted count beyond its width."""
-    chosen, rows = drawn.get("rows"), case.rows
-    match rows:
-        case Extend():
-            new, room = rows.new, rows.room
-            if chosen is not None:
-                pattern = _NEW[chosen]
-                new = tuple(min(pattern[min(at, len(pattern) - 1)], declared.max_extend_tokens) for at in range(count))
-                room = room_for(new)
-            return replace(rows, new=new, room=room, chunks=drawn.get("chunks", rows.chunks))
-        case Accepted() if chosen is not None:
-            width, pattern = chosen
-            return replace(rows, new=accepted(pattern, width, count), width=width)
-        case Verify() if chosen is not None:
-            return Verify(chosen)
-        case Drafted() if chosen is not None:
-            return replace(rows, draft=chosen)
-    return rows

@@ -10,7 +10,7 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import WORDS
-from attn_testkit.cases.dimensions.dimension import Dimension, Without
+from attn_testkit.cases.dimensions.dimension import Columns, Combined, Dimension, Kept, Without
 from attn_testkit.cases.dimensions.sinks import SINKS
 from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
 from attn_testkit.cases.draft import Draft
@@ -61,7 +61,9 @@ def test_fields_without_a_name_have_nothing_that_follows_from_one() -> None:
 def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = TorchNativeBackend.capabilities
     every = {name for mode in ForwardMode for name in catalogue._columns(declared, mode, "core")}
-    assert every == set(catalogue._COLUMNS)
+    order = [place for each in DIMENSIONS if isinstance(each.values, Columns) for place in each.values.order.items()]
+    assert dict(order).keys() == every
+    assert len({place for _, place in order}) == len(order)
     before = list(catalogue._columns(declared, ForwardMode.DECODE, "core"))
 
     def values(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[bool]]:
@@ -70,6 +72,19 @@ def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(mon
     added = replace(DIMENSIONS[0], values=replace(SINKS.values, values=values))
     monkeypatch.setattr(catalogue, "DIMENSIONS", (added, *DIMENSIONS))
     assert list(catalogue._columns(declared, ForwardMode.DECODE, "core")) == [*before, "new"]
+
+
+def test_each_dimension_that_is_combined_has_a_place_of_its_own() -> None:
+    places = [each.combined.order for each in DIMENSIONS if isinstance(each.combined, Combined)]
+    assert sorted(places) == list(range(10))
+
+
+def test_a_case_that_is_combined_keeps_fields_that_no_dimension_takes_at_random() -> None:
+    kept = {name for each in DIMENSIONS if isinstance(each.combined, Kept) for name in each.combined.names}
+    taken = {name for each in DIMENSIONS if isinstance(each.combined, Combined) for name in each.fields}
+    assert kept & taken == set()
+    others = {"rope_dim", "layer_windows", "usual_scaling", "multi_mode", "seed", "host"}
+    assert set(Fields.__dataclass_fields__) - kept - taken == others
 
 
 def test_the_mode_and_the_width_follow_from_the_rows() -> None:

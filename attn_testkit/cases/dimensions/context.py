@@ -34,6 +34,7 @@ CONTEXT = Dimension(
         ),
     ),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
+    combined=Without("It follows from the lengths, the rows and the page size."),
     values=Without("The keys have columns."),
     covered=(
         Covered(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Never, Protocol, TypeVar, final
 
 from ...contract import BackendContext, Capabilities, ForwardMode
@@ -16,9 +16,9 @@ from ..fields import Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
 
-__all__ = ["Asked", "Columns", "Covered", "Dimension", "Draws", "OnLayers", "OnSteps", "Outside", "Row", "Simpler",
-           "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability", "nothing_simpler",
-           "of_fields", "of_flag", "of_number", "of_rows_part", "option"]  # fmt: skip
+__all__ = ["Asked", "Columns", "Combined", "Covered", "Dimension", "Draws", "Kept", "OnLayers", "OnSteps", "Outside",
+           "Row", "Simpler", "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability",
+           "nothing_simpler", "of_fields", "of_flag", "of_number", "of_rows_part", "option", "seldom"]  # fmt: skip
 
 Value = int | str | tuple[str, str]
 """A value that a backend declares, as the count of what is covered names it."""
@@ -95,6 +95,38 @@ class Columns:
     fields: Callable[[Capabilities, Row, Changes], Changes] = lambda declared, row, so_far: {}
     """(capabilities, row, fields of the dimensions before): the dimension's. A column that has the name of a field is
     that field, and needs nothing here."""
+    order: Mapping[str, int] = field(default_factory=dict)
+    """Name of a column -> its place. Columns stand in the order in which they were added, since in another order the
+    array has other rows. New columns come behind those with a place, and need none."""
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Values of a dimension that cases take at random (``cases/randomly_combined.py``)."""
+
+    order: int
+    """Place among the dimensions. In another order a case takes other values."""
+    values: Callable[[Capabilities, Fields], Mapping[str, Sequence[Any]]]
+    """(capabilities, case): name -> values, of which a case takes one. ``None``: the case stays as it is."""
+    fields: Callable[[Capabilities, Fields, Row, Changes], Changes]
+    """(capabilities, case, values that are taken, fields of the dimensions before): the dimension's. Raises
+    ``ValueError`` if there is no such case."""
+
+
+_SELDOM = 4
+"""One of five cases takes such a value: each of them excludes batches and rows of others."""
+
+
+def seldom(values: Sequence[T]) -> list[T | None]:
+    """Values that few cases take; the others stay as they are."""
+    return [None] * (_SELDOM * len(values)) + [*values]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Fields that a case keeps when it is combined at random, and that are to meet all values of the others."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -255,6 +287,8 @@ class Dimension:
     """What brings a case to the nearest declared value; empty if it has a declared one."""
     values: Columns | Without
     """What the covering array of a tier tries."""
+    combined: Combined | Kept | Without
+    """What cases take of it at random, or what they keep."""
     covered: tuple[Covered, ...] | Without
     """Which declared values a case tries, and a small case for each that no other case tries."""
     simpler: Simpler | Without

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...contract import DTYPES, BackendContext, Capabilities
-from .dimension import Asked, Columns, Dimension, Without, listed_word, of_fields
+from .dimension import Asked, Columns, Dimension, Kept, Without, listed_word, of_fields
 from .outside import pool_like
 
 __all__ = ["DTYPE"]
@@ -30,7 +30,8 @@ DTYPE = Dimension(
     describe=lambda case: {"dtype": case.dtype},
     declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
     fit=Without("Cases are made of declared dtypes."),
-    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
+    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}, order={"dtype": 2}),
+    combined=Kept(("dtype",)),
     covered=Without("The KV dtype counts each pair of the two."),
     simpler=of_fields("dtype"),
     undeclared=(_undeclared,),

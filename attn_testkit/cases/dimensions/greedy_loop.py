@@ -38,6 +38,7 @@ GREEDY_LOOP = Dimension(
     describe=lambda case: {"rounds": f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""},
     declared=(Asked(lambda case: "a lossless loop of this draft", _loop_declared),),
     fit=Without("The catalogue makes a loop only of modes that are declared."),
+    combined=Without("A loop costs as much as a mode."),
     values=Without("cases/named.py makes its cases: a loop costs as much as a mode."),
     covered=Without("A loop follows from the modes, and is no capability of its own."),
     simpler=of_rows_part(

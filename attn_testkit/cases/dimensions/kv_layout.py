@@ -8,7 +8,7 @@ from ...contract import KV_LAYOUTS, BackendContext, Capabilities
 from ...contract.kv_layouts import OWN
 from ..fields import Fields
 from ..head_layouts import declared_layouts
-from .dimension import Asked, Covered, Dimension, Without, Word, of_fields
+from .dimension import Asked, Covered, Dimension, Kept, Without, Word, of_fields
 from .outside import pool_like
 from .rows import keys_of
 
@@ -57,6 +57,7 @@ KV_LAYOUT = Dimension(
         Asked(lambda case: f"KV layout {case.kv_layout}", lambda declared, case: case.kv_layout in declared.kv_layouts),
     ),
     fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
+    combined=Kept(("kv_layout",)),
     values=Without("The main array has the usual layout; cases/pool_layouts.py and pair_array.py have the others."),
     covered=(
         Covered(

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...contract import Capabilities, ForwardMode, KVSplit
 from ..fields import Changes, Fields
-from .dimension import Asked, Covered, Dimension, Draws, Size, Without, Word, of_fields
+from .dimension import Asked, Combined, Covered, Dimension, Draws, Size, Without, Word, of_fields, seldom
 from .numbers import nearer_numbers
 
 __all__ = ["KV_SPLITS", "splits_of"]
 
 _MERGED = "merged by the backend"
 _MOST_RANKS = 5
+_COMBINED = {
+    "whole": ("whole",),
+    "prefix": ("prefix",),
+    "pages": ("pages2", "pages3"),
+    "tokens": ("tokens3", "tokens2"),
+}
 
 
 def _kind(case: Fields) -> str:
@@ -70,6 +77,16 @@ def _size(case: Fields, minimal: Fields) -> Size:
     return (case.own_merge, case.parts not in ("", "whole"), int(ranks or 0))
 
 
+def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
+    """KV splits, and whether the backend merges them."""
+    as_given = case.kv_dtype != "same" and case.mode in declared.new_rows_as_given
+    if not declared.lse or as_given:
+        return {"parts": []}
+    parts = [text for kind in declared.lse.kinds(case.mode) for text in _COMBINED[kind]]
+    merged = [(text, True) for text in parts if declared.lse.merges and text != "whole"]
+    return {"parts": seldom([(text, False) for text in parts] + merged)}
+
+
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     kinds = declared.lse.kinds(so_far["rows"].mode) if declared.lse else ()
     as_given = so_far["rows"].mode in declared.new_rows_as_given and declared.kv_dtypes != {"same"}
@@ -95,6 +112,13 @@ KV_SPLITS = Dimension(
     describe=lambda case: {"parts": _phrase(case)},
     declared=(Asked(lambda case: f"log-sum-exp: {_tried(case)}", _declared),),
     fit=Without("Cases are made of declared parts."),
+    combined=Combined(
+        6,
+        _to_combine,
+        lambda declared, case, drawn, so_far: dict(
+            zip(("parts", "own_merge"), drawn.get("parts", (case.parts, case.own_merge)), strict=True)
+        ),
+    ),
     values=Without("cases/kv_splits.py makes its cases, and cases/randomly_combined.py combines them."),
     covered=(
         Covered(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
@@ -12,6 +13,7 @@ from ..server_variants import SERVER_VARIANTS, all_fit, excluded, variant_of
 from ..trees import chain
 from .dimension import (
     Asked,
+    Combined,
     Dimension,
     Draws,
     OnLayers,
@@ -20,6 +22,7 @@ from .dimension import (
     Word,
     of_fields,
     option,
+    seldom,
 )
 from .outside import with_layers
 
@@ -36,6 +39,12 @@ def _word(word: str) -> Word:
 
 
 _MOST_RANDOM = 2
+
+
+def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
+    minimal = replace(case, window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
+    words = [word for word, each in SERVER_VARIANTS.items() if each.combines and each.fits(declared, minimal)]
+    return {word: seldom([word]) for word in words}
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -82,6 +91,11 @@ SERVER_VARIANT = Dimension(
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
     fit=Without("Cases are made of variants that the backend takes."),
+    combined=Combined(
+        7,
+        _to_combine,
+        lambda declared, case, drawn, so_far: {"variants": case.variants | SERVER_VARIANTS.keys() & drawn.keys()},
+    ),
     values=Without("Each variant makes its cases, and cases/randomly_combined.py combines them."),
     covered=(
         option(
