@@ -7,7 +7,6 @@ change is kept if the case then tries the value and still everything that it tri
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case
@@ -46,7 +45,7 @@ def cases_for_uncovered(
             if any(name == kept for kept, _ in tried):
                 continue
             covered = DECLARED_VALUES[name]
-            changed = replace(case, **_made(covered, declared, case, covered.capped(value)))
+            changed = case.with_changes(**_made(covered, declared, case, covered.capped(value)))
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
             cheap = not tried or _work(changed) <= most
             supported = cheap and changed.heads.family in declared.families

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import CODES, Case
@@ -30,9 +29,9 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
     dtype = min(declared.dtypes)  # bf16 first, whose rounding is coarsest
     page = nearest(declared.page_sizes, _PAGE)
     dim = max((dim for dim in declared.head_dims if dim <= _DIM), default=small.head_dim)
-    minimal = replace(small, data=CODES, dtype=dtype, page_size=page)
+    minimal = small.with_changes(data=CODES, dtype=dtype, page_size=page)
     if not small.heads.layout.values_in_keys:
-        minimal = replace(minimal, head_dim=dim)
+        minimal = minimal.with_changes(head_dim=dim)
     if tier == "smoke":
         if small.mode is ForwardMode.DECODE:
             yield _of(minimal, _FEW_LENS)
@@ -41,8 +40,7 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
     yield _of(minimal, _MLA_LENS if wide else _LENS)
     if small.mode is ForwardMode.DECODE:
         yield from _of_other_pages(declared, minimal)
-    yield replace(
-        with_options(declared, _of(minimal, _OPTIONS_LENS), _WINDOW),
+    yield with_options(declared, _of(minimal, _OPTIONS_LENS), _WINDOW).with_changes(
         dtype=max(declared.dtypes - {"fp32"}, default=dtype),
         kv_dtype=min(declared.kv_dtypes),
     )
@@ -57,7 +55,7 @@ def _of_other_pages(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """
     far = _MLA_LENS[0] if minimal.heads.layout.wide_rows else _LENS[0]
     for page in some_of(declared.page_sizes - {minimal.page_size}, _MOST_PAGES):
-        yield _of(replace(minimal, page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
+        yield _of(minimal.with_changes(page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
 
 
 def _of(case: Case, lens: tuple[int, ...]) -> Case:

@@ -65,7 +65,7 @@ def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
 
     ``sinks`` are host tensors; the drive moves copies of them to the device.
     """
-    case = case.host or case
+    case = case.instance_of or case
     layers: list[dict[str, Any]] = [{} for _ in range(case.layers.count)]
     for dimension in DIMENSIONS:
         for meaning in dimension.apply:

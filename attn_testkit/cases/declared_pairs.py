@@ -4,7 +4,6 @@ groups."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
@@ -37,7 +36,7 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     if small.mode in _FAR_MODES & declared.windows.modes and not small.heads.layout.wide_rows:
         yield small.of_requests(_FAR, data="one_hot", window=_NARROW)
     page = nearest(declared.page_sizes, _PAGE)
-    one = replace(small, page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
+    one = small.with_changes(page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
     yield from _groups_in_fp8(declared, one)
     if small.mode is not ForwardMode.DECODE:
         return
@@ -47,7 +46,7 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         heads = many_heads(declared, small.heads, _MANY_HEADS)
         dim = small.head_dim if small.heads.layout.values_in_keys else nearest(declared.head_dims, _USUAL_DIM)
         dtype = "fp16" if "fp16" in declared.dtypes else "bf16"
-        yield replace(one, heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
+        yield one.with_changes(heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
 
 
 def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
@@ -65,7 +64,7 @@ def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
     narrow = sorted(declared.kv_dtypes - {"same"})
     for turn, (heads, rope) in enumerate(groups if narrow else ()):
         kv_dtype = narrow[turn % len(narrow)]
-        yield replace(one, heads=heads, rope_dim=rope, kv_dtype=kv_dtype, prefixes=_LENS, bucket=len(_LENS))
+        yield one.with_changes(heads=heads, rope_dim=rope, kv_dtype=kv_dtype, prefixes=_LENS, bucket=len(_LENS))
 
 
 def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
@@ -74,8 +73,7 @@ def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
         return
     usual = [group for group in _GROUPS if group in declared.gqa_ratios]
     for group in sorted({*usual, max(declared.gqa_ratios, default=1)} - {1}):
-        yield replace(
-            with_options(declared, one, _WINDOW),
+        yield with_options(declared, one, _WINDOW).with_changes(
             layers=Layers(),
             heads=Heads("gqa", 2 * group, 2),
             prefixes=_LENS,
@@ -89,8 +87,7 @@ def _dims_with_splits(declared: Capabilities, one: Case) -> Iterator[Case]:
     heads = one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
     for dim in some_of(declared.head_dims, _MOST_DIMS):
         for kv_dtype in sorted(declared.kv_dtypes):
-            yield replace(
-                one,
+            yield one.with_changes(
                 heads=heads,
                 head_dim=dim,
                 kv_dtype=kv_dtype,

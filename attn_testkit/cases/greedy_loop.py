@@ -137,10 +137,10 @@ def _stage(case: Case, tree: Tree, mode: ForwardMode) -> Case:
     if mode is ForwardMode.DRAFT_DECODE:
         return case
     if mode is ForwardMode.TARGET_VERIFY:
-        return replace(case, rows=Verify(tree), host=case)
+        return case.with_changes(rows=Verify(tree), instance_of=case)
     v2 = mode is ForwardMode.DRAFT_EXTEND_V2
     width = len(tree) if v2 else case.draft.steps + 1
-    return replace(case, rows=Accepted((1,) * case.bs, width, v2), host=case)
+    return case.with_changes(rows=Accepted((1,) * case.bs, width, v2), instance_of=case)
 
 
 def make_vocabulary(case: Case) -> Vocabulary:

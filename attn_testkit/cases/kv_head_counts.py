@@ -5,7 +5,6 @@ three KV heads, as SmolLM2-135M has them: several, and no power of two.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case, Heads
@@ -20,9 +19,9 @@ def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Where ``mha`` is declared; made of ``small``, a case with little work for each row."""
     if "mha" in declared.families:
         head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
-        yield replace(
-            small.of_requests(_LENS, padded=1), heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, data="gauss",
-        )  # fmt: skip
+        yield small.of_requests(_LENS, padded=1).with_changes(
+            heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, data="gauss"
+        )
 
 
 def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
@@ -32,7 +31,6 @@ def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         return
     family, group = ("gqa", groups[0]) if groups else ("mha", 1)
     head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
-    yield replace(
-        small.of_requests(_LENS, padded=1), heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim,
-        rope_dim=0, data="gauss",
-    )  # fmt: skip
+    yield small.of_requests(_LENS, padded=1).with_changes(
+        heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim, rope_dim=0, data="gauss"
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 from ..contract import Capabilities, ForwardMode
@@ -41,16 +40,18 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         own = declared.lse is not None and declared.lse.merges and kind != "whole"
         first = _like(small, page, (0, 2 * page + 3, 0, page, 1, 70, 33, 9, 17), parts) if kind != "whole" else few
         # A program that walks a list of tiles, and ends where one has no keys, loses those behind it (aotriton #235).
-        yield without_options(declared, replace(first, data="gauss"))
+        yield without_options(declared, first.with_changes(data="gauss"))
         yield _with_options(declared, few, own)
         if kind == kinds[-1]:
-            yield replace(_like(small, page, (300, 7), parts), data="negative", own_merge=own)
+            yield _like(small, page, (300, 7), parts).with_changes(data="negative", merged_by_backend=own)
             # A window of one key leaves all ranks but one without any.
-            few = replace(few, data="peaked", own_merge=own, window=0 if takes_window(declared, few) else -1)
-            yield from (replace(few, **heads) for heads in [*_other_heads(declared, small)] or [{}])
+            few = few.with_changes(
+                data="peaked", merged_by_backend=own, window=0 if takes_window(declared, few) else -1
+            )
+            yield from (few.with_changes(**heads) for heads in [*_other_heads(declared, small)] or [{}])
             if declared.sinks:
                 # They are far above all logits, and in a rank without keys (flash-attention #2752).
-                yield replace(few, data="negative", sinks=True)
+                yield few.with_changes(data="negative", sinks=True)
             yield from _of_long_groups(declared, small, parts, page, own)
             if small.mode is ForwardMode.EXTEND:
                 yield from _of_one_row_each(declared, small, parts, page, own)
@@ -59,7 +60,9 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
             yield from _of_larger_pages(declared, few)
         if kind == "pages" and own:
             # Of two ranks one has a key. Of more, those that are merged first may both have none.
-            yield replace(_like(small, page, (2 * page + 3, 0, page, 1, 70), "pages3"), data="gauss", own_merge=True)
+            yield _like(small, page, (2 * page + 3, 0, page, 1, 70), "pages3").with_changes(
+                data="gauss", merged_by_backend=True
+            )
 
 
 def _of_many_heads(declared: Capabilities, small: Case, parts: str, page: int, own: bool) -> Case:
@@ -71,12 +74,12 @@ def _of_many_heads(declared: Capabilities, small: Case, parts: str, page: int, o
     widest = _MOST_WIDTH_OF_PROMPTS if prompts else _MOST_WIDTH
     dims = [dim for dim in declared.head_dims if small.heads.layout.wide_rows or dim <= widest]
     lens = (70, 5, 40) if prompts else (130, 5, 40)
-    many = replace(_like(small, page, lens, parts), heads=heads, head_dim=max(dims, default=small.head_dim))
+    many = _like(small, page, lens, parts).with_changes(heads=heads, head_dim=max(dims, default=small.head_dim))
     if prompts:
         rows = min(_PROMPT, declared.max_extend_tokens)
         new = (rows, 1, max(1, rows // 2))
         many = many.of_requests(lens, rows=Extend(new, room_for(new)))
-    return replace(many, data="gauss", own_merge=own)
+    return many.with_changes(data="gauss", merged_by_backend=own)
 
 
 def _of_long_groups(declared: Capabilities, small: Case, parts: str, page: int, own: bool) -> Iterator[Case]:
@@ -86,8 +89,8 @@ def _of_long_groups(declared: Capabilities, small: Case, parts: str, page: int, 
     groups = sorted(declared.gqa_ratios - {1})
     if not small.heads.layout.values_in_keys and "gqa" in declared.families and groups:
         group = max([each for each in groups if each <= 4], default=groups[0])
-        yield replace(
-            _like(small, page, (1500, 70), parts), heads=Heads("gqa", 2 * group, 2), data="gauss", own_merge=own
+        yield _like(small, page, (1500, 70), parts).with_changes(
+            heads=Heads("gqa", 2 * group, 2), data="gauss", merged_by_backend=own
         )
 
 
@@ -101,23 +104,25 @@ def _of_one_row_each(declared: Capabilities, small: Case, parts: str, page: int,
 def _of_larger_pages(declared: Capabilities, few: Case) -> Iterator[Case]:
     """All keys, and ranks that have whole pages, in pages of several keys where all other cases have pages of one."""
     for page in sorted(declared.page_sizes - {1})[:1]:
-        yield replace(few, page_size=page, prefixes=(2 * page + 3, 0, page, 1, 70), data="gauss", own_merge=False)
+        yield few.with_changes(
+            page_size=page, prefixes=(2 * page + 3, 0, page, 1, 70), data="gauss", merged_by_backend=False
+        )
 
 
 def _like(small: Case, page: int, prefixes: tuple[int, ...], parts: str) -> Case:
     """``small`` with other requests, the first of which have all its rows."""
     rows = small.rows.counted([small.width if index % 2 == 0 else 1 for index in range(len(prefixes))])
-    return small.of_requests(prefixes, padded=1, rows=rows, page_size=page, parts=parts, padding="prod")
+    return small.of_requests(prefixes, padded=1, rows=rows, page_size=page, kv_splits=parts, padding="prod")
 
 
 def _with_options(declared: Capabilities, case: Case, own: bool) -> Case:
     """Everything that is declared beside it, at a length at which keys are split."""
     as_given = case.mode in declared.new_rows_as_given
-    return replace(
-        with_options(declared, with_other_heads(declared, _like(case, case.page_size, (1500, 70), case.parts)), 60),
-        # New rows as given are those of one call, and here several attend them.
+    return with_options(
+        declared, with_other_heads(declared, _like(case, case.page_size, (1500, 70), case.kv_splits)), 60
+    ).with_changes(  # New rows as given are those of one call, and here several attend them.
         kv_dtype=min(declared.kv_dtypes) if not as_given else case.kv_dtype,
-        own_merge=own,
+        merged_by_backend=own,
         data="gauss",
     )
 

@@ -6,7 +6,6 @@ backend says that its kernel changes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
@@ -34,14 +33,14 @@ _SPLIT_OR_NOT = (9, 70, 1, 33)
 
 def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key. From core on one of decode, all else in full."""
-    one = replace(small, layers=Layers(1), layout="shuffled", data="gauss")
+    one = small.with_changes(layers=Layers(1), layout="shuffled", data="gauss")
     wide = small.heads.layout.wide_rows
     if tier == "full":
-        long = replace(one, heads=many_heads(declared, small.heads, _MANY_HEADS), data="one_hot")
+        long = one.with_changes(heads=many_heads(declared, small.heads, _MANY_HEADS), data="one_hot")
         yield long.of_requests((_KEYS, 70))
     # Rows of MLA have 576 numbers a head: minutes of comparing.
     if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
-        yield _beyond_a_grid(replace(one, heads=many_heads(declared, small.heads, _MOST_HEADS)))
+        yield _beyond_a_grid(one.with_changes(heads=many_heads(declared, small.heads, _MOST_HEADS)))
     if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
         rows = min(_ROWS, most_rows(declared, small.mode))
         new = (rows,) * (_GRID // rows + 1)

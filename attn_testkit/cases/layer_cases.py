@@ -33,9 +33,9 @@ _WINDOW = 7
 def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Without options, and with all that are declared; made of ``small``, which has little work for each row."""
     minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
-    window = nearest_declared(declared, replace(small, window=_WINDOW)).window
-    options = replace(
-        with_options(declared, with_other_heads(declared, minimal), window), kv_dtype=min(declared.kv_dtypes)
+    window = nearest_declared(declared, small.with_changes(window=_WINDOW)).window
+    options = with_options(declared, with_other_heads(declared, minimal), window).with_changes(
+        kv_dtype=min(declared.kv_dtypes)
     )
     options = _behind_rows_that_decode(declared, options)
     minimal = without_options(declared, minimal)
@@ -43,7 +43,7 @@ def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     page = min((page for page in declared.page_sizes if page > 1), default=1)
     # A windowed group has let go of whole pages of the first two requests.
     lens = (2 * page + window, 4 * page + window - 1, 6)
-    pages = dict.fromkeys(replace(each, page_size=page, prefixes=lens) for each in (minimal, options))
+    pages = dict.fromkeys(each.with_changes(page_size=page, prefixes=lens) for each in (minimal, options))
     if declared.kv_groups and not small.draft:
         for each in pages:
             yield replace(each, layers=replace(_RANK, groups=True))
@@ -57,10 +57,10 @@ def _behind_rows_that_decode(declared: Capabilities, case: Case) -> Case:
     """
     rows, decoding = case.rows, (1,) * (case.bs - 1)
     if isinstance(rows, Accepted):
-        return replace(case, rows=replace(rows, new=(*decoding, rows.width)))
+        return case.with_changes(rows=replace(rows, new=(*decoding, rows.width)))
     if isinstance(rows, Extend):
         new = (*decoding, min(_ROWS, most_rows(declared, case.mode)))
-        return replace(case, rows=replace(rows, new=new, room=max(rows.room, room_for(new))))
+        return case.with_changes(rows=replace(rows, new=new, room=max(rows.room, room_for(new))))
     return case
 
 
@@ -72,11 +72,11 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
     for shapes, each in zip(pairs, (most, minimal), strict=False):
         yield with_shapes(each, shapes)
     if declared.kv_groups and pairs and not minimal.draft:
-        yield with_shapes(replace(most, layers=replace(_RANK, groups=True)), pairs[0])
+        yield with_shapes(most.with_changes(layers=replace(_RANK, groups=True)), pairs[0])
     for shapes in pairs[-1:]:
-        yield with_shapes(replace(minimal, prefixes=_SPLIT_LENS), shapes)
+        yield with_shapes(minimal.with_changes(prefixes=_SPLIT_LENS), shapes)
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
     """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
-    return replace(case, **fields_with_shapes(case.layers, shapes))
+    return case.with_changes(**fields_with_shapes(case.layers, shapes))

@@ -4,8 +4,6 @@ tree that branches: the masks of trees go through the same paths (sglang #24617)
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..contract import Capabilities
 from .case import Case
 from .rows import Verify
@@ -28,8 +26,7 @@ def takes_window(declared: Capabilities, case: Case) -> bool:
 def with_options(declared: Capabilities, case: Case, window: int) -> Case:
     """``case`` with all of them that are declared. ``window``: keys before a query's own, where one is taken."""
     case = _with_branches(declared, case)
-    return replace(
-        case,
+    return case.with_changes(
         window=window if takes_window(declared, case) else -1,
         logit_cap=_CAP if declared.logit_cap else 0.0,
         sinks=declared.sinks,
@@ -56,4 +53,4 @@ def _branching(declared: Capabilities, case: Case) -> Case:
     supported = declared.max_topk >= _TREE.topk and declared.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not supported or variant_of(case).gives_none:
         return case
-    return replace(case, rows=Verify(_TREE))
+    return case.with_changes(rows=Verify(_TREE))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from typing import Any, TypeVar, final
 
 from ..contract import Capabilities, ForwardMode
@@ -57,4 +56,4 @@ def minimal_cases(declared: Capabilities, mode: ForwardMode) -> Iterator[Case]:
     """The plainest case, and what stands in for it where that one fails: the same with some keys before the step."""
     minimal = minimal_case(declared, mode)
     for keys in (*minimal.prefixes, _FEW_KEYS, _SOME_KEYS):
-        yield replace(minimal, prefixes=(keys,))
+        yield minimal.with_changes(prefixes=(keys,))

@@ -40,7 +40,7 @@ def without_options_of(declared: Capabilities, base: Case) -> Case:
         rows = replace(rows, chunks=1)
     elif isinstance(rows, Drafted):
         rows = replace(rows, draft=Draft(min(2, declared.max_draft_branches), 3))
-    return replace(base, rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
+    return base.with_changes(rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
                    kv_dtype=kv_dtype)  # fmt: skip
 
 
@@ -55,14 +55,14 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
         branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
         rows = Verify(branching(4)) if branches else minimal.rows
-        yield replace(minimal, multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+        yield minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
     if minimal.draft:
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":
         return
     if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
-        yield replace(minimal, heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
+        yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
     # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
     for dtype in sorted(declared.dtypes):
         rows = minimal.rows.counted((minimal.width,))
@@ -114,8 +114,7 @@ def _heads_like(declared: Capabilities, minimal: Case) -> list[Heads]:
 
 def smallest_of(declared: Capabilities, minimal: Case) -> Case:
     """As little work for each row and key as is declared, for cases with very many of them."""
-    return replace(
-        minimal,
+    return minimal.with_changes(
         heads=min(_heads_like(declared, minimal), key=lambda heads: (heads.kv_heads, heads.q_heads)),
         head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.head_dims),
         page_size=min(declared.page_sizes),
@@ -154,7 +153,7 @@ def _beyond_16_bits(declared: Capabilities, minimal: Case) -> Case:
 def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
     rows, page = min(MOST_NEW_TOKENS, declared.max_extend_tokens), minimal.page_size
-    small = replace(smallest_of(declared, minimal), page_size=page, data="gauss")
+    small = smallest_of(declared, minimal).with_changes(page_size=page, data="gauss")
     among_decodes = (1, rows, 1)
     yield small.of_requests((70, 300, 5), rows=Extend(among_decodes, room_for(among_decodes)))
     new = tuple(min(n, declared.max_extend_tokens) for n in (page + 1, 2, 1))
@@ -167,7 +166,7 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
     # What is stored in FP8 is not what greedy decode would have attended.
     if "same" not in declared.kv_dtypes:
         return
-    small = replace(smallest_of(declared, minimal), page_size=minimal.page_size, kv_dtype="same", data="gauss")
+    small = smallest_of(declared, minimal).with_changes(page_size=minimal.page_size, kv_dtype="same", data="gauss")
     page = minimal.page_size
     prefixes = (page + 1, 2 * page, 1)
     for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
@@ -181,4 +180,4 @@ def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     wide = sorted(r for r in declared.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in declared.families else []
     odd = [r for r in wide if r & (r - 1)]
     for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
-        yield replace(minimal, heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")
+        yield minimal.with_changes(heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")

@@ -37,7 +37,7 @@ def numerics_of(case: Case, declared: Capabilities) -> Numerics:
     products = declared.matmul_dtype if in_fp8 else "model"
     if products == "model" and case.dtype == "fp32" and declared.fp32_products == "tf32":
         products = "tf32"
-    lse_in_model = bool(case.parts) and declared.lse is not None and declared.lse.dtype == "model"
+    lse_in_model = bool(case.kv_splits) and declared.lse is not None and declared.lse.dtype == "model"
     return Numerics(
         matmul_dtype=products,
         new_rows_as_given=in_fp8 and case.mode in declared.new_rows_as_given,

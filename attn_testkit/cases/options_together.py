@@ -7,7 +7,6 @@ A path that is chosen by the layer has its own addresses and its own stores (vLL
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import product
 
 from ..contract import Capabilities
@@ -37,7 +36,7 @@ def options_together_cases(declared: Capabilities, small: Case, arrays: Sequence
     What one of ``arrays`` has together, with several KV heads, has no case of its own.
     """
     there = {_together(case) for case in arrays if case.heads.kv_heads > 1}
-    small = replace(small, page_size=usual_page(declared), data="gauss")
+    small = small.with_changes(page_size=usual_page(declared), data="gauss")
     for variant in (variant for variant in SERVER_VARIANTS.values() if variant.combines and variant.reaches_kernels):
         for alone in variant.cases(declared, small):
             twin = with_other_heads(declared, alone)
@@ -50,7 +49,7 @@ def options_together_cases(declared: Capabilities, small: Case, arrays: Sequence
     narrow = sorted(declared.kv_dtypes - {small.kv_dtype})
     for word in ("given_out", "bigpool") if narrow else ():
         yield from (
-            replace(with_other_heads(declared, alone), kv_dtype=narrow[0])
+            with_other_heads(declared, alone).with_changes(kv_dtype=narrow[0])
             for alone in SERVER_VARIANTS[word].cases(declared, small)
         )
     yield from _full_context(declared, small)
@@ -63,8 +62,8 @@ def _together(case: Case) -> tuple[frozenset[str], bool, bool, bool, bool]:
 def _with_options(declared: Capabilities, minimal: Case) -> Case:
     """With all options of a layer that are declared, in some of two layers; without a window where nothing is
     causal."""
-    optional = with_options(declared, replace(minimal, layers=Layers()), _WINDOW)
-    return replace(optional, window=-1) if not variant_of(minimal).causal else optional
+    optional = with_options(declared, minimal.with_changes(layers=Layers()), _WINDOW)
+    return optional.with_changes(window=-1) if not variant_of(minimal).causal else optional
 
 
 def _full_context(declared: Capabilities, small: Case) -> Iterator[Case]:
@@ -77,7 +76,7 @@ def _full_context(declared: Capabilities, small: Case) -> Iterator[Case]:
     two = small.of_requests((1, 1), layers=Layers(1))
     # Whether the request table is wider than its longest request is drawn for each case: the longest that fits.
     for below, shift in product(range(1, _PAGES_BELOW * small.page_size), range(_DRAWS)):
-        near = replace(two, prefixes=(most - below, most * 5 // 8 + shift), layout="shuffled", data=CODES)
+        near = two.with_changes(prefixes=(most - below, most * 5 // 8 + shift), layout="shuffled", data=CODES)
         if context_len(near) <= most:
             yield near
             return

@@ -5,7 +5,6 @@ with all layouts of the KV pool, in the other modes with those that the main arr
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from functools import lru_cache
 from typing import TypeVar
 
@@ -40,7 +39,7 @@ def pair_array_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """
     if small.mode is not ForwardMode.DECODE:
         return
-    one = replace(small, prefixes=_LENS, bucket=len(_LENS), data="gauss", layout="shuffled")
+    one = small.with_changes(prefixes=_LENS, bucket=len(_LENS), data="gauss", layout="shuffled")
     dtypes, kv_dtypes = sorted(declared.dtypes), sorted(declared.kv_dtypes)
     pages, layouts = some_of(declared.page_sizes, _FEW), sorted(declared.kv_layouts)
     for heads, dims, rope in _families(declared, small, _GROUPS):
@@ -48,8 +47,7 @@ def pair_array_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         few = layouts[:_FEW] if rope else layouts
         sizes = (len(heads), len(dims), len(dtypes), len(kv_dtypes), len(pages), len(few), 2)
         for of, dim, dtype, kv_dtype, page, layout, options in _pairs(sizes):
-            yield replace(
-                with_options(declared, one, _WINDOW) if options else one,
+            yield (with_options(declared, one, _WINDOW) if options else one).with_changes(
                 heads=heads[of],
                 head_dim=dims[dim],
                 rope_dim=rope,
@@ -74,7 +72,7 @@ def layout_array_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     pages = some_of({page for page in declared.page_sizes if page > 2} or declared.page_sizes, _FEW)
     three = minimal.rows.counted((*minimal.new[:2], *minimal.new[:1]))
     one = minimal.of_requests((0,) * 3, padded=1, rows=three, layout="shuffled", data="gauss")
-    chained = replace(one, rows=Verify(chain(one.width))) if one.tree and not declared.windows.in_trees else one
+    chained = one.with_changes(rows=Verify(chain(one.width))) if one.tree and not declared.windows.in_trees else one
     alone = [each for each in typical_heads(declared) if alike(each, minimal.heads)]
     if not alone:
         return
@@ -88,8 +86,7 @@ def layout_array_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     rows = _pairs(sizes, f"layouts in {minimal.mode.value}")
     for number, (layout, of, dim, dtype, kv_dtype, page, options, short) in enumerate(rows):
         size = _first_or_other(pages, page, number)
-        yield replace(
-            with_options(declared, chained, _NARROW) if options else one,
+        yield (with_options(declared, chained, _NARROW) if options else one).with_changes(
             kv_layout=layouts[layout],
             heads=_first_or_other(heads, of, number),
             head_dim=_first_or_other(dims, dim, number),

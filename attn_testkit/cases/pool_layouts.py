@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
 from .case import Case
@@ -38,7 +37,7 @@ def pool_layout_cases(declared: Capabilities, mode: ForwardMode, tier: str, smal
             for size in pages if tier == "full" else [page]:
                 # More than a page, and more than another; pages that lie in no order.
                 prefixes = (2 * size + 1, size + max(1, size // 2), 3)
-                of_pool = replace(small, kv_layout=name, kv_dtype=dtype, page_size=size, layout="shuffled")
+                of_pool = small.with_changes(kv_layout=name, kv_dtype=dtype, page_size=size, layout="shuffled")
                 yield of_pool.of_requests(
                     prefixes, padded=1, rows=small.rows.counted((*small.new[:2], *small.new[:1])), data="gauss"
                 )

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from itertools import combinations, cycle, islice
 from typing import Any
 
@@ -65,7 +64,7 @@ def randomly_varied(declared: Capabilities, cases: Sequence[Case], *, batches: b
             yield case
             continue
         own: list[_Feature] = [
-            ("kind", (case.variants, case.parts, case.own_merge, case.layers)),
+            ("kind", (case.variants, case.kv_splits, case.merged_by_backend, case.layers)),
             ("kv_dtype", case.kv_dtype),
             *((word, word) for word in SERVER_VARIANTS if word in case.variants),
         ]
@@ -149,7 +148,7 @@ def _changed(declared: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Ca
         for dimension in DIMENSIONS:
             if isinstance(dimension.combined, Combined):
                 changes |= dimension.combined.fields(declared, case, drawn, changes)
-        changed = replace(case, **changes)
+        changed = case.with_changes(**changes)
     except ValueError:
         return None
     few = len(changed.variants) <= _MOST_VARIANTS

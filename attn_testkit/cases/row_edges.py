@@ -33,10 +33,10 @@ _ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
 def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with as little work for each row and key as is declared."""
     rows = min(_ROWS, most_rows(declared, small.mode))
-    codes = replace(small, data=CODES, layout="shuffled")
+    codes = small.with_changes(data=CODES, layout="shuffled")
     if small.mode is ForwardMode.DECODE:
         lens = tuple(edge + key for edge in _EDGES for key in (-1, 0))
-        yield replace(codes, prefixes=lens, bucket=len(lens))
+        yield codes.with_changes(prefixes=lens, bucket=len(lens))
     if small.mode in _ONE_ROW or rows < 2:
         return
     # With the edge before, in and behind the rows.
@@ -46,7 +46,7 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
     groups = [group for group in _ODD_GROUPS if group in declared.gqa_ratios and "gqa" in declared.families]
     for group in groups if tier == "full" else groups[:1]:
         many = min(_MOST_ROWS, -(-_PACKED // group), most_rows(declared, small.mode))
-        wide = replace(small, heads=Heads("gqa", 2 * group, 2), data="gauss")
+        wide = small.with_changes(heads=Heads("gqa", 2 * group, 2), data="gauss")
         yield _with_rows(wide, many, _PREFIXES)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities
 from .case import Case
@@ -32,7 +31,7 @@ def shared_prefix_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         data="gauss",
     )
     yield shared
-    optional = replace(with_options(declared, shared, -1), kv_dtype=min(declared.kv_dtypes))
+    optional = with_options(declared, shared, -1).with_changes(kv_dtype=min(declared.kv_dtypes))
     if optional != shared:
         # One of two layers has the cap.
-        yield replace(with_other_heads(declared, optional), layers=Layers())
+        yield with_other_heads(declared, optional).with_changes(layers=Layers())

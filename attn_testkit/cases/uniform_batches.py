@@ -5,7 +5,6 @@ nothing is masked; one request is live, and the others are padding. Other cases 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
 from .case import Case, Heads
@@ -34,7 +33,7 @@ tile of 128."""
 
 def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key."""
-    small = replace(small, page_size=usual_page(declared), data="gauss", layout="shuffled")
+    small = small.with_changes(page_size=usual_page(declared), data="gauss", layout="shuffled")
     if small.mode is ForwardMode.EXTEND:
         yield from _without_prefix(declared, small)
         rows = min(_BEHIND_A_TILE, most_rows(declared, small.mode))
@@ -60,27 +59,27 @@ def _without_prefix(declared: Capabilities, small: Case) -> Iterator[Case]:
     new = tuple(min(count, declared.max_extend_tokens) for count in _PROMPTS)
     minimal = small.of_requests((0,) * len(new), padded=1, rows=Extend(new, room_for(new)))
     yield minimal
-    yield replace(
-        with_options(declared, with_other_heads(declared, minimal), _WINDOW), kv_dtype=min(declared.kv_dtypes)
+    yield with_options(declared, with_other_heads(declared, minimal), _WINDOW).with_changes(
+        kv_dtype=min(declared.kv_dtypes)
     )
     if not small.heads.layout.values_in_keys and latent(declared) and declared.mla_rope_dims:
         few = min(declared.gqa_ratios)
-        yield replace(minimal, heads=latent_heads(declared, few), rope_dim=min(declared.mla_rope_dims))
+        yield minimal.with_changes(heads=latent_heads(declared, few), rope_dim=min(declared.mla_rope_dims))
     if declared.kv_groups:
-        yield replace(with_options(declared, minimal, _WINDOW), layers=Layers(PERIOD, groups=True))
+        yield with_options(declared, minimal, _WINDOW).with_changes(layers=Layers(PERIOD, groups=True))
     for word in _VARIANTS:
-        for case in SERVER_VARIANTS[word].cases(declared, replace(minimal, rows=Extend(new, max(new)))):
-            yield replace(case, prefixes=(0,) * case.bs, rows=Extend(case.new, room_for(case.new)))
+        for case in SERVER_VARIANTS[word].cases(declared, minimal.with_changes(rows=Extend(new, max(new)))):
+            yield case.with_changes(prefixes=(0,) * case.bs, rows=Extend(case.new, room_for(case.new)))
     if small.mode in declared.non_causal:
         # A loop over keys that ends at the diagonal is right for one tile of rows (sglang #39703).
-        yield replace(minimal, bucket=len(new), variants=frozenset({"noncausal"}))
+        yield minimal.with_changes(bucket=len(new), variants=frozenset({"noncausal"}))
 
 
 def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:
     """In decode with several groups of heads: a kernel for many heads a KV head split keys from 1,024 on, and read
     those of the first request where nothing was masked (mlx #4431). In the other modes with one.
     """
-    one = replace(small, layers=Layers(1))
+    one = small.with_changes(layers=Layers(1))
     if small.mode is not ForwardMode.DECODE:
         rows = min(_EQUAL_PROMPT, most_rows(declared, small.mode))
         extends = small.mode is ForwardMode.EXTEND
@@ -100,4 +99,4 @@ def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:
         ]
     for turn, (heads, rope, lens) in enumerate(groups):
         length = lens[turn % 2]
-        yield replace(one, heads=heads, rope_dim=rope, prefixes=(length,) * 3, bucket=4)
+        yield one.with_changes(heads=heads, rope_dim=rope, prefixes=(length,) * 3, bucket=4)

@@ -54,7 +54,7 @@ def changed(case: Case, changes: Changes) -> Case:
     rows, bucket = changes.get("rows", case.rows), changes.get("bucket", case.bucket)
     if isinstance(rows, Extend) and sum(rows.new) > bucket * rows.room:
         changes = {**changes, "rows": replace(rows, room=room_for(rows.new))}
-    return replace(case, **changes)
+    return case.with_changes(**changes)
 
 
 def odd_dimensions(case: Case, minimal: Case) -> list[str]:

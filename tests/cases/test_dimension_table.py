@@ -14,7 +14,7 @@ from attn_testkit.cases.dimensions.dimension import Columns, Combined, Dimension
 from attn_testkit.cases.dimensions.sinks import SINKS
 from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
 from attn_testkit.cases.draft import Draft
-from attn_testkit.cases.fields import Fields, Heads
+from attn_testkit.cases.fields import DEFAULTS, Fields, Heads
 from attn_testkit.cases.rows import Accepted, Decode, Drafted, Extend, Verify
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.trees import Tree, chain
@@ -38,11 +38,11 @@ def test_a_member_that_has_no_meaning_comes_with_a_reason() -> None:
 
 
 def test_a_dimension_of_a_field_that_no_case_has_is_refused_with_the_place_to_add_it() -> None:
-    with pytest.raises(ValueError, match=r"no case has a field 'sink'; add it to cases/fields.py"):
+    with pytest.raises(ValueError, match=r"no case has a field 'sink'; add it to a record in cases/records.py"):
         replace(SINKS, fields=("sink",))
 
 
-@pytest.mark.parametrize("name", sorted(set(Fields.__dataclass_fields__) - {"host"}))
+@pytest.mark.parametrize("name", sorted(DEFAULTS))
 def test_a_field_that_no_dimension_has_is_noticed(name: str) -> None:
     assert forgotten(DIMENSIONS) == set()
     assert name in forgotten(tuple(each for each in DIMENSIONS if name not in each.fields))
@@ -83,8 +83,8 @@ def test_a_case_that_is_combined_keeps_fields_that_no_dimension_takes_at_random(
     kept = {name for each in DIMENSIONS if isinstance(each.combined, Kept) for name in each.combined.names}
     taken = {name for each in DIMENSIONS if isinstance(each.combined, Combined) for name in each.fields}
     assert kept & taken == set()
-    others = {"rope_dim", "layer_windows", "usual_scaling", "multi_mode", "seed", "host"}
-    assert set(Fields.__dataclass_fields__) - kept - taken == others
+    others = {"rope_dim", "layer_windows", "usual_scaling", "multi_mode", "seed"}
+    assert DEFAULTS.keys() - kept - taken == others
 
 
 def test_the_mode_and_the_width_follow_from_the_rows() -> None:

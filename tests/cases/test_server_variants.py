@@ -208,5 +208,5 @@ def test_core_has_each_two_variants_that_do_not_exclude_each_other(mode: Forward
     }
     assert set(combinations(words, 2)) - met == {("empty_batches", "padded_tokens")}
     assert max(len(case.variants) for case in cases) == 2
-    assert any(case.variants and case.parts for case in cases)
+    assert any(case.variants and case.kv_splits for case in cases)
     assert any(case.variants and case.layers.groups for case in cases)

@@ -38,7 +38,7 @@ def one_row_each(mode: ForwardMode) -> list[Case]:
     return [
         case
         for case in generate(CAPABILITIES, mode, "core")
-        if case.parts and set(case.new) == {1} and case.chunks == 1
+        if case.kv_splits and set(case.new) == {1} and case.chunks == 1
     ]
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Never, Protocol, TypeVar, final
 
 from ...contract import BackendContext, Capabilities, ForwardMode
-from ..fields import Changes, Fields
+from ..fields import DEFAULTS, Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
 
@@ -304,5 +304,5 @@ class Dimension:
 
     def __post_init__(self) -> None:
         for name in self.fields:
-            if name not in Fields.__dataclass_fields__:
-                raise ValueError(f"dimension {self.name!r}: no case has a field {name!r}; add it to cases/fields.py")
+            if name not in DEFAULTS:
+                raise ValueError(f"dimension {self.name!r}: no case has a field {name!r}; add it to a record in cases/records.py")

@@ -42,7 +42,7 @@ _MOST_RANDOM = 2
 
 
 def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
-    minimal = replace(case, window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
+    minimal = case.with_changes(window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
     words = [word for word, each in SERVER_VARIANTS.items() if each.combines and each.fits(declared, minimal)]
     return {word: seldom([word]) for word in words}
 
@@ -52,15 +52,17 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     with gives way. Layers that are not causal have no window and no tree, which few cases happen to be without.
     """
     drawn = Fields(**so_far)
-    chained = replace(drawn, window=-1, layer_windows="any", rows=_chain(drawn.rows))
+    chained = drawn.with_changes(window=-1, layer_windows="any", rows=_chain(drawn.rows))
     rows = replace(chained.rows, chunks=1) if isinstance(chained.rows, Extend) else chained.rows
-    minimal = replace(chained, layout="contiguous", rows=rows)
+    minimal = chained.with_changes(layout="contiguous", rows=rows)
     words = [word for word, variant in SERVER_VARIANTS.items() if variant.fits(declared, minimal)]
     chosen = frozenset(draws.one_of([""] * (len(words) or 1) + words) for _ in range(_MOST_RANDOM)) - {""}
-    for case in (drawn, chained, replace(chained, parts="", own_merge=False)):
-        found = replace(case, variants=chosen)
+    for case in (drawn, chained, chained.with_changes(kv_splits="", merged_by_backend=False)):
+        found = case.with_changes(variants=chosen)
         if all_fit(declared, found) and not excluded(found):
-            return {name: getattr(found, name) for name in ("parts", "own_merge", "window", "rows", "variants")}
+            return {
+                name: getattr(found, name) for name in ("kv_splits", "merged_by_backend", "window", "rows", "variants")
+            }
     return {}
 
 

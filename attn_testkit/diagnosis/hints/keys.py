@@ -312,7 +312,7 @@ def _twice(e: Evidence, attended: AttendedKeys) -> str:
 
 def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], prefix: int) -> str:
     """The names of the KV splits whose tokens are exactly ``doubled``; else empty."""
-    if not case.parts:
+    if not case.kv_splits:
         return ""
     of_parts = {
         str(part): {key for key in wanted if part.holds(torch.tensor(key), torch.tensor(prefix))}

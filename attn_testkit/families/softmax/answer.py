@@ -23,7 +23,7 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data, given)
     sums = None
-    if case.parts:
+    if case.kv_splits:
         sums = split_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype, schedule.q_scale)
         limit = merged_attention_limit(case, attention, limit, sums)
     return Answer(

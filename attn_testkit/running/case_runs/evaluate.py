@@ -298,7 +298,7 @@ def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities
             "the warm-up before capture gives NaN or Inf",
             where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {fill}",
             hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written"
-            + _ONE_KEY_IN_SPLITS * (schedule.case.parts not in ("", "whole")),
+            + _ONE_KEY_IN_SPLITS * (schedule.case.kv_splits not in ("", "whole")),
         )
         for schedule in asked[:1]
     ]
