@@ -71,10 +71,10 @@ class Fields:
     """A data pattern (``dimensions/data_pattern.py``)."""
     options: LayerOptions = field(default=LayerOptions())
     layers: Layers = field(default=Layers())
-    """How many there are, under which ids, and whether they share a KV group."""
+    """Their number, their ids, and whether they share a KV group."""
     splits: KVSplits = field(default=KVSplits())
     multi_mode: bool = False
-    """Graph drives of all declared modes share one backend instance and run interleaved."""
+    """Graph runs of all declared modes share one backend instance and run interleaved."""
     variants: frozenset[str] = frozenset()
     """Words of server variants (``server_variants/``); none: as all servers do it."""
     seed: int = 0
@@ -141,12 +141,12 @@ class Fields:
 
     @property
     def head_shape(self) -> HeadShape:
-        """What holds the heads of every layer: see ``cases/head_shapes.py``."""
+        """Heads that hold those of every layer: see ``cases/head_shapes.py``."""
         return HeadShape(self.heads.q_heads, self.heads.kv_heads, self.head_dim + self.rope_dim)
 
     @cached_property
     def head_maps(self) -> tuple[HeadMap, ...]:
-        """Where the heads of each layer lie in ``head_shape``; empty where all layers have that."""
+        """Places of the heads of each layer in ``head_shape``; empty where all layers have that."""
         shapes = self.layers.shapes
         return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
 
@@ -223,7 +223,7 @@ class Fields:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows a request in one forward of the model."""
+        """Rows per request in one forward of the model."""
         return self.draft.branches if self.draft else self.width
 
     @property
@@ -249,7 +249,7 @@ class Fields:
     def digest(self) -> int:
         """Seed of everything random in the case: 64 bits from its id, the same on every machine.
 
-        For data and slots alone; what a case decides comes from ``derived``.
+        Only for data and slots; what a case decides comes from ``derived``.
         """
         return int.from_bytes(hashlib.blake2b(first_written(self.id).encode(), digest_size=8).digest(), "little")
 
@@ -261,8 +261,8 @@ DEFAULTS: Mapping[str, Any] = {
     for each in fields(record)
     if each.name not in {"instance_of", *_RECORDS}
 }
-"""Name of a value of a case, in whatever record it lies -> its default, or ``MISSING``. Each is a dimension's, and
-``instance_of`` is none."""
+"""Name of a value of a case, in whatever record it lies -> its default, or ``MISSING``. Each belongs to a dimension.
+``instance_of`` belongs to none."""
 
 THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits": lambda case: bool(case.kv_splits),

@@ -45,9 +45,9 @@ class ModelShape:
     head_dim: int
     """Width of a value row (MLA: of the latent part)."""
     dtype: str
-    """Of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
+    """Dtype of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     rope_dim: int = 0
-    """MLA: width of the part of a key that is no value. 0 elsewhere."""
+    """MLA: width of the part of a key that is not a value. 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Pool:
     """The KV pool."""
 
     page_size: int
-    """KV slots a page."""
+    """KV slots per page."""
     kv_dtype: str = "same"
     """``same`` as the model's ``dtype``, or ``fp8_e4m3``."""
     kv_layout: str = "nhd"
-    """How the pool lies in memory: one of ``KV_LAYOUTS``."""
+    """Layout of the pool in memory: one of ``KV_LAYOUTS``."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class LayerOptions:
 
 @dataclass(frozen=True)
 class KVSplits:
-    """How keys are split, each part attended with its log-sum-exp. Raises ``ValueError`` for a merge of no parts."""
+    """Splits of the keys, each attended with its log-sum-exp. Raises ``ValueError`` for a merge of no parts."""
 
     kv_splits: str = ""
     """``whole``, ``prefix`` for the prefix and the new rows, ``pagesR`` or ``tokensR`` for R ranks

@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..cases.case import Case
-from ..cases.kv_splits import splits_of
+from ..cases.dimensions.kv_splits import splits_of
 from ..contract import Capabilities, LogSumExp
 from ..results import Finding
 from .check import Check, Stage

@@ -12,11 +12,11 @@ from functools import cached_property
 
 from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
-from ..cases.numerics import Numerics
-from ..cases.schedule import Schedule, make_schedule
 from ..checks import Comparison
 from ..contract import ForwardMode
 from ..oracle.expect import expect
+from ..steps.numerics import Numerics
+from ..steps.schedule import Schedule, make_schedule
 from .rerun import Rerunner
 
 __all__ = ["FEATURES", "ChangedCases", "most_rows", "with_keys_up_to"]

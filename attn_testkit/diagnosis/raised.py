@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..cases.case import Case
-from ..cases.numerics import Numerics
-from ..cases.schedule import Schedule, make_schedule
+from ..steps.numerics import Numerics
+from ..steps.schedule import Schedule, make_schedule
 from .changed_case import FEATURES
 from .rerun import Rerunner
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ..cases.case import Case
 from ..cases.dimensions.heads import smallest_heads_first
-from ..cases.minimal import drawn_case
+from ..catalogue.minimal import drawn_case
 from ..contract import Capabilities, ForwardMode
 from ..families.table import meaningful
 

@@ -16,8 +16,8 @@ from ..cases.declared import not_declared
 from ..cases.dimensions.dimension import Simpler
 from ..cases.dimensions.table import DIMENSIONS as ALL
 from ..cases.fields import Changes
-from ..cases.minimal import minimal_cases
 from ..cases.rows import Extend, room_for
+from ..catalogue.minimal import minimal_cases
 from ..contract import Capabilities
 from ..results import BAD, CaseResult, Status, failed_check
 

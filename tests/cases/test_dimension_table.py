@@ -8,7 +8,6 @@ from dataclasses import fields, replace
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import WORDS
 from attn_testkit.cases.dimensions.dimension import Columns, Combined, Dimension, Kept, Without
 from attn_testkit.cases.dimensions.sinks import SINKS
@@ -18,6 +17,7 @@ from attn_testkit.cases.fields import DEFAULTS, Fields, Heads
 from attn_testkit.cases.rows import Accepted, Decode, Drafted, Extend, Verify
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.catalogue import tiers
 from attn_testkit.contract import Capabilities, ForwardMode
 
 MEMBERS = [member.name for member in fields(Dimension)]
@@ -60,18 +60,18 @@ def test_fields_without_a_name_have_nothing_that_follows_from_one() -> None:
 
 def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = TorchNativeBackend.capabilities
-    every = {name for mode in ForwardMode for name in catalogue._columns(declared, mode, "core")}
+    every = {name for mode in ForwardMode for name in tiers._columns(declared, mode, "core")}
     order = [place for each in DIMENSIONS if isinstance(each.values, Columns) for place in each.values.order.items()]
     assert dict(order).keys() == every
     assert len({place for _, place in order}) == len(order)
-    before = list(catalogue._columns(declared, ForwardMode.DECODE, "core"))
+    before = list(tiers._columns(declared, ForwardMode.DECODE, "core"))
 
     def values(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[bool]]:
         return {"new": [False, True]}
 
     added = replace(DIMENSIONS[0], values=replace(SINKS.values, values=values))
-    monkeypatch.setattr(catalogue, "DIMENSIONS", (added, *DIMENSIONS))
-    assert list(catalogue._columns(declared, ForwardMode.DECODE, "core")) == [*before, "new"]
+    monkeypatch.setattr(tiers, "DIMENSIONS", (added, *DIMENSIONS))
+    assert list(tiers._columns(declared, ForwardMode.DECODE, "core")) == [*before, "new"]
 
 
 def test_each_dimension_that_is_combined_has_a_place_of_its_own() -> None:
@@ -120,7 +120,7 @@ def test_what_goes_with_other_things_says_with_what() -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_every_word_of_an_id_is_that_of_one_dimension(mode: ForwardMode) -> None:
     declared = TorchNativeBackend.capabilities
-    ids = [case.id.removeprefix(f"{mode}-") for case in catalogue.generate(declared, mode, "core")]
+    ids = [case.id.removeprefix(f"{mode}-") for case in tiers.generate(declared, mode, "core")]
     assert len(ids) > 100
     for word in {word for each in ids for word in each.split("-")}:
         assert len([kind for kind in WORDS if re.fullmatch(kind.pattern, word)]) == 1, word

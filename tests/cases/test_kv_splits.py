@@ -9,7 +9,7 @@ from as_made import as_made
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.dimensions.kv_splits import KV_SPLITS, splits_of
-from attn_testkit.cases.not_covered import DECLARED_VALUES, describe_not_covered, not_covered
+from attn_testkit.catalogue.not_covered import DECLARED_VALUES, describe_not_covered, not_covered
 from attn_testkit.contract import Capabilities, ForwardMode, KVSplit, LogSumExp
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -40,7 +40,7 @@ def test_what_is_held_is_broadcast_whatever_the_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [c for m in ForwardMode for c in as_made(ALL, m, "core") if c.parts], ids=lambda c: c.id
+    "case", [c for m in ForwardMode for c in as_made(ALL, m, "core") if c.kv_splits], ids=lambda c: c.id
 )
 def test_parts_of_a_case_have_every_key_once_and_the_sinks_once(case: object) -> None:
     parts = splits_of(case)  # type: ignore[arg-type]

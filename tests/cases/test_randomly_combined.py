@@ -11,11 +11,11 @@ from as_made import as_made, without_arrays
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.cases.kv_splits import split_cases
-from attn_testkit.cases.layer_cases import layer_cases
-from attn_testkit.cases.named import named_from, smallest_of, without_options_of
 from attn_testkit.cases.plans import context_len
-from attn_testkit.cases.randomly_combined import randomly_combined, randomly_varied
+from attn_testkit.catalogue.kv_splits import split_cases
+from attn_testkit.catalogue.layer_cases import layer_cases
+from attn_testkit.catalogue.named import named_from, smallest_of, without_options_of
+from attn_testkit.catalogue.randomly_combined import randomly_combined, randomly_varied
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.rows import rows_of
-from attn_testkit.cases.minimal import minimal_case
 from attn_testkit.cases.plans import context_len
+from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, Execution, ForwardMode
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.fuzz.search import Found, Search, TimeUp

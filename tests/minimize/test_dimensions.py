@@ -8,9 +8,9 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.numbers import nearer_numbers
-from attn_testkit.cases.minimal import minimal_case
+from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit.minimize.search import DIMENSIONS, changed, needs, odd_dimensions
 

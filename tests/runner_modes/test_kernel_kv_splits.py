@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_process import check_backend
 
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, KernelBackend, KernelPlan, LogSumExp
 from attn_testkit.examples import MinimalBackend
 

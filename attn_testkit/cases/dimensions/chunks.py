@@ -41,6 +41,6 @@ CHUNKS = Dimension(
         changed_rows(so_far["rows"], chunks=draws.number(1, 3)) if isinstance(so_far["rows"], Extend) else {}
     ),
     varies="step",
-    apply=Without("cases/extend.py cuts a batch into chunks, and cases/schedule.py gives them the same slots."),
+    apply=Without("cases/extend.py cuts a batch into chunks, and steps/schedule.py gives them the same slots."),
     **no_capability("A chunk is an extend as any other to a backend."),
 )

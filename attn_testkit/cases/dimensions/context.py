@@ -42,7 +42,7 @@ CONTEXT = Dimension(
             "tokens of context",
             lambda declared, mode: (declared.max_context_len,),
             _tried,
-            Without("cases/options_together.py has a full context if it is short enough."),
+            Without("catalogue/options_together.py has a full context if it is short enough."),
             bound=True,
         ),
     ),

@@ -1,4 +1,4 @@
-"""The data pattern: what queries, keys and values are drawn from. See ``cases/patterns.py``."""
+"""The data pattern: what queries, keys and values are drawn from. See ``steps/patterns.py``."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ EXTREME_DATA = (
     "beyond_fp16",
     "small_weights",
 )
-"""Patterns of magnitude, of the cases of ``cases/extremes.py`` only: they show nothing but what they are for."""
+"""Patterns of magnitude, of the cases of ``catalogue/extremes.py`` only: they show nothing but what they are for."""
 CODES = "plus_minus_one"
-"""Pattern of the cases that count keys: see ``cases/code_cases.py``."""
+"""Pattern of the cases that count keys: see ``catalogue/code_cases.py``."""
 EQUAL_LOGITS = ("mean", "negative")
 """Patterns that show no error of a query or a key: their cases cover nothing that is declared."""
 _COMBINED = ("gauss", "shifted", "peaked", "one_hot")
@@ -40,6 +40,6 @@ DATA_PATTERN = Dimension(
     simpler=of_fields("data"),
     random=lambda draws, declared, so_far: {"data": draws.one_of(DATA)},
     varies="step",
-    apply=Without("cases/patterns.py draws the numbers."),
+    apply=Without("steps/patterns.py draws the numbers."),
     **no_capability("Numbers are no capability: limits follow from them."),
 )

@@ -37,5 +37,5 @@ DTYPE = Dimension(
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {"dtype": draws.one_of(sorted(declared.dtypes))},
     varies="instance",
-    apply=Without("cases/data.py rounds the numbers to it, and the harness makes pool and batches of it."),
+    apply=Without("steps/data.py rounds the numbers to it, and the harness makes pool and batches of it."),
 )

@@ -15,7 +15,7 @@ __all__ = ["fewer_rows"]
 
 
 def fewer_rows(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-    """What ``minimize`` tries in turn, what is worth most first."""
+    """Yield the rows to try in turn, the most valuable first."""
     found: Iterator[Rows]
     match case.rows:
         case Decode():

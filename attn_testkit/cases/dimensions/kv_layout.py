@@ -16,7 +16,7 @@ __all__ = ["KV_LAYOUT", "usual_layout"]
 
 
 def usual_layout(declared: Capabilities) -> str:
-    """The layout of all cases but those of ``cases/pool_layouts.py``: the first that is declared."""
+    """The layout of all cases but those of ``catalogue/pool_layouts.py``: the first that is declared."""
     return next(name for name in KV_LAYOUTS if name in declared.kv_layouts)
 
 
@@ -58,14 +58,14 @@ KV_LAYOUT = Dimension(
     ),
     fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
     combined=Kept(("kv_layout",)),
-    values=Without("The main array has the usual layout; cases/pool_layouts.py and pair_array.py have the others."),
+    values=Without("The main array has the usual layout; catalogue/pool_layouts.py and pair_array.py have the others."),
     covered=(
         Covered(
             "kv_layout",
             "KV layout",
             lambda declared, mode: declared.kv_layouts,
             _tried,
-            Without("cases/pool_layouts.py and pair_array.py have every layout."),
+            Without("catalogue/pool_layouts.py and pair_array.py have every layout."),
         ),
     ),
     simpler=of_fields("kv_layout"),

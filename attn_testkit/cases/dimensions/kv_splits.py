@@ -28,7 +28,7 @@ def _kind(case: Fields) -> str:
 
 
 def splits_of(case: Fields) -> tuple[KVSplit, ...]:
-    """In the order in which they are attended. The first stores the new rows, and has the sinks."""
+    """Splits in the order in which they are attended. The first stores the new rows, and has the sinks."""
     kind = _kind(case)
     if kind == "prefix":
         # As servers do it: the new rows first.
@@ -129,19 +129,19 @@ KV_SPLITS = Dimension(
             )
         ),
     ),
-    values=Without("cases/kv_splits.py makes its cases, and cases/randomly_combined.py combines them."),
+    values=Without("catalogue/kv_splits.py makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         Covered(
             "kv_splits",
             "log-sum-exp:",
             _kinds,
             lambda declared, case: _tried(case),
-            Without("cases/kv_splits.py has every kind."),
+            Without("catalogue/kv_splits.py has every kind."),
         ),
     ),
     simpler=of_fields("kv_splits", "merged_by_backend", size=_size, steps=_fewer),
     undeclared=Without("No context asks for undeclared parts so far."),
     random=_random,
     varies="instance",
-    apply=Without("runner_modes/kv_splits.py stands between model and backend, asks for each part and merges."),
+    apply=Without("runner_modes/kv_splits.py is between model and backend, asks for each part and merges."),
 )

@@ -124,19 +124,19 @@ LAYERS = Dimension(
         _to_combine,
         lambda declared, case, drawn, so_far: {"layers": drawn.get("layers", case.layers)},
     ),
-    values=Without("cases/layer_cases.py makes its cases, and cases/randomly_combined.py combines them."),
+    values=Without("catalogue/layer_cases.py makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         option(
             "KV groups",
             lambda declared, mode: declared.kv_groups and not mode.is_draft_decode(),
             lambda case: case.layers.groups,
-            "cases/layer_cases.py has them.",
+            "catalogue/layer_cases.py has them.",
         ),
         option(
             "heads by layer",
             lambda declared, mode: declared.heads_by_layer and bool(by_layer(declared)),
             lambda case: bool(case.layers.shapes),
-            "cases/layer_cases.py has them.",
+            "catalogue/layer_cases.py has them.",
         ),
     ),
     simpler=of_fields("layers", size=_size, steps=_nearer, value=lambda case: str(case.layers)),

@@ -21,7 +21,7 @@ MULTI_MODE = Dimension(
     ),
     fit=Without("Cases are made so if several modes are declared."),
     combined=Without("One costs as much as all modes together."),
-    values=Without("cases/named.py makes its cases: one costs as much as all modes together."),
+    values=Without("catalogue/named.py makes its cases: one costs as much as all modes together."),
     covered=Without("It follows from the modes, and is no capability of its own."),
     simpler=of_flag("multi_mode"),
     undeclared=Without("It follows from the modes, and is no capability of its own."),

@@ -1,4 +1,4 @@
-"""What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
+"""What fills the rows between live requests and the bucket; see ``steps/schedule.py``."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ PADDING = Dimension(
         "padding": draws.one_of(PADDINGS) if so_far["bucket"] > len(so_far["prefixes"]) else "prod"
     },
     varies="step",
-    apply=Without("cases/variety.py gives each step one, and runner_modes/ fill the rows."),
+    apply=Without("steps/variety.py gives each step one, and runner_modes/ fill the rows."),
     **no_capability("Every backend takes every padding; the dialect has what padded requests are."),
 )

@@ -65,5 +65,5 @@ PAGE_SIZE = Dimension(
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {"page_size": draws.one_of(sorted(declared.page_sizes))},
     varies="instance",
-    apply=Without("cases/schedule.py lays requests out in pages, and the harness makes the pool of them."),
+    apply=Without("steps/schedule.py lays requests out in pages, and the harness makes the pool of them."),
 )

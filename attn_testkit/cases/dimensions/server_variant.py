@@ -98,7 +98,7 @@ SERVER_VARIANT = Dimension(
         _to_combine,
         lambda declared, case, drawn, so_far: {"variants": case.variants | SERVER_VARIANTS.keys() & drawn.keys()},
     ),
-    values=Without("Each variant makes its cases, and cases/randomly_combined.py combines them."),
+    values=Without("Each variant makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         option(
             "layers that are not causal",

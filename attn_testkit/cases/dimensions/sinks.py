@@ -12,7 +12,7 @@ import torch
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
-from ..patterns import normals
+from ..normals import normals
 from .dimension import (
     Asked,
     Columns,

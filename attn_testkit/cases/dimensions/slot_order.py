@@ -24,6 +24,6 @@ SLOT_ORDER = Dimension(
     simpler=of_fields("layout"),
     random=lambda draws, declared, so_far: {"layout": draws.one_of(LAYOUTS)},
     varies="step",
-    apply=Without("cases/schedule.py gives requests their pages, and cases/variety.py each step another order."),
+    apply=Without("steps/schedule.py gives requests their pages, and steps/variety.py each step another order."),
     **no_capability("Every backend takes every order of slots."),
 )

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
-from ...cases.data import make_layers, new_kv
-from ...cases.kv_splits import splits_of
+from ...cases.dimensions.kv_splits import splits_of
 from ...checks.describe import index_ranges
+from ...steps.data import make_layers, new_kv
 from ..attended_keys import AttendedKeys, ranges
 from .assumed_keys import without_windows
 from .evidence import SMALLEST_TILE, Evidence, Supposed

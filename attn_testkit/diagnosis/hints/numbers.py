@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ...cases.data import make_layers
 from ...cases.derived_parameters import CONTIGUOUS
 from ...contract import FP8_PRODUCTS
+from ...steps.data import make_layers
 from ..attended_keys import AttendedKeys
 from .evidence import SMALL_ERROR, SMALLEST_TILE, Evidence
 from .heads import part_of_a_head

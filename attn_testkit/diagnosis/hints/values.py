@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...cases.data import make_layers
 from ...checks.describe import row_name
+from ...steps.data import make_layers
 from .batch import length_threshold
 from .evidence import Evidence
 from .hint import Level, hint

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...cases.data import StepData, make_layers
-from ...cases.schedule import Schedule
 from ...contract import FP8_PRODUCTS, AttentionLayer
+from ...steps.data import StepData, make_layers
+from ...steps.schedule import Schedule
 from ..family import Answer
 from .attention import Attention, attend
 from .kv_splits import merged_attention_limit, split_sums

@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
-from ...cases.data import StepData, make_layers
-from ...cases.kv_splits import splits_of
+from ...cases.dimensions.kv_splits import splits_of
 from ...contract import AttentionLayer, KVSplit
+from ...steps.data import StepData, make_layers
 from .attention import Attention, attend
 from .limits import lse_limit, merged_limit, merged_lse_limit
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...cases.data import StepData, new_kv, pool_image, stored_kv
-from ...cases.schedule import Schedule
 from ...cases.server_variants import variant_of
 from ...contract import BackendContext
+from ...steps.data import StepData, new_kv, pool_image, stored_kv
+from ...steps.schedule import Schedule
 from ...watches.group_watch import GroupWatch
 from ...watches.pool_watch import PoolWatch
 from ...watches.spread_watch import SpreadWatch

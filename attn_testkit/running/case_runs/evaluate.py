@@ -10,10 +10,7 @@ from functools import partial
 import torch
 
 from ...cases.case import Case
-from ...cases.data import StepData
 from ...cases.declared import not_declared
-from ...cases.greedy_loop import data_of_tokens, make_loop
-from ...cases.schedule import Schedule, Step
 from ...cases.server_variants import dialect_of, variant_of
 from ...checks import NUMERIC, Comparison, Stage, evaluated
 from ...checks.graphs import at_capture
@@ -34,6 +31,9 @@ from ...oracle.expect import expect, expect_of
 from ...results import CaseResult, Finding, Status
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
+from ...steps.data import StepData
+from ...steps.greedy_loop import data_of_tokens, make_loop
+from ...steps.schedule import Schedule, Step
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
 from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests

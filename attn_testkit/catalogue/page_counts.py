@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case, Heads
+from ..cases.dimensions.heads import typical_heads
+from ..cases.dimensions.numbers import nearest
+from ..cases.layers import Layers
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
-from .dimensions.heads import typical_heads
-from .dimensions.numbers import nearest
-from .layers import Layers
 
 __all__ = ["groups_of_pages", "page_count_cases"]
 

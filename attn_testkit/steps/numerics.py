@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..cases.case import Case
 from ..contract import Capabilities
-from .case import Case
 
 __all__ = ["MODEL", "Numerics", "numerics_of"]
 

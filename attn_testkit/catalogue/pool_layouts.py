@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case
+from ..cases.dimensions.kv_layout import usual_layout
 from ..contract import KV_LAYOUTS, Capabilities, ForwardMode
-from .case import Case
-from .dimensions.kv_layout import usual_layout
 
 __all__ = ["other_layouts", "pool_layout_cases"]
 

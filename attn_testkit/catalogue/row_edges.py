@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..cases.case import CODES, Case, Heads
+from ..cases.dimensions.rows import most_rows
+from ..cases.rows import Accepted, Extend, Verify, room_for
+from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
-from .case import CODES, Case, Heads
-from .dimensions.rows import most_rows
-from .rows import Accepted, Extend, Verify, room_for
-from .trees import chain
 
 __all__ = ["row_edge_cases"]
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case
+from ..cases.co_residents import with_other_heads
+from ..cases.dimensions.numbers import nearest
+from ..cases.layers import Layers
 from ..contract import Capabilities
-from .case import Case
-from .co_residents import with_other_heads
-from .dimensions.numbers import nearest
 from .layer_options import with_options
-from .layers import Layers
 
 __all__ = ["shared_prefix_cases"]
 

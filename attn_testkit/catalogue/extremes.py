@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case
 from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
-from .case import Case
 
 __all__ = ["extreme_cases"]
 

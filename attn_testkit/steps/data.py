@@ -18,17 +18,18 @@ import torch
 from cachetools import LRUCache, cached
 from cachetools.keys import hashkey
 
+from ..cases.case import Case
+from ..cases.dimensions.dimension import OnLayers
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.fields import Fields
+from ..cases.normals import normals
+from ..cases.server_variants import variant_of
 from ..contract import FP8_PRODUCTS, AttentionLayer, ForwardMode, HeadShape
-from .case import Case
-from .dimensions.dimension import OnLayers
-from .dimensions.table import DIMENSIONS
-from .fields import Fields
 from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
-from .patterns import LARGE_AND_SMALL, draw, mark_keys, normals, probe_values
+from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
-from .server_variants import variant_of
 
 __all__ = [
     "DTYPES",
@@ -407,7 +408,7 @@ def pool_image(
     Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
     request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
     NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of
-    ``cases/foreign_slots.py``.
+    ``steps/foreign_slots.py``.
     """
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]

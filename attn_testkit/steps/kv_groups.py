@@ -12,9 +12,9 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from .layers import PERIOD
+from ..cases.layers import PERIOD
+from ..cases.server_variants import variant_of
 from .schedule import Ints, Schedule, Step
-from .server_variants import variant_of
 
 __all__ = ["group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map", "table_of_group"]
 

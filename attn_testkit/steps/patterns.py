@@ -22,7 +22,7 @@ Patterns
                    right for another FP8, has other logits.
     ``large_and_small_queries``  rows whose queries are beyond the numbers of FP8, at 1792, next to rows whose queries
                    are so small that all but one number of them is 0 in FP8; logits are as those of ``gauss``.
-                   They need a scale before they are rounded: ``cases/query_scales.py`` says which rows have which.
+                   They need a scale before they are rounded: ``steps/query_scales.py`` says which rows have which.
     ``fp16_overflow``   equal weights, and values of about 30,000, each channel of one sign: a product of 16 bits that
                    is not yet divided by the sum of the weights is infinite from the third key on.
     ``beyond_fp16``   the same, and keys as well, ten times as large: each is beyond what fp16 holds, and a bf16 number.
@@ -39,17 +39,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cases.normals import normals
 from .query_scales import LARGEST_FP8
 
 __all__ = [
     "ALIKE",
-    "BANK_SIZE",
     "CODE_BOUND",
     "FAINT_RUN",
     "LARGE_AND_SMALL",
@@ -57,11 +56,9 @@ __all__ = [
     "draw",
     "mark_keys",
     "marked_keys",
-    "normals",
     "probe_values",
 ]
 
-BANK_SIZE = 1 << 20
 CODE_BOUND = 8
 """Codes of neighbouring keys sum to no more than twice this, in any channel. A power of two."""
 LARGE_AND_SMALL = "large_and_small_queries"
@@ -76,37 +73,6 @@ _LARGE_QUERY, _SMALL_QUERY = 448.0 * 2.0**2, 448.0 * 2.0**-17
 smallest, half of what this one has."""
 _LARGE_KEY = 112.0
 """The largest number of an FP8 pool whose scale is 1/4, as a layer's is."""
-_STRIDE = 7
-
-
-@lru_cache(maxsize=1)
-def _bank() -> torch.Tensor:
-    numbers = np.random.default_rng(20260101).standard_normal(2 * BANK_SIZE, dtype=np.float32)
-    return torch.from_numpy(numbers)
-
-
-@lru_cache(maxsize=1)
-def _strided_bank() -> torch.Tensor:
-    bank = _bank()
-    return bank[torch.arange(bank.numel()) * _STRIDE % bank.numel()]
-
-
-def normals(shape: tuple[int, ...], rng: np.random.Generator) -> torch.Tensor:
-    """Float32 unit normals. Reading a shared bank costs a tenth of drawing them."""
-    count, bank = math.prod(shape), _bank()
-    start = int(rng.integers(0, BANK_SIZE))
-    if count > BANK_SIZE:
-        # Every seventh number from ``start`` on, round and round: a piece of the strided bank.
-        at = start * pow(_STRIDE, -1, bank.numel()) % bank.numel()
-        if at + count <= bank.numel():
-            return _strided_bank()[at : at + count].view(shape)
-        # A round of an odd length: of 2^21 numbers, keys that are 2^16 apart would be equal, and an index that lost its
-        # upper bits would read the right numbers.
-        strided = _strided_bank()[:-1]
-        at %= strided.numel()
-        return strided.repeat(-(-(at + count) // strided.numel()))[at : at + count].view(shape)
-    return bank[start : start + count].view(shape)
-
 
 _Shape = tuple[int, ...]
 _Drawn = tuple[torch.Tensor, torch.Tensor, torch.Tensor]

@@ -13,20 +13,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations, cycle, islice
 from typing import Any
 
+from ..cases.case import Case
+from ..cases.declared import within_declared
+from ..cases.dimensions.dimension import Combined, Kept
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.server_variants import SERVER_VARIANTS, all_fit
 from ..contract import Capabilities
-from .case import Case
-from .declared import within_declared
-from .dimensions.dimension import Combined, Kept
-from .dimensions.table import DIMENSIONS
-from .server_variants import SERVER_VARIANTS, all_fit
 
 __all__ = ["randomly_combined", "randomly_varied"]
 
 _DRAWS = 60
-"""Of each case. Twice as many meet hardly more."""
+"""Draws for each case. Twice as many meet hardly more."""
 _FEWEST = 12
 _MOST_VARIANTS = 2
-"""What needs a third server variant is rare, and each of them excludes batches and rows of others."""
+"""Server variants of a case. Bugs that need a third are rare, and each of them excludes batches and rows of others."""
 _WEIGHT_OF_VARIANTS = 20
 _COMBINED = sorted(
     (each.combined for each in DIMENSIONS if isinstance(each.combined, Combined)), key=lambda combined: combined.order
@@ -39,7 +39,7 @@ _Feature = tuple[str, Any]
 def randomly_combined(declared: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
     """Each of ``cases``, which are of one mode, with what meets most that none before it has together.
 
-    What they have of heads, head dims, dtypes, page sizes, layouts of the pool and options stays.
+    Heads, head dims, dtypes, page sizes, layouts of the pool and options stay as they are.
     """
     met: set[tuple[_Feature, _Feature]] = set()
     layouts: set[str] = set()
@@ -142,7 +142,7 @@ def _to_combine(declared: Capabilities, case: Case) -> dict[str, list[Any]]:
 
 
 def _changed(declared: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case | None:
-    """None where that is no case, or more than is declared."""
+    """None if there is no such case, or if it needs more than is declared."""
     changes: dict[str, Any] = {}
     try:
         for dimension in DIMENSIONS:

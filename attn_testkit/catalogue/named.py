@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
+from ..cases.case import Case, Heads
+from ..cases.co_residents import branching
+from ..cases.dimensions.heads import MOST_USUAL_RATIO, typical_heads
+from ..cases.dimensions.rows import MOST_NEW_TOKENS, most_rows
+from ..cases.draft import Draft
+from ..cases.head_layouts import alike
+from ..cases.rows import Accepted, Drafted, Extend, Rows, Verify, room_for
+from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
-from .co_residents import branching
-from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
-from .dimensions.rows import MOST_NEW_TOKENS, most_rows
-from .draft import Draft
-from .head_layouts import alike
 from .layer_options import with_options
-from .rows import Accepted, Drafted, Extend, Rows, Verify, room_for
-from .trees import Tree, chain
 
 __all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
 

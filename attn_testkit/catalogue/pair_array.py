@@ -8,18 +8,18 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import TypeVar
 
+from ..cases.case import Case, Heads
+from ..cases.dimensions.heads import typical_heads
+from ..cases.dimensions.kv_layout import usual_layout
+from ..cases.dimensions.numbers import some_of
+from ..cases.head_layouts import alike, latent, latent_heads
+from ..cases.layers import Layers
+from ..cases.rows import Verify
+from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
 from .covering import covering_array
-from .dimensions.heads import typical_heads
-from .dimensions.kv_layout import usual_layout
-from .dimensions.numbers import some_of
-from .head_layouts import alike, latent, latent_heads
 from .layer_options import with_options
-from .layers import Layers
 from .pool_layouts import other_layouts
-from .rows import Verify
-from .trees import chain
 
 __all__ = ["layout_array_cases", "pair_array_cases"]
 

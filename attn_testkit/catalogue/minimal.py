@@ -1,17 +1,17 @@
-"""The plainest case of a mode: one request, and the least of everything that is declared."""
+"""The minimal case of a mode: one request, and the least of everything that is declared."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar, final
 
+from ..cases.case import Case
+from ..cases.dimensions.dimension import Draws, Without
+from ..cases.dimensions.heads import smallest_heads_first
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.nearest_declared import nearest_declared
+from ..cases.rows import minimal_rows
 from ..contract import Capabilities, ForwardMode
-from .case import Case
-from .dimensions.dimension import Draws, Without
-from .dimensions.heads import smallest_heads_first
-from .dimensions.table import DIMENSIONS
-from .nearest_declared import nearest_declared
-from .rows import minimal_rows
 
 __all__ = ["drawn_case", "minimal_case", "minimal_cases"]
 
@@ -53,7 +53,7 @@ def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
 
 
 def minimal_cases(declared: Capabilities, mode: ForwardMode) -> Iterator[Case]:
-    """The plainest case, and what stands in for it where that one fails: the same with some keys before the step."""
+    """The minimal case, and what to use instead if that one fails: the same with some keys before the step."""
     minimal = minimal_case(declared, mode)
     for keys in (*minimal.prefixes, _FEW_KEYS, _SOME_KEYS):
         yield minimal.with_changes(prefixes=(keys,))

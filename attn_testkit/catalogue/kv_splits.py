@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads, with_other_heads
+from ..cases.dimensions.kv_splits import splits_of
+from ..cases.dimensions.numbers import nearest
+from ..cases.head_layouts import latent, latent_heads
+from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
-from .co_residents import many_heads, with_other_heads
-from .dimensions.kv_splits import splits_of
-from .dimensions.numbers import nearest
-from .head_layouts import latent, latent_heads
 from .layer_options import takes_window, with_options, without_options
-from .rows import Extend, room_for
 
 __all__ = ["split_cases", "splits_of"]
 

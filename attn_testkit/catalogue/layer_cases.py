@@ -7,17 +7,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from ..cases.case import Case
+from ..cases.co_residents import with_other_heads
+from ..cases.dimensions.layers import fields_with_shapes
+from ..cases.dimensions.rows import most_rows
+from ..cases.head_layouts import by_layer
+from ..cases.head_shapes import declared_shapes
+from ..cases.layers import Layers
+from ..cases.nearest_declared import nearest_declared
+from ..cases.rows import Accepted, Extend, room_for
 from ..contract import Capabilities, HeadShape
-from .case import Case
-from .co_residents import with_other_heads
-from .dimensions.layers import fields_with_shapes
-from .dimensions.rows import most_rows
-from .head_layouts import by_layer
-from .head_shapes import declared_shapes
 from .layer_options import with_options, without_options
-from .layers import Layers
-from .nearest_declared import nearest_declared
-from .rows import Accepted, Extend, room_for
 
 __all__ = ["layer_cases", "with_shapes"]
 

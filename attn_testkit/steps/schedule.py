@@ -21,14 +21,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..cases.case import Case
+from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
+from ..cases.draft import Draft
+from ..cases.plan import Plan
+from ..cases.plans import context_len_of, lens_of, make_plans
+from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
-from .case import Case
-from .derived_parameters import DERIVED_PARAMETERS, shallow_depth
-from .draft import Draft
 from .numerics import MODEL, Numerics
-from .plan import Plan
-from .plans import context_len_of, lens_of, make_plans
-from .trees import Tree, chain, random_tree
 from .variety import layout_at, padding_at
 
 __all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]

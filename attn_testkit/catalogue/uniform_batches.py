@@ -6,15 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads, with_other_heads
+from ..cases.dimensions.rows import most_rows
+from ..cases.head_layouts import as_many, latent, latent_heads
+from ..cases.layers import PERIOD, Layers
+from ..cases.rows import Extend, room_for
+from ..cases.server_variants import SERVER_VARIANTS, usual_page
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
-from .co_residents import many_heads, with_other_heads
-from .dimensions.rows import most_rows
-from .head_layouts import as_many, latent, latent_heads
 from .layer_options import with_options
-from .layers import PERIOD, Layers
-from .rows import Extend, room_for
-from .server_variants import SERVER_VARIANTS, usual_page
 
 __all__ = ["uniform_batch_cases"]
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads
+from ..cases.dimensions.rows import most_rows
+from ..cases.layers import Layers
+from ..cases.rows import Extend, room_for
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
-from .co_residents import many_heads
-from .dimensions.rows import most_rows
-from .layers import Layers
-from .rows import Extend, room_for
 
 __all__ = ["batch_mates_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
 

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from ..cases.case import Case
+from ..cases.dimensions.data_pattern import EQUAL_LOGITS
+from ..cases.dimensions.dimension import Covered, Value, Without
+from ..cases.dimensions.table import DIMENSIONS
 from ..contract import Capabilities, ForwardMode
-from .case import Case
-from .dimensions.data_pattern import EQUAL_LOGITS
-from .dimensions.dimension import Covered, Value, Without
-from .dimensions.table import DIMENSIONS
 
 __all__ = ["DECLARED_VALUES", "Value", "describe_not_covered", "is_tried", "not_covered"]
 
@@ -28,7 +28,7 @@ DECLARED_VALUES: Mapping[str, Covered] = {
     )
 }
 """Name -> kind of declared value, in the order in which they are read, and are given small cases
-(``cases/cases_for_uncovered.py``): numbers of rows first, so that wide groups join the case with the most rows."""
+(``catalogue/cases_for_uncovered.py``): numbers of rows first, so that wide groups join the case with the most rows."""
 
 
 def is_tried(covered: Covered, declared: Capabilities, case: Case, value: Value) -> bool:

@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case, Heads
 from ..contract import Capabilities
-from .case import Case, Heads
 
 __all__ = ["one_head_cases", "three_kv_heads_cases"]
 

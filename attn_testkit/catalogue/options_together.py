@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from itertools import product
 
+from ..cases.case import CODES, Case
+from ..cases.co_residents import with_other_heads
+from ..cases.layers import Layers
+from ..cases.plans import context_len
+from ..cases.server_variants import SERVER_VARIANTS, usual_page, variant_of
 from ..contract import Capabilities
-from .case import CODES, Case
-from .co_residents import with_other_heads
 from .layer_options import with_options, without_options
-from .layers import Layers
-from .plans import context_len
-from .server_variants import SERVER_VARIANTS, usual_page, variant_of
 
 __all__ = ["options_together_cases"]
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads
+from ..cases.dimensions.heads import typical_heads
+from ..cases.dimensions.numbers import nearest, some_of
+from ..cases.head_layouts import latent, latent_heads
+from ..cases.layers import Layers
 from ..contract import Capabilities, ForwardMode
-from .case import Case, Heads
-from .co_residents import many_heads
-from .dimensions.heads import typical_heads
-from .dimensions.numbers import nearest, some_of
-from .head_layouts import latent, latent_heads
 from .layer_options import with_options
-from .layers import Layers
 from .page_counts import groups_of_pages
 
 __all__ = ["declared_pair_cases"]

@@ -6,9 +6,9 @@ The first two steps are as the case says: an eager run has the first, and what f
 
 from __future__ import annotations
 
-from .dimensions.padding import PADDINGS
-from .dimensions.slot_order import LAYOUTS
-from .fields import Fields
+from ..cases.dimensions.padding import PADDINGS
+from ..cases.dimensions.slot_order import LAYOUTS
+from ..cases.fields import Fields
 
 __all__ = ["layout_at", "padding_at"]
 

@@ -4,11 +4,11 @@ tree that branches: the masks of trees go through the same paths (sglang #24617)
 
 from __future__ import annotations
 
+from ..cases.case import Case
+from ..cases.rows import Verify
+from ..cases.server_variants import variant_of
+from ..cases.trees import Tree
 from ..contract import Capabilities
-from .case import Case
-from .rows import Verify
-from .server_variants import variant_of
-from .trees import Tree
 
 __all__ = ["takes_window", "with_options", "without_options"]
 

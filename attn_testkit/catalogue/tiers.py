@@ -1,4 +1,4 @@
-"""Which cases a tier tries: a covering array over what a backend declares, and a few named cases beside it.
+"""Cases that a tier tries: a covering array over what a backend declares, and a few named cases in addition.
 
 ``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
 hold only what is declared, so that a capability is tried and nothing else is; and of long capabilities some values
@@ -14,30 +14,30 @@ from typing import Any
 
 from cachetools import LRUCache, cached
 
+from ..cases.case import Case
+from ..cases.declared import within_declared
+from ..cases.dimensions.dimension import Without
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.nearest_declared import nearest_declared
+from ..cases.rows import minimal_rows
+from ..cases.server_variants import big_pool_cases, variant_cases
 from ..contract import Capabilities, ForwardMode
-from .case import Case
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
-from .declared import within_declared
 from .declared_pairs import declared_pair_cases
-from .dimensions.dimension import Without
-from .dimensions.table import DIMENSIONS
 from .extremes import extreme_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
 from .kv_splits import split_cases
 from .large_cases import batch_mates_cases, large_cases, switch_cases
 from .layer_cases import layer_cases
 from .named import named_cases, named_from, smallest_of, without_options_of
-from .nearest_declared import nearest_declared
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
 from .pool_layouts import pool_layout_cases
 from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
-from .rows import minimal_rows
-from .server_variants import big_pool_cases, variant_cases
 from .shared_prefixes import shared_prefix_cases
 from .uniform_batches import uniform_batch_cases
 

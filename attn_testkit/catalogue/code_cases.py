@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from ..cases.case import CODES, Case
+from ..cases.dimensions.numbers import nearest, some_of
 from ..contract import Capabilities, ForwardMode
-from .case import CODES, Case
-from .dimensions.numbers import nearest, some_of
 from .layer_options import with_options
 
 __all__ = ["code_cases"]

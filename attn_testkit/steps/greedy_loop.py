@@ -14,13 +14,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cases.case import Case
+from ..cases.normals import normals
+from ..cases.rows import Accepted, Verify
+from ..cases.trees import Tree
 from ..contract import ForwardMode
-from .case import Case
 from .data import DTYPES, HIDDEN, VOCAB, StepData
-from .patterns import normals
-from .rows import Accepted, Verify
 from .schedule import Schedule, make_schedule
-from .trees import Tree
 
 __all__ = ["Loop", "Vocabulary", "data_of_tokens", "loop_modes", "make_loop", "make_vocabulary", "stage_name"]
 

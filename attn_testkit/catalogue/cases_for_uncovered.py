@@ -1,6 +1,6 @@
 """One small case for each declared value that no other case of a tier tries; a case takes as many of them as it can.
 
-What a case tries is asked of the case (``cases/not_covered.py``): one is built by one change after another, and a
+What a case tries is asked of the case (``catalogue/not_covered.py``): one is built by one change after another, and a
 change is kept if the case then tries the value and still everything that it tried before.
 """
 
@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
+from ..cases.case import Case
+from ..cases.dimensions.dimension import Covered, Without
+from ..cases.dimensions.heads import fewest_latent_heads, other_heads
+from ..cases.dimensions.page_size import lens_beyond_a_page
+from ..cases.dimensions.rows import most_rows, rows_of, rows_of_two
+from ..cases.fields import Changes
+from ..cases.head_layouts import per_head
 from ..contract import Capabilities, ForwardMode
-from .case import Case
-from .dimensions.dimension import Covered, Without
-from .dimensions.heads import fewest_latent_heads, other_heads
-from .dimensions.page_size import lens_beyond_a_page
-from .dimensions.rows import most_rows, rows_of, rows_of_two
-from .fields import Changes
-from .head_layouts import per_head
 from .not_covered import DECLARED_VALUES, Value, is_tried, not_covered
 
 __all__ = ["MOST_VALUES", "cases_for_uncovered", "two_request_case"]
