@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from .cases.case import Case
-from .cases.data import HIDDEN, VOCAB
 from .cases.derived_parameters import CONTIGUOUS
 from .cases.head_shapes import HeadMap
-from .cases.patterns import normals
+from .cases.normals import normals
 from .contract import AttentionLayer, ForwardBatch
+from .steps.data import HIDDEN, VOCAB
 
 __all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
 

@@ -3,7 +3,7 @@
     python ci/ledger.py --device cuda                            # keys 66,000 and 262,144, on a GPU
     python ci/ledger.py --device cpu -b torch_native -b triton   # keys 4,096, kernels in Triton's interpreter
 
-Every backend decodes a batch of codes (``cases/patterns.py``) whose first request is long: unchanged, and then with one
+Every backend decodes a batch of codes (``steps/patterns.py``) whose first request is long: unchanged, and then with one
 value of that request changed in the KV pool while the kernel runs, and restored. Zeros act like a key that is left out,
 twice its code like one that is counted twice, and another request's code like one that is read from the wrong place. So
 real kernels are tried, at random places and on both sides of possible starts of splits. A table gives, per backend and
@@ -28,8 +28,7 @@ from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.schedule import Schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.counted_once import miscounts_text
 from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys
@@ -39,6 +38,7 @@ from attn_testkit.environment import missing_here, resolve
 from attn_testkit.oracle.expect import expect
 from attn_testkit.registry import load_backend
 from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
+from attn_testkit.steps.schedule import Schedule
 
 BACKENDS = (
     "torch_native", "triton", "flashinfer", "flashinfer_mla", "flashinfer_mla_fa3", "flashinfer_mla_fp8", "trtllm_mha",

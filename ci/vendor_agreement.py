@@ -28,7 +28,6 @@ from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.backends.vendor import VendorMissing, forced
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
@@ -38,6 +37,7 @@ from attn_testkit.registry import load_backend
 from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
 from attn_testkit.running.planning.plan import plan_run
 from attn_testkit.running.planning.request import Item, Request
+from attn_testkit.steps.schedule import Schedule
 
 
 def _flashinfer(case: Case) -> str:

@@ -17,10 +17,10 @@ import click
 from attn_testkit.backends.trtllm_mha import XQABackend
 from attn_testkit.backends.vendor.warmup import Family, compile_all
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import TIERS, generate
 from attn_testkit.cases.co_residents import declared_co_residents
-from attn_testkit.cases.data import DTYPES, make_layers
+from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.data import DTYPES, make_layers
 
 
 def _needed(case: Case) -> Iterator[Family]:

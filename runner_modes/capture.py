@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
 from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace
+from attn_testkit.steps.schedule import Schedule
 from attn_testkit.watches.packing import Sent
 
 from .batches import captured_batch

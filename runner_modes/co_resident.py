@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import cycle
 
-from attn_testkit.cases.schedule import Schedule, Step
+from attn_testkit.steps.schedule import Schedule, Step
 
 from .capture import ScheduleGraphs
 from .eager import batch_of

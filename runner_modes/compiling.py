@@ -6,9 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.graphs.compilers import compilations, forget_compiled, recompiling_allowed, room_left
 from attn_testkit.results import Finding
+from attn_testkit.steps.schedule import Schedule, Step
 
 from .clock import Clock
 from .eager import run_eager

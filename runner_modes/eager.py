@@ -7,10 +7,10 @@ from functools import partial
 
 import torch
 
-from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation, RanBefore
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
+from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Sent
 from attn_testkit.watches.past_modes import past_modes
 

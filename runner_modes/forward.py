@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import draft_topk
 from attn_testkit.contract import AttentionLayer, ForwardBatch
 from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace, joined
+from attn_testkit.steps.data import draft_topk
 
 from .errors import ShapeError
 from .harness import ServerHarness

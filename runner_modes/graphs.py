@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import Capabilities
 from attn_testkit.graphs.poison import churn, fill_with_poison
+from attn_testkit.steps.schedule import Schedule, Step
 
 from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock

@@ -14,13 +14,13 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import HIDDEN, VOCAB, StepData
-from attn_testkit.cases.greedy_loop import Loop, Vocabulary, make_vocabulary, stage_name
-from attn_testkit.cases.schedule import Request, Schedule, Step, branched
 from attn_testkit.cases.trees import Tree
 from attn_testkit.checks.lossless import GeneratedTokens, TokenAttention
 from attn_testkit.contract import ForwardMode
 from attn_testkit.model import Model, Trace, pack, row_width
+from attn_testkit.steps.data import HIDDEN, VOCAB, StepData
+from attn_testkit.steps.greedy_loop import Loop, Vocabulary, make_vocabulary, stage_name
+from attn_testkit.steps.schedule import Request, Schedule, Step, branched
 from attn_testkit.watches.packing import Sent
 from attn_testkit.watches.pool_watch import PoolWatch
 from attn_testkit.watches.uploads import upload_into

@@ -12,11 +12,8 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.data import DTYPES, StepData
-from attn_testkit.cases.kv_groups import pages_in_pool, slot_map, table_of_group
-from attn_testkit.cases.kv_splits import splits_of
+from attn_testkit.cases.dimensions.kv_splits import splits_of
 from attn_testkit.cases.layers import PERIOD
-from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.cases.server_variants import dialect_of, variant_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
@@ -34,6 +31,9 @@ from attn_testkit.families.family import Watch
 from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
 from attn_testkit.results import NO_ROOM
+from attn_testkit.steps.data import DTYPES, StepData
+from attn_testkit.steps.kv_groups import pages_in_pool, slot_map, table_of_group
+from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Bytes, Sent, bytes_of
 from attn_testkit.watches.past_modes import past_modes
 
@@ -248,7 +248,7 @@ class ServerHarness:
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> StagedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 
-        ``pattern``: numbers other than the case's (``cases/patterns.py``, ``cases/foreign_slots.py``).
+        ``pattern``: numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``).
         """
         with past_modes():
             data = self.family.data(schedule, step, pattern)

@@ -41,7 +41,7 @@ class InParts:
     def __init__(self, harness: ServerHarness) -> None:
         declared = harness.capabilities.lse
         assert declared is not None, "cases with KV splits are for backends that declare a log-sum-exp"
-        self._harness, self._capabilities, self._own = harness, declared, harness.case.own_merge
+        self._harness, self._capabilities, self._own = harness, declared, harness.case.merged_by_backend
         self._lse: list[torch.Tensor] = []
         self._finite: list[torch.Tensor] = []
         self._returned: list[torch.Tensor] = []

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attn_testkit.cases.schedule import Schedule, Step
 from attn_testkit.checks.lossless import GeneratedTokens
 from attn_testkit.checks.observation import Copies, RanBefore
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.results import Finding
+from attn_testkit.steps.schedule import Schedule, Step
 
 from .options import RunOptions
 

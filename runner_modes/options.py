@@ -12,7 +12,7 @@ class RunOptions:
     """The settings of one graph run. Diagnosis changes them on a fresh instance, one question per run."""
 
     pattern: str | None = None
-    """Numbers other than the case's (``cases/patterns.py``, ``cases/foreign_slots.py``). Question: which KV tokens did
+    """Numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``). Question: which KV tokens did
     a row attend to, and whose result does it hold?"""
     poison_allocated: bool = True
     """Poison, before every replay, memory that the backend allocated while a graph was captured: a graph must write it

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from attn_testkit.cases.schedule import part
 from attn_testkit.families.table import family_of
+from attn_testkit.steps.schedule import part
 from attn_testkit.watches.past_modes import past_modes
 
 from .harness import StagedStep

@@ -8,12 +8,12 @@ from functools import partial
 
 import torch
 
-from attn_testkit.cases.schedule import Step
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
 from attn_testkit.graphs.held_tensors import tensors_held_by
 from attn_testkit.graphs.poison import Canaries
+from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.past_modes import past_modes
 
 from .batches import query_starts_of, replay_view, seq_lens_of

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.data import HIDDEN
-from attn_testkit.cases.schedule import Step
+from attn_testkit.steps.data import HIDDEN
+from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into

@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.cases.data import HIDDEN
+from attn_testkit.steps.data import HIDDEN
 from attn_testkit.watches.packing import Bytes, Sent, pack_places
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into

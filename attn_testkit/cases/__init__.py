@@ -1,1 +1,1 @@
-"""What is tried: cases and their ids, trees, schedules, slot layouts, data."""
+"""Cases: the record, its id, the dimensions in which cases differ, and server variants."""

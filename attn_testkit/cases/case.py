@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -32,7 +32,7 @@ _NEEDED = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Case(Fields):
     """One thing to try: fields, and the name that they have. ``Fields`` says what is refused.
 
@@ -78,7 +78,7 @@ class Case(Fields):
 
     def with_seed(self, seed: int) -> Case:
         """The same case with other random data, slots and schedule."""
-        return replace(self, seed=seed)
+        return self.with_changes(seed=seed)
 
 
 @lru_cache(maxsize=4)

@@ -54,8 +54,7 @@ def with_other_heads(declared: Capabilities, case: Case) -> Case:
         if case.heads.layout.values_in_keys
         else [dim for dim in declared.head_dims if case.head_dim < dim <= _MOST_DIM]
     )
-    return replace(
-        case,
+    return case.with_changes(
         heads=others[len(others) // 2] if others else case.heads,
         head_dim=min(dims, default=case.head_dim),
         dtype=max(declared.dtypes - {"fp32"}, default=case.dtype),
@@ -95,7 +94,7 @@ def co_residents(
     if steps > 1:
         rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
     others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
-    return [replace(case, rows=each, multi_mode=False, host=case) for each in others]
+    return [case.with_changes(rows=each, multi_mode=False, instance_of=case) for each in others]
 
 
 def declared_co_residents(declared: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:
@@ -114,4 +113,4 @@ def co_resident_of(declared: Capabilities, case: Case) -> Case:
     layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]
     heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
     pages = sorted(declared.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
-    return nearest_declared(declared, replace(case, heads=heads, page_size=pages[0]))
+    return nearest_declared(declared, case.with_changes(heads=heads, page_size=pages[0]))

@@ -107,7 +107,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("as late as the second longest prefix allows"), Value("before the shortest prefix ends")),
         lambda case: case.layout == "shared",
     ),
-    # Each replay but the first two has another; see ``cases/variety.py``.
+    # Each replay but the first two has another; see ``steps/variety.py``.
     DerivedParameter(
         "layout-turns",
         "layouts of the steps from step 2 on, all in turn",

@@ -4,124 +4,124 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
-from typing import Any, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
-from ..contract import LAYER_WINDOWS, ForwardMode, HeadShape
-from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
+from ..contract import ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .layers import PERIOD, Layers
+from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
-from .selection import Selection
 from .trees import Tree
 
-__all__ = ["THINGS", "C", "Changes", "Fields", "Heads"]
+__all__ = ["DEFAULTS", "THINGS", "C", "Changes", "Fields", "Heads"]
+
+T = TypeVar("T")
 
 Changes = Mapping[str, Any]
 """Names of fields and their new values."""
 
 
-@dataclass(frozen=True)
-class Heads:
-    """Head layout of one rank."""
+class _Of(Generic[T]):
+    """Value of a field of one of a case's records, which a case has under the field's own name too."""
 
-    family: str
-    """``mha``, ``gqa``, ``mqa`` or ``mla``."""
-    q_heads: int
-    kv_heads: int
-    """A divisor of ``q_heads``: as many (mha), fewer (gqa), 1 (mqa, mla)."""
+    def __init__(self, record: str) -> None:
+        self.record = record
 
-    @property
-    def layout(self) -> HeadLayout:
-        """Row of the table of head layouts. Raises ``KeyError`` for one that is in no table."""
-        return HEAD_LAYOUTS[self.family]
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
 
-    @classmethod
-    def of(cls, family: str, q_heads: int, kv_heads: int, *, values_in_keys: bool = False) -> Heads:
-        """Heads of these numbers, whose layout in a family of layers follows from them. Raises ``LookupError``."""
-        return cls(head_layout_of(family, q_heads, kv_heads, values_in_keys=values_in_keys).name, q_heads, kv_heads)
-
-    def __str__(self) -> str:
-        ratio = self.q_heads // self.kv_heads
-        return f"{self.family}{ratio}x{self.kv_heads}" if self.layout.is_grouped else f"{self.family}{self.q_heads}"
+    def __get__(self, case: Fields, owner: type) -> T:
+        found: T = getattr(getattr(case, self.record), self.name)
+        # Later questions find it there, and do not come here.
+        case.__dict__[self.name] = found
+        return found
 
 
-@dataclass(frozen=True)
+_RECORDS: Mapping[str, type] = {
+    "model": ModelShape, "pool": Pool, "batch": Batch, "options": LayerOptions, "splits": KVSplits,
+}  # fmt: skip
+_RECORD_OF = {each.name: record for record, kind in _RECORDS.items() for each in fields(kind)}
+_POSITIONAL = ("rows", "heads", "head_dim", "dtype", "page_size", "prefixes")
+
+
+@dataclass(frozen=True, init=False)
 class Fields:
     """The fields of a case and what follows from them. ``Case`` adds the id, which dimensions write.
 
     Lengths are in tokens; every tuple has one entry per request.
 
-    Raises ``ValueError`` for a batch that is empty, larger than its bucket, or of another size than its rows; for new
-    tokens that are more than their graph holds; a draft without a prefix that is to have one; a merge of no parts;
-    layers that share a window where there is none; layers whose heads do not lie in those of the case
+    A case is made of values by name, and holds them in records. So ``replace(case, window=7)`` is possible, and
+    ``case.with_changes(window=7)`` is the same. ``TypeError`` for a name that no record has.
+
+    Raises ``ValueError`` for rows of another number of requests than the batch has; for new tokens that are more than
+    their graph holds; a draft without a prefix that is to have one; layers whose heads do not lie in those of the case
     (``cases/head_shapes.py``); and two things that exclude each other (``_EXCLUSIVE``).
     """
 
     rows: Rows
     """Rows of each request, from which the mode follows (``cases/rows.py``)."""
-    heads: Heads
-    head_dim: int
-    """Width of a value row (MLA: of the latent part)."""
-    dtype: str
-    """Of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
-    page_size: int
-    """KV slots a page."""
-    prefixes: tuple[int, ...]
-    """Keys of each request before this step."""
-    layout: str = "shuffled"
-    """One of ``LAYOUTS`` (``dimensions/slot_order.py``)."""
+    model: ModelShape
+    pool: Pool
+    batch: Batch
     data: str = "gauss"
     """A data pattern (``dimensions/data_pattern.py``)."""
-    rope_dim: int = 0
-    """MLA: width of the part of a key that is no value. 0 elsewhere."""
-    kv_dtype: str = "same"
-    """Of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
-    kv_layout: str = "nhd"
-    """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
-    window: int = -1
-    """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
-    layer_windows: str = "any"
-    """One of ``LAYER_WINDOWS``. ``one``: the others have none. ``same``: all layers have it. ``any`` without a
-    window."""
-    usual_scaling: bool = False
-    """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
-    without."""
-    logit_cap: float = 0.0
-    """Soft cap of every second layer; 0.0: none."""
-    sinks: bool = False
-    """All layers have attention sinks, one logit a query head."""
-    selection: Selection | None = None
-    """Keys that each row selects; None: a row attends all keys that it may see."""
+    options: LayerOptions = field(default=LayerOptions())
     layers: Layers = field(default=Layers())
-    """How many there are, under which ids, and whether they share a KV group."""
-    parts: str = ""
-    """Keys are attended in parts, each with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
-    ``pagesR`` or ``tokensR`` for R ranks (``cases/kv_splits.py``). Empty: they are not."""
-    own_merge: bool = False
-    """The backend merges the parts; otherwise the kit does."""
-    bucket: int = 1
-    """Batch size of the graph that the case's own batch runs in."""
-    padding: str = "prod"
-    """One of ``PADDINGS`` (``dimensions/padding.py``)."""
+    """Their number, their ids, and whether they share a KV group."""
+    splits: KVSplits = field(default=KVSplits())
     multi_mode: bool = False
-    """Graph drives of all declared modes share one backend instance and run interleaved."""
+    """Graph runs of all declared modes share one backend instance and run interleaved."""
     variants: frozenset[str] = frozenset()
-    """Words of server variants (``ways/``); none: as all servers do it."""
+    """Words of server variants (``server_variants/``); none: as all servers do it."""
     seed: int = 0
     """Other data, slots, schedule and choices for the same shapes."""
-    host: Fields | None = field(default=None, repr=False)
-    """The mixed case whose backend instance, and so whose layers, this one shares. No word of the id, because only
-    ``co_residents`` makes such a case, and the id of the host rebuilds it."""
+    instance_of: Fields | None = field(default=None, repr=False)
+    """The case whose backend instance, and so whose layers, this one shares. No word of the id: ``co_residents`` and
+    the stages of a loop make such cases, and the id of the other case rebuilds them."""
+
+    heads = _Of[Heads]("model")
+    head_dim = _Of[int]("model")
+    rope_dim = _Of[int]("model")
+    dtype = _Of[str]("model")
+    page_size = _Of[int]("pool")
+    kv_dtype = _Of[str]("pool")
+    kv_layout = _Of[str]("pool")
+    prefixes = _Of[tuple[int, ...]]("batch")
+    layout = _Of[str]("batch")
+    bucket = _Of[int]("batch")
+    padding = _Of[str]("batch")
+    window = _Of[int]("options")
+    layer_windows = _Of[str]("options")
+    usual_scaling = _Of[bool]("options")
+    logit_cap = _Of[float]("options")
+    sinks = _Of[bool]("options")
+    selection = _Of["Selection | None"]("options")
+    kv_splits = _Of[str]("splits")
+    merged_by_backend = _Of[bool]("splits")
+
+    def __init__(self, *positional: Any, **values: Any) -> None:
+        if len(positional) > len(_POSITIONAL):
+            raise TypeError(f"{len(positional)} values without a name: only {', '.join(_POSITIONAL)} need none")
+        values |= zip(_POSITIONAL, positional, strict=False)
+        changes: dict[str, dict[str, Any]] = {}
+        for name in values.keys() & _RECORD_OF.keys():
+            changes.setdefault(_RECORD_OF[name], {})[name] = values.pop(name)
+        for record, changed in changes.items():
+            there = values.get(record)
+            values[record] = replace(there, **changed) if there is not None else _RECORDS[record](**changed)
+        if unknown := values.keys() - _OWN.keys():
+            raise TypeError(f"no case has a field {' or '.join(sorted(unknown))}")
+        for name, default in _OWN.items():
+            if (value := values.get(name, default)) is MISSING:
+                raise TypeError(f"a case needs {name}")
+            object.__setattr__(self, name, value)
+        self.__post_init__()
 
     def __post_init__(self) -> None:
-        if not self.prefixes:
-            raise ValueError("a case needs at least one request")
-        if self.bucket < self.bs:
-            raise ValueError(f"bucket {self.bucket} is smaller than the batch of {self.bs} requests")
         rows = self.rows
         if isinstance(rows, Accepted | Extend) and len(rows.new) != self.bs:
             raise ValueError(f"{rows.new}: counts must be one per request, and there are {self.bs} requests")
@@ -129,12 +129,6 @@ class Fields:
             raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
         if self.with_prefix and 0 in self.prefixes:
             raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
-        if self.own_merge and self.parts in ("", "whole"):
-            raise ValueError("a backend merges parts, and the case has none")
-        if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
-            raise ValueError(
-                f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
-            )
         for one, other, why in _EXCLUSIVE:
             if THINGS[one](self) and THINGS[other](self):
                 raise ValueError(f"{one} and {other}: {why}")
@@ -142,14 +136,18 @@ class Fields:
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
 
+    def with_changes(self, **changes: Any) -> Self:
+        """The case with other values, by the names of fields of its records or of its own."""
+        return replace(self, **changes)
+
     @property
     def head_shape(self) -> HeadShape:
-        """What holds the heads of every layer: see ``cases/head_shapes.py``."""
+        """Heads that hold those of every layer: see ``cases/head_shapes.py``."""
         return HeadShape(self.heads.q_heads, self.heads.kv_heads, self.head_dim + self.rope_dim)
 
     @cached_property
     def head_maps(self) -> tuple[HeadMap, ...]:
-        """Where the heads of each layer lie in ``head_shape``; empty where all layers have that."""
+        """Places of the heads of each layer in ``head_shape``; empty where all layers have that."""
         shapes = self.layers.shapes
         return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
 
@@ -161,11 +159,11 @@ class Fields:
 
     @property
     def values(self) -> dict[str, Any]:
-        """All fields by name but ``host``, with those of the rows in place of ``rows``, and the mode."""
+        """All values by the name of their field, and the mode; without ``instance_of``."""
         found: dict[str, Any] = {"mode": self.mode}
-        for record in (self, self.rows):
+        for record in (self, self.rows, *(getattr(self, name) for name in _RECORDS)):
             found |= {each.name: getattr(record, each.name) for each in fields(record)}
-        return {name: value for name, value in found.items() if name not in ("rows", "host")}
+        return {name: value for name, value in found.items() if name not in {"rows", "instance_of", *_RECORDS}}
 
     @property
     def mode(self) -> ForwardMode:
@@ -212,7 +210,7 @@ class Fields:
     def of_requests(self, prefixes: tuple[int, ...], padded: int = 0, **changes: Any) -> Self:
         """The case with these requests, all of them with the rows of its first one, and so many padded ones."""
         rows = self.rows.counted(self.new[:1] * len(prefixes))
-        return replace(self, **{"prefixes": prefixes, "rows": rows, "bucket": len(prefixes) + padded, **changes})
+        return self.with_changes(**{"prefixes": prefixes, "rows": rows, "bucket": len(prefixes) + padded, **changes})
 
     @property
     def bs(self) -> int:
@@ -226,7 +224,7 @@ class Fields:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows a request in one forward of the model."""
+        """Rows per request in one forward of the model."""
         return self.draft.branches if self.draft else self.width
 
     @property
@@ -252,14 +250,24 @@ class Fields:
     def digest(self) -> int:
         """Seed of everything random in the case: 64 bits from its id, the same on every machine.
 
-        For data and slots alone; what a case decides comes from ``derived``.
+        Only for data and slots; what a case decides comes from ``derived``.
         """
         return int.from_bytes(hashlib.blake2b(first_written(self.id).encode(), digest_size=8).digest(), "little")
 
 
+_OWN = {each.name: each.default for each in fields(Fields)}
+DEFAULTS: Mapping[str, Any] = {
+    each.name: each.default
+    for record in (Fields, *_RECORDS.values())
+    for each in fields(record)
+    if each.name not in {"instance_of", *_RECORDS}
+}
+"""Name of a value of a case, in whatever record it lies -> its default, or ``MISSING``. Each belongs to a dimension.
+``instance_of`` belongs to none."""
+
 THINGS: Mapping[str, Callable[[Fields], bool]] = {
-    "KV splits": lambda case: bool(case.parts),
-    "KV splits of fewer keys": lambda case: case.parts not in ("", "whole"),
+    "KV splits": lambda case: bool(case.kv_splits),
+    "KV splits of fewer keys": lambda case: case.kv_splits not in ("", "whole"),
     "KV groups": lambda case: case.layers.groups,
     "heads by layer": lambda case: bool(case.layers.shapes),
     "other layers": lambda case: case.layers != Layers(),

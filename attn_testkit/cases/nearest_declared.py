@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ..contract import Capabilities
 from .dimensions.dimension import Without
 from .dimensions.table import DIMENSIONS
@@ -18,5 +16,5 @@ def nearest_declared(declared: Capabilities, case: C) -> C:
         if not isinstance(dimension.fit, Without):
             changes = dimension.fit(declared, case)
             if any(getattr(case, name) != value for name, value in changes.items()):
-                case = replace(case, **changes)
+                case = case.with_changes(**changes)
     return case

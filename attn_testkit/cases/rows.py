@@ -76,7 +76,7 @@ class Drafted(_Uniform):
     mode: ClassVar = ForwardMode.DRAFT_DECODE
     draft: Draft
     rounds: int = 0
-    """Rounds of a greedy-equivalence loop (``cases/greedy_loop.py``), which run next to the steps."""
+    """Rounds of a greedy-equivalence loop (``steps/greedy_loop.py``), which run next to the steps."""
     with_prefix: bool = False
     """No request of any step has an empty prefix."""
 

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from enum import IntEnum
 
 from ..cases.case import Case
-from ..cases.schedule import Schedule
 from ..contract import Capabilities, Execution
 from ..results import Finding
+from ..steps.schedule import Schedule
 from .comparison import Comparison
 
 __all__ = ["Check", "Run", "Stage", "always", "in_eager", "in_graphs"]

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cases.data import StepData
-from ..cases.schedule import Step
+from ..steps.data import StepData
+from ..steps.schedule import Step
 
 __all__ = ["index_ranges", "number", "requests_wrong", "row_name", "spread_text", "times"]
 

@@ -1,7 +1,7 @@
 """Counts of how often each key of a row was used, from one forward of codes.
 
 Keys of ``codes`` data weigh the same, 1 / n of a row that sees n, and the value of key j is a code c_j of +1 and -1 in
-D channels (``cases/patterns.py``). With w_j the times that it was counted, n times the error of an output is the sum of
+D channels (``steps/patterns.py``). With w_j the times that it was counted, n times the error of an output is the sum of
 (w_j - 1) c_j. Codes of different keys are nearly at right angles, so that the product of that error with c_j, over D,
 is an estimate of w_j - 1. It is 0 for keys that count once, and for those that should not and did not, of the row's
 request and of any other. The limit is half a key: a whole one is on the other side, whatever n is.
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 
 import torch
 
-from ..cases.data import StepData, dequantised
 from ..oracle.expect import Expected
+from ..steps.data import StepData, dequantised
 
 __all__ = ["HALF_A_KEY", "code_sizes", "codes_of", "in_keys", "key_ratio"]
 

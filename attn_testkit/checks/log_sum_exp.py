@@ -7,7 +7,7 @@ import math
 import torch
 
 from ..cases.case import Case
-from ..cases.kv_splits import splits_of
+from ..cases.dimensions.kv_splits import splits_of
 from ..contract import Capabilities, LogSumExp
 from ..results import Finding
 from .check import Check, Stage
@@ -69,7 +69,7 @@ def _part_name(case: Case, index: int) -> str:
 
 def _empty_parts(comparison: Comparison, case: Case, want: torch.Tensor) -> list[Finding]:
     """Find NaN that the kit's merge, as servers do it, carries into the result. A backend's merge may leave it out."""
-    if case.own_merge:
+    if case.merged_by_backend:
         return []
     data = comparison.expected.data
     for layer, finite in enumerate(comparison.observed.copies.group("finite parts").values()):
@@ -91,7 +91,7 @@ def _empty_parts(comparison: Comparison, case: Case, want: torch.Tensor) -> list
 
 
 def _run(comparison: Comparison, case: Case, declared: Capabilities) -> list[Finding]:
-    return log_sum_exp(comparison, case, declared.lse) if case.parts and declared.lse else []
+    return log_sum_exp(comparison, case, declared.lse) if case.kv_splits and declared.lse else []
 
 
 CHECKS = (
@@ -106,7 +106,7 @@ CHECKS = (
         "another base, no sink or two, no scale, only the maximum.",
         evaluated_from=Stage.OBSERVED,
         applies=lambda declared, execution: declared.lse is not None,
-        shown_by=lambda case: bool(case.parts),
+        shown_by=lambda case: bool(case.kv_splits),
         run=lambda comparison, schedule, declared: _run(comparison, schedule.case, declared),
     ),
 )

@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..cases.data import VOCAB, make_layers
-from ..cases.greedy_loop import Loop
 from ..oracle.expect import Expected
 from ..results import Finding
+from ..steps.data import VOCAB, make_layers
+from ..steps.greedy_loop import Loop
 from .check import Check, Stage
 from .describe import number, times
 

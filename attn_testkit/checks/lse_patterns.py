@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from ..cases.case import Case
-from ..cases.data import StepData, make_layers
-from ..cases.kv_splits import splits_of
+from ..cases.dimensions.kv_splits import splits_of
 from ..contract import AttentionLayer, KVSplit
 from ..families.softmax.attention import Attention
 from ..families.softmax.kv_splits import attend_split
+from ..steps.data import StepData, make_layers
 
 __all__ = ["MISTAKES", "LseEvidence"]
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ..cases.kv_splits import splits_of
+from ..cases.dimensions.kv_splits import splits_of
 from ..families.softmax.attention import windowed
 from .describe import row_name
 from .lse_patterns import LseEvidence

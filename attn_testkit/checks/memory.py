@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
-from ..cases.kv_groups import slot_in_pool
 from ..results import Finding
+from ..steps.kv_groups import slot_in_pool
 from .check import Check, Stage
 from .comparison import BITS
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners

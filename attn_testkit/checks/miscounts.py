@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ..cases.data import make_layers
 from ..families.softmax.attention import windowed
+from ..steps.data import make_layers
 from .comparison import Comparison
 from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
 

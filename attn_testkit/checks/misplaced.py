@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from ..cases.data import make_layers
-from ..cases.kv_groups import group_of_place
+from ..steps.data import make_layers
+from ..steps.kv_groups import group_of_place
 from .describe import index_ranges
 from .observation import Observation
 

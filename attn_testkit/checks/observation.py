@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..cases.data import StepData
-from ..cases.schedule import Schedule, Step
+from ..steps.data import StepData
+from ..steps.schedule import Schedule, Step
 
 __all__ = [
     "Bytes",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from ..cases.case import Case
-from ..cases.data import draft_topk
 from ..oracle.expect import Expected
 from ..results import Finding
+from ..steps.data import draft_topk
 from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number, times

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ..cases.schedule import Schedule
 from ..contract import Capabilities
 from ..results import Finding
+from ..steps.schedule import Schedule
 from . import CHECKS, NUMERIC
 from .check import Check
 from .comparison import Comparison

@@ -11,9 +11,9 @@ from ..cases.derived_parameters import chosen
 from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.numbers import listed
 from ..cases.dimensions.table import DIMENSIONS
-from ..cases.schedule import Schedule, Step, make_schedule
 from ..contract import ForwardMode
 from ..glossary import entry_of
+from ..steps.schedule import Schedule, Step, make_schedule
 
 __all__ = ["explain_case"]
 

@@ -15,14 +15,14 @@ from functools import partial
 import torch
 
 from ..cases.case import CODES
-from ..cases.data import make_layers
-from ..cases.foreign_slots import PLACES, place_pattern
-from ..cases.schedule import Schedule, Step
 from ..checks import Comparison
 from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
 from ..families.softmax.attention import windowed
 from ..oracle.expect import Expected, expect
+from ..steps.data import make_layers
+from ..steps.foreign_slots import PLACES, place_pattern
+from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner
 
 __all__ = ["AttendedKeys", "find_attended", "ranges"]

@@ -12,11 +12,11 @@ from functools import cached_property
 
 from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
-from ..cases.numerics import Numerics
-from ..cases.schedule import Schedule, make_schedule
 from ..checks import Comparison
 from ..contract import ForwardMode
 from ..oracle.expect import expect
+from ..steps.numerics import Numerics
+from ..steps.schedule import Schedule, make_schedule
 from .rerun import Rerunner
 
 __all__ = ["FEATURES", "ChangedCases", "most_rows", "with_keys_up_to"]
@@ -31,19 +31,19 @@ _SHORT = 16
 """Smallest tile of keys of any kernel."""
 
 FEATURES: dict[str, Callable[[Case], Case]] = {
-    "cap": lambda case: replace(case, logit_cap=0.0),
-    "sinks": lambda case: replace(case, sinks=False),
-    "fp8": lambda case: replace(case, kv_dtype="same"),
-    "window": lambda case: replace(case, window=-1, layer_windows="any"),
-    "data": lambda case: replace(case, data="gauss"),
+    "cap": lambda case: case.with_changes(logit_cap=0.0),
+    "sinks": lambda case: case.with_changes(sinks=False),
+    "fp8": lambda case: case.with_changes(kv_dtype="same"),
+    "window": lambda case: case.with_changes(window=-1, layer_windows="any"),
+    "data": lambda case: case.with_changes(data="gauss"),
     "counts": lambda case: (
-        replace(case, rows=case.rows.counted((most_rows(case),) * case.bs)) if case.mode.is_ragged() else case
+        case.with_changes(rows=case.rows.counted((most_rows(case),) * case.bs)) if case.mode.is_ragged() else case
     ),
-    "layers": lambda case: replace(case, layers=Layers()) if case.layers.count > PERIOD else case,
-    "shapes": lambda case: replace(case, layers=replace(case.layers, shapes=())),
-    "groups": lambda case: replace(case, layers=replace(case.layers, groups=False)),
-    "far": lambda case: replace(case, variants=case.variants - {"far"}),
-    "big pool": lambda case: replace(case, variants=case.variants - {"bigpool"}),
+    "layers": lambda case: case.with_changes(layers=Layers()) if case.layers.count > PERIOD else case,
+    "shapes": lambda case: case.with_changes(layers=replace(case.layers, shapes=())),
+    "groups": lambda case: case.with_changes(layers=replace(case.layers, groups=False)),
+    "far": lambda case: case.with_changes(variants=case.variants - {"far"}),
+    "big pool": lambda case: case.with_changes(variants=case.variants - {"bigpool"}),
 }
 """Name -> the case without that feature; an equal case if it does not have it."""
 
@@ -63,7 +63,7 @@ class ChangedCases:
     def lasting(self) -> bool:
         """True if the case can be examined, and is wrong with other numbers, slots and derived parameters too."""
         case, step = self._schedule.case, self._schedule.steps[0]
-        plain = case.host is None and not case.multi_mode and not case.rounds and step.chunk_of is None
+        plain = case.instance_of is None and not case.multi_mode and not case.rounds and step.chunk_of is None
         if not plain or not step.requests or max(step.lens) > _LONGEST or step.bs > _MOST_REQUESTS:
             return False
         return self._all_are(case, right=False)
@@ -84,7 +84,7 @@ class ChangedCases:
         lens = list(zip(case.prefixes, case.new or (0,) * case.bs, strict=True))
         if lens[-1] not in lens[:-1]:
             return False
-        fewer = replace(case, prefixes=case.prefixes[:-1], rows=case.rows.counted(case.new[:-1]))
+        fewer = case.with_changes(prefixes=case.prefixes[:-1], rows=case.rows.counted(case.new[:-1]))
         return self.lasting and self._all_are(fewer, right=True)
 
     @cached_property
@@ -101,7 +101,7 @@ class ChangedCases:
         case = self._schedule.case
         if not case.sinks or not self.lasting or self._right_at(case, _SHORT):
             return 0
-        bare = replace(case, sinks=False)
+        bare = case.with_changes(sinks=False)
         return self._right_up_to(bare) if self._all_are(bare, right=False) else 0
 
     def _right_up_to(self, case: Case) -> int:
@@ -151,4 +151,4 @@ def with_keys_up_to(case: Case, most: int) -> Case | None:
     if max(counts) > most:
         return None
     prefixes = tuple(min(prefix, most - count) for prefix, count in zip(case.prefixes, counts, strict=True))
-    return replace(case, prefixes=prefixes, rows=case.rows.counted(counts) if extends else case.rows)
+    return case.with_changes(prefixes=prefixes, rows=case.rows.counted(counts) if extends else case.rows)

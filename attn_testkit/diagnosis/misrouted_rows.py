@@ -11,13 +11,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from ..cases.case import CODES
-from ..cases.data import StepData, make_layers
-from ..cases.schedule import Schedule, Step
 from ..checks import Comparison
 from ..checks.observation import Observation
 from ..families.softmax.answer import attend_with_limit
 from ..families.softmax.attention import windowed
 from ..oracle.expect import expect
+from ..steps.data import StepData, make_layers
+from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner
 
 __all__ = ["MisroutedRow", "find_misrouted"]

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ..cases.case import Case
-from ..cases.numerics import Numerics
-from ..cases.schedule import Schedule, make_schedule
+from ..steps.numerics import Numerics
+from ..steps.schedule import Schedule, make_schedule
 from .changed_case import FEATURES
 from .rerun import Rerunner
 
@@ -58,7 +58,7 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
     ``in_graph``: it was raised in a graph run. If the first eager step raises too, that one is examined.
     """
     case = schedule.case
-    if case.rounds or case.host is not None:
+    if case.rounds or case.instance_of is not None:
         return ""
     if rerunner.runs_eagerly(schedule) and _eager_raises(rerunner, schedule):
         return _without(_eager_raises, rerunner, schedule)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 from ..cases.case import Case
-from ..cases.schedule import Schedule, Step
 from ..checks.observation import Observation
 from ..contract import ForwardMode
 from ..environment import Environment
 from ..runner_modes.graphs import AllocatedInCapture, GraphRun
 from ..runner_modes.messages import Rerun, RunRecord
 from ..runner_modes.options import RunOptions
+from ..steps.schedule import Schedule, Step
 
 __all__ = ["CLEAR", "OTHER_FILL", "POISON", "Rerunner"]
 

@@ -21,7 +21,6 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..cases.schedule import Schedule, Step
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
@@ -29,6 +28,7 @@ from ..families.table import family_of
 from ..oracle.expect import expect
 from ..results import Finding
 from ..runner_modes.graphs import GraphRun
+from ..steps.schedule import Schedule, Step
 from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ..cases.schedule import Schedule
 from ..checks import Comparison
 from ..contract import ForwardMode
 from ..oracle.expect import expect
+from ..steps.schedule import Schedule
 from .rerun import Rerunner
 
 __all__ = ["WIDTH_OF", "blame_unset_width"]

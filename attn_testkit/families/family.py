@@ -11,10 +11,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..cases.data import StepData
 from ..cases.fields import Fields
-from ..cases.schedule import Schedule, Step
 from ..contract import AttentionLayer, BackendContext
+from ..steps.data import StepData
+from ..steps.schedule import Schedule, Step
 
 __all__ = ["Answer", "Family", "Memory", "Question", "Stored", "Supposition", "Watch"]
 
@@ -119,7 +119,7 @@ class Image(Protocol):
         unowned: float = ...,
         marked: str = ...,
     ) -> torch.Tensor:
-        """[L, rows of a slot, slots, Hk, D] in the dtype of the memory. ``cases/data.py:pool_image`` has the rest."""
+        """[L, rows of a slot, slots, Hk, D] in the dtype of the memory. ``steps/data.py:pool_image`` has the rest."""
 
 
 class Held(Protocol):

@@ -17,11 +17,11 @@ import jinja2
 import torch
 
 from ..cases.case import CODES, DATA, parse_case
-from ..cases.data import DTYPES, StepData, make_layers
-from ..cases.schedule import Schedule, make_schedule
 from ..checks import Comparison
 from ..checks.observation import Observation, copies_of
 from ..oracle.expect import Expected, expect
+from ..steps.data import DTYPES, StepData, make_layers
+from ..steps.schedule import Schedule, make_schedule
 
 __all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
 
@@ -39,7 +39,7 @@ _DTYPES = ("fp32", "fp16", "bf16")
 _ROWS = 4
 _FINEST, _STEP = 2.0**-30, 2.0**0.25
 _LONG = 1000
-"""Cases of more keys than this run only with one-hot values and with codes: see ``cases/catalogue.py``."""
+"""Cases of more keys than this run only with one-hot values and with codes: see ``catalogue/tiers.py``."""
 _ANY_LENGTHS = (*LENGTHS, 66_000)
 """Lengths for a key in the middle, which one-hot values watch only in short requests."""
 

@@ -11,7 +11,7 @@ import hypothesis
 from hypothesis import strategies as st
 
 from ..cases.case import Case, parse_case
-from ..cases.minimal import minimal_case
+from ..catalogue.minimal import minimal_case
 from ..contract import Capabilities, Execution, ForwardMode
 from ..results import BAD, CaseResult, Status, failed_check
 from .strategies import differences, random_cases

@@ -7,16 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from hypothesis import strategies as st
 
 from ..cases.case import Case
-from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.heads import smallest_heads_first
-from ..cases.dimensions.table import DIMENSIONS
-from ..cases.nearest_declared import nearest_declared
-from ..cases.rows import minimal_rows
+from ..catalogue.minimal import drawn_case
 from ..contract import Capabilities, ForwardMode
 from ..families.table import meaningful
 
@@ -52,11 +49,7 @@ def random_cases(declared: Capabilities, mode: ForwardMode) -> st.SearchStrategy
 
 @st.composite
 def _cases(draw: st.DrawFn, declared: Capabilities, mode: ForwardMode) -> Case:
-    values: dict[str, Any] = {"rows": minimal_rows(mode)}
-    for dimension in DIMENSIONS:
-        if not isinstance(dimension.random, Without):
-            values |= dimension.random(_Draws(draw), declared, values)
-    return meaningful(nearest_declared(declared, Case(**values)))
+    return meaningful(drawn_case(_Draws(draw), declared, mode))
 
 
 def differences(case: Case, minimal: Case) -> list[str]:

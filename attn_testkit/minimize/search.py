@@ -16,8 +16,8 @@ from ..cases.declared import not_declared
 from ..cases.dimensions.dimension import Simpler
 from ..cases.dimensions.table import DIMENSIONS as ALL
 from ..cases.fields import Changes
-from ..cases.minimal import minimal_cases
 from ..cases.rows import Extend, room_for
+from ..catalogue.minimal import minimal_cases
 from ..contract import Capabilities
 from ..results import BAD, CaseResult, Status, failed_check
 
@@ -54,7 +54,7 @@ def changed(case: Case, changes: Changes) -> Case:
     rows, bucket = changes.get("rows", case.rows), changes.get("bucket", case.bucket)
     if isinstance(rows, Extend) and sum(rows.new) > bucket * rows.room:
         changes = {**changes, "rows": replace(rows, room=room_for(rows.new))}
-    return replace(case, **changes)
+    return case.with_changes(**changes)
 
 
 def odd_dimensions(case: Case, minimal: Case) -> list[str]:

@@ -11,12 +11,12 @@ import torch
 from cachetools import LRUCache, cached
 
 from ..cases.case import CODES, Case
-from ..cases.data import KEPT_BYTES, StepData, bytes_in, numbers_of
-from ..cases.patterns import ALIKE
-from ..cases.schedule import Schedule, Step
 from ..families.rounding import linear_limit, row_limit
 from ..families.table import family_of
 from ..model import Weights, make_weights
+from ..steps.data import KEPT_BYTES, StepData, bytes_in, numbers_of
+from ..steps.patterns import ALIKE
+from ..steps.schedule import Schedule, Step
 
 __all__ = ["Expected", "expect", "expect_of"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ def cases_of(lines: Iterable[Mapping[str, Any]], declared: Capabilities | None =
 
 def _as_they_hold_it(declared: Capabilities, case: Case) -> Case:
     """The case in the declared KV layout; a similar one if it is not declared."""
-    case = replace(case, kv_layout=usual_layout(declared))
+    case = case.with_changes(kv_layout=usual_layout(declared))
     case = nearest_declared(declared, case) if not_declared(declared, case) else case
     lacking = not_declared(declared, case)
     if lacking:

@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 
 from ..cases.head_shapes import HeadMap
-from ..cases.kv_groups import slot_map
-from ..cases.schedule import Schedule, Step
 from ..contract import KVGroup
+from ..steps.kv_groups import slot_map
+from ..steps.schedule import Schedule, Step
 from .packing import Bytes
 from .pool_watch import PoolWatch
 from .uploads import upload

@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..cases.kv_groups import slot_map
-from ..cases.schedule import Schedule
 from ..contract import KVPool
+from ..steps.kv_groups import slot_map
+from ..steps.schedule import Schedule
 from .packing import Bytes
 from .past_modes import past_modes
 from .pool_rows import BITS, PoolRows

@@ -80,10 +80,10 @@ def test_capabilities_are_asked_of_nobody_who_could_answer_otherwise_now(monkeyp
     from attn_testkit.runner_modes.harness import context_for
 
     from attn_testkit.cases.case import parse_case
-    from attn_testkit.cases.data import make_layers
-    from attn_testkit.cases.schedule import make_schedule
     from attn_testkit.examples import MinimalBackend
     from attn_testkit.faults.adversarial.catalogue import CASE
+    from attn_testkit.steps.data import make_layers
+    from attn_testkit.steps.schedule import make_schedule
 
     class TakesAnything(MinimalBackend):
         capabilities = MinimalBackend.capabilities

@@ -20,9 +20,9 @@ from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from attn_testkit.backends.vendor.provider import fake_of
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import ForwardBatch, ForwardMode, KVSplit
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE = "decode-gqa4x2-d64-bf16-p16-k9.40.0-shuffled-gauss-{}-b4prod"
 

@@ -12,10 +12,10 @@ from in_process import check_backend
 from attn_testkit.backends.flashinfer_plan import PagePlan, exclusive_sum, prefix_plan
 from attn_testkit.backends.flashinfer_ragged import FlashInferRaggedBackend
 from attn_testkit.backends.vendor.warmup import families_of
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import DTYPES, make_layers
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit.results import CaseResult, Status
+from attn_testkit.steps.data import DTYPES, make_layers
 
 CHUNKS = "extend-gqa8x2-d64-bf16-p16-k32.128.64.16-n6a1x3.19-chunks3-reversed-gauss-cap1.5-b7stale"
 NO_PREFIX_FIRST = "extend-mha2-d64-bf16-p1-k0.1.8-n5a11.1x2-chunks3-contiguous-peaked-b3prod"

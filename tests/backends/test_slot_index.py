@@ -11,7 +11,7 @@ from in_process import check_backend
 from ragged_prefill import RaggedPrefillBackend
 
 import attn_testkit.examples.slot_index as adapter
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionLayer, DraftDecodeInput, ForwardMode, KernelPlan
 from attn_testkit.contract.kernel_plan import KernelStep
 from attn_testkit.examples.slot_index import SlotIndexBackend

@@ -145,7 +145,7 @@ def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> No
     assert declared.lse is not None
     assert declared.lse.dtype == "model"
     assert not not_declared(declared, case)
-    assert (case.dtype, case.data, case.parts) == ("fp16", "negative", "whole")
+    assert (case.dtype, case.data, case.kv_splits) == ("fp16", "negative", "whole")
     assert known.execution == "", "eager and in graphs"
     assert known.checks == ("log-sum-exp", "matches-oracle")
 

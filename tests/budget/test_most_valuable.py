@@ -8,7 +8,7 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit.running.planning.most_valuable import most_valuable_first, pairs_of, richest_first, values_of, work_of
 from attn_testkit.running.planning.plan import plan_run

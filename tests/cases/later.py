@@ -7,7 +7,7 @@ from attn_testkit.cases.layers import Layers
 
 
 def came_later(case: Case) -> bool:
-    numbers = case.data in (*EXTREME_DATA, CODES) or bool(case.parts)
+    numbers = case.data in (*EXTREME_DATA, CODES) or bool(case.kv_splits)
     model = case.layers != Layers() or case.heads == Heads("mha", 1, 1) or case.heads.kv_heads == 3
     of_packed_rows = case.prefixes in ((107, 20), (70, 33, 1), (66_000, 32_769), (530, 33, 1))
     together = len(case.prefixes) == 9 and case.layout == "shared"

@@ -8,15 +8,15 @@ from unittest import mock
 import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases import catalogue
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.co_residents import co_residents
-from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.rows import Accepted, Decode
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.trees import chain
+from attn_testkit.catalogue import tiers
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
 CAPABILITIES = TorchNativeBackend.capabilities
@@ -48,7 +48,7 @@ def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Ca
     others += ("layout_array", "options_together", "layer", "split", "uniform_batch")
     left_out = {f"{name}_cases": mock.Mock(return_value=()) for name in others}
     left_out["cases_for_uncovered"] = mock.Mock(return_value=())
-    with mock.patch.multiple(catalogue, **left_out):
+    with mock.patch.multiple(tiers, **left_out):
         cases: tuple[Case, ...] = generate.__wrapped__(declared(**changes), mode, tier)
     return cases
 

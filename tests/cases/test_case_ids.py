@@ -7,10 +7,10 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import TIERS, generate
 from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.rows import Accepted, Decode, Verify
 from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
 CAPABILITIES = TorchNativeBackend.capabilities

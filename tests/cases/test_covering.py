@@ -8,7 +8,7 @@ import pytest
 from covertable import make
 from covertable.sorters import hash as by_hash
 
-from attn_testkit.cases.covering import covering_array
+from attn_testkit.catalogue.covering import covering_array
 
 SIZES = [
     (2, 2, 2),

@@ -9,8 +9,8 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.declared import not_declared
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
 CAPABILITIES = TorchNativeBackend.capabilities

@@ -14,13 +14,13 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import draft_topk, make_layers
 from attn_testkit.cases.derived_parameters import DERIVED_PARAMETERS, DerivedParameter, chosen, derived
 from attn_testkit.cases.renamed_words import first_written
 from attn_testkit.cases.rows import Decode
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.data import draft_topk, make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities.with_changes(lse=None)
 """What the first release declared, and what came with modes: cases with keys in parts would follow these."""

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.co_residents import co_residents, declared_co_residents
-from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.draft import Draft
-from attn_testkit.cases.foreign_slots import tail_slots
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, DraftDecodeInput, ForwardMode, ServerConventions
+from attn_testkit.steps.data import make_step_data, pool_image
+from attn_testkit.steps.foreign_slots import tail_slots
+from attn_testkit.steps.schedule import make_schedule
 
 DRAFT, DECODE, V1 = ForwardMode.DRAFT_DECODE, ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND
 NAME = "draft-decode-mha2-d64-bf16-p{page}-k{lens}-topk{k}steps{s}-shuffled-gauss-b3prod"

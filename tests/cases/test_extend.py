@@ -12,15 +12,15 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.co_residents import co_residents
-from attn_testkit.cases.data import StepData, make_step_data, new_kv, pool_image
 from attn_testkit.cases.extend import NEW_TOKENS, chunks_of, new_tokens
-from attn_testkit.cases.not_covered import describe_not_covered
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.rows import Extend, room_for
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
+from attn_testkit.catalogue.not_covered import describe_not_covered
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.steps.data import StepData, make_step_data, new_kv, pool_image
+from attn_testkit.steps.schedule import Schedule, Step, make_schedule, only
 
 EXTEND = ForwardMode.EXTEND
 CORE = generate(TorchNativeBackend.capabilities, EXTEND, "core")

@@ -9,11 +9,11 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.numerics import Numerics
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
 IN_FP8 = CAPABILITIES.with_changes(matmul_dtype="fp8_e4m3", q_scale="per_token")

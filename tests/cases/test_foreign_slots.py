@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.foreign_slots import PLACES, marked_slots, place_pattern, tail_slots, values_of_place
-from attn_testkit.cases.schedule import Request, make_schedule
+from attn_testkit.steps.foreign_slots import PLACES, marked_slots, place_pattern, tail_slots, values_of_place
+from attn_testkit.steps.schedule import Request, make_schedule
 
 CASES = [
     "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-b4prod",

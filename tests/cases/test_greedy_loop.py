@@ -11,9 +11,9 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.greedy_loop import Loop, loop_modes, make_loop, make_vocabulary
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.greedy_loop import Loop, loop_modes, make_loop, make_vocabulary
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p{page}-k{prefixes}-topk{k}steps{s}-loop{rounds}-shuffled-gauss-b4prod"
 

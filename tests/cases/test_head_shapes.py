@@ -10,13 +10,13 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.head_shapes import HeadMap, declared_shapes, wrong_with_shapes
 from attn_testkit.cases.layers import Layers
-from attn_testkit.cases.not_covered import describe_not_covered
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.catalogue.not_covered import describe_not_covered
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, HeadShape
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
 WHOLE = HeadShape(8, 4, 6)

@@ -9,12 +9,12 @@ from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
-from attn_testkit.cases.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map, table_of_group
 from attn_testkit.cases.layers import Layers
-from attn_testkit.cases.not_covered import not_covered
-from attn_testkit.cases.schedule import Schedule, make_schedule
+from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
+from attn_testkit.steps.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map, table_of_group
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
 DECODE = "decode-gqa2x2-d32-bf16-p4-k{keys}-{layout}-gauss{words}-layers3from5groups-b4prod"

@@ -10,11 +10,11 @@ import pytest
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.catalogue import generate, within_declared
 from attn_testkit.cases.co_residents import many_heads
-from attn_testkit.cases.large_cases import large_cases, too_large_for_a_cpu
-from attn_testkit.cases.named import named_from, smallest_of, without_options_of
 from attn_testkit.cases.nearest_declared import nearest_declared
+from attn_testkit.catalogue.large_cases import large_cases, too_large_for_a_cpu
+from attn_testkit.catalogue.named import named_from, smallest_of, without_options_of
+from attn_testkit.catalogue.tiers import generate, within_declared
 from attn_testkit.contract import Capabilities, ForwardMode
 
 GRID = 65_535

@@ -15,13 +15,13 @@ from later import came_later
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.co_residents import co_residents
-from attn_testkit.cases.data import make_step_data
 from attn_testkit.cases.derived_parameters import chosen
-from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.renamed_words import FIRST_NAMES, first_written
-from attn_testkit.cases.schedule import Step, make_schedule
 from attn_testkit.contract import ForwardMode
 from attn_testkit.examples import MinimalBackend
+from attn_testkit.steps.data import make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.schedule import Step, make_schedule
 
 CAPABILITIES = {"torch_native": TorchNativeBackend.capabilities, "minimal": MinimalBackend.capabilities}
 IDS = [

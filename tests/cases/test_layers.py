@@ -10,12 +10,12 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.co_residents import co_residents
-from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.layers import SETTINGS, Layers
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, KVPool
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
 DECODE = "decode-gqa2x2-d32-bf16-p4-k5.9-shuffled-gauss{}-b3prod"

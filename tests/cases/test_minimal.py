@@ -9,7 +9,7 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.cases.minimal import minimal_case, minimal_cases
+from attn_testkit.catalogue.minimal import minimal_case, minimal_cases
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 

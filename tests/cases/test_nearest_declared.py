@@ -8,14 +8,14 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.co_residents import co_residents
-from attn_testkit.cases.data import make_layers
 from attn_testkit.cases.derived_parameters import chosen
 from attn_testkit.cases.nearest_declared import nearest_declared
-from attn_testkit.cases.not_covered import not_covered
+from attn_testkit.catalogue.not_covered import not_covered
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.faults.f_declared_windows import WINDOWED
+from attn_testkit.steps.data import make_layers
 
 ALL = TorchNativeBackend.capabilities
 DECODE = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-w4-b4prod")

@@ -13,13 +13,13 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.cases_for_uncovered import MOST_VALUES
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.rows import MOST_ROWS
-from attn_testkit.cases.not_covered import DECLARED_VALUES, Value, describe_not_covered, not_covered
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.rows import Accepted, Decode, Rows, Verify
 from attn_testkit.cases.trees import Tree, chain
+from attn_testkit.catalogue.cases_for_uncovered import MOST_VALUES
+from attn_testkit.catalogue.not_covered import DECLARED_VALUES, Value, describe_not_covered, not_covered
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
@@ -76,8 +76,8 @@ def test_core_tries_every_value_that_a_bundled_backend_declares_but_those_of_lon
 ) -> None:
     left = lacking("core", mode, BUNDLED[name])
     if name == "torch_native":
-        # With several rows 7 has a case of its own (``cases/row_edges.py``), in decode each usual one
-        # (``cases/declared_pairs.py``).
+        # With several rows 7 has a case of its own (``catalogue/row_edges.py``), in decode each usual one
+        # (``catalogue/declared_pairs.py``).
         tried = {DECODE: {3, 5, 6, 7, 12}, ForwardMode.DRAFT_DECODE: {3}}.get(mode, {3, 7})
         assert left.pop("group") == [n for n in range(2, 127) if n & (n - 1) and n not in tried]
         assert left.pop("mla_heads") == [n for n in range(2, 128) if n & (n - 1)]

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.numerics import MODEL, Numerics, numerics_of
-from attn_testkit.cases.schedule import forget_schedules, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.contract.merging import LogSumExp
+from attn_testkit.steps.numerics import MODEL, Numerics, numerics_of
+from attn_testkit.steps.schedule import forget_schedules, make_schedule
 
 BF16 = "extend-gqa2x2-d32-bf16-p4-k9.6-n3a3.1-shuffled-gauss-b2prod"
 FP32 = BF16.replace("bf16", "fp32")

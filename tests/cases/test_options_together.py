@@ -56,7 +56,7 @@ def test_trees_meet_groups_parts_and_ways_beside_a_window_or_else_without(in_tre
     kinds: list[Callable[[Case], bool]] = [
         lambda case: case.layers.groups,
         lambda case: bool(case.layers.shapes),
-        lambda case: bool(case.parts),
+        lambda case: bool(case.kv_splits),
         *map(of_variant, ("given_out", "padded_tokens", "overlap_scheduling", "seq_lens_with_new")),
     ]
     cases = core(VERIFY, CAPABILITIES.with_changes(windows={"in_trees": in_trees}))

@@ -8,8 +8,8 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.page_counts import groups_of_pages, page_count_cases
+from attn_testkit.catalogue.page_counts import groups_of_pages, page_count_cases
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
 CAPABILITIES = TorchNativeBackend.capabilities

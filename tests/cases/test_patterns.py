@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from attn_testkit.cases.patterns import draw, mark_keys, marked_keys, normals, probe_values
+from attn_testkit.cases.normals import normals
+from attn_testkit.steps.patterns import draw, mark_keys, marked_keys, probe_values
 
 Q, K, V = (2, 300, 4, 64), (2, 3, 100, 2, 64), (2, 3, 100, 2, 32)
 

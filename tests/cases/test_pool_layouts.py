@@ -13,7 +13,7 @@ from as_made import as_made, without_arrays
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.co_residents import co_residents
-from attn_testkit.cases.not_covered import describe_not_covered, not_covered
+from attn_testkit.catalogue.not_covered import describe_not_covered, not_covered
 from attn_testkit.contract import KV_LAYOUTS, Capabilities, ForwardMode, KVPool
 from attn_testkit.examples import MinimalBackend
 
@@ -23,7 +23,7 @@ OTHERS = [name for name in KV_LAYOUTS if name != "nhd"]
 
 
 def without_pairs(declared: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
-    """All cases but those of decode in which layouts meet all else that is declared (``cases/pair_array.py``)."""
+    """All cases but those of decode in which layouts meet all else that is declared (``catalogue/pair_array.py``)."""
     return [case for case in as_made(declared, mode, tier) if case.prefixes != (530, 33, 1)]
 
 

@@ -11,11 +11,11 @@ from as_made import as_made, without_arrays
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.cases.kv_splits import split_cases
-from attn_testkit.cases.layer_cases import layer_cases
-from attn_testkit.cases.named import named_from, smallest_of, without_options_of
 from attn_testkit.cases.plans import context_len
-from attn_testkit.cases.randomly_combined import randomly_combined, randomly_varied
+from attn_testkit.catalogue.kv_splits import split_cases
+from attn_testkit.catalogue.layer_cases import layer_cases
+from attn_testkit.catalogue.named import named_from, smallest_of, without_options_of
+from attn_testkit.catalogue.randomly_combined import randomly_combined, randomly_varied
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
@@ -31,7 +31,7 @@ def arrays(declared: Capabilities, mode: ForwardMode) -> list[Case]:
 
 
 def kind(case: Case) -> str:
-    own = (*sorted(case.variants), case.parts.rstrip("0123456789"), "groups" * case.layers.groups)
+    own = (*sorted(case.variants), case.kv_splits.rstrip("0123456789"), "groups" * case.layers.groups)
     return " ".join(filter(None, own))
 
 
@@ -122,7 +122,7 @@ def test_cases_of_a_short_array_come_again_with_something_else(count: int, most:
     assert len(found) == len(set(found)) == most
 
 
-TWO_THINGS = {"layers": layer_cases, "parts": split_cases}
+TWO_THINGS = {"layers": layer_cases, "kv_splits": split_cases}
 MODES = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
 
 
@@ -141,7 +141,7 @@ def test_what_is_made_for_two_things_has_other_slots_data_and_padding_each(mode:
     minimal = list(TWO_THINGS[kind](CAPABILITIES, small(mode)))
     changed = list(randomly_varied(CAPABILITIES, minimal))
     assert len(changed) == len(minimal)
-    kept = (*KEPT, "prefixes", "new", "variants", "parts", "own_merge", "layers", "tree", "chunks")
+    kept = (*KEPT, "prefixes", "new", "variants", "kv_splits", "merged_by_backend", "layers", "tree", "chunks")
     for before, after in zip(minimal, changed, strict=True):
         assert [getattr(before, name) for name in kept] == [getattr(after, name) for name in kept]
         assert parse_case(after.id) == after

@@ -6,7 +6,7 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import CODES, Case
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
 CAPABILITIES: Capabilities = TorchNativeBackend.capabilities.with_changes(gqa_ratios={4, 5, 6, 7})

@@ -4,11 +4,11 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import make_layers, make_step_data, pool_image
 from attn_testkit.cases.rows import Decode
-from attn_testkit.cases.schedule import make_schedule, only
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.data import make_layers, make_step_data, pool_image
+from attn_testkit.steps.schedule import make_schedule, only
 
 CASES = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "smoke")]
 DECODE = "decode-gqa4x2-d64-bf16-p16-k15.16.17-{layout}-gauss-b4prod"

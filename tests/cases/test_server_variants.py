@@ -8,15 +8,15 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import make_step_data, pool_image
 from attn_testkit.cases.fields import THINGS
-from attn_testkit.cases.kv_groups import pages_in_pool, slot_map
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.cases.server_variants import SERVER_VARIANTS, variant_of
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_step_data, pool_image
+from attn_testkit.steps.kv_groups import pages_in_pool, slot_map
+from attn_testkit.steps.schedule import make_schedule
 
 ALL = TorchNativeBackend.capabilities
 PLAIN = MinimalBackend.capabilities
@@ -208,5 +208,5 @@ def test_core_has_each_two_variants_that_do_not_exclude_each_other(mode: Forward
     }
     assert set(combinations(words, 2)) - met == {("empty_batches", "padded_tokens")}
     assert max(len(case.variants) for case in cases) == 2
-    assert any(case.variants and case.parts for case in cases)
+    assert any(case.variants and case.kv_splits for case in cases)
     assert any(case.variants and case.layers.groups for case in cases)

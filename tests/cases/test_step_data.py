@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import (
+from attn_testkit.contract import KVPool
+from attn_testkit.steps.data import (
     DTYPES,
     StepData,
     _of_fp8_range,
@@ -20,10 +21,9 @@ from attn_testkit.cases.data import (
     make_step_data,
     pool_image,
 )
-from attn_testkit.cases.foreign_slots import PLACES, marked_slots, place_pattern
-from attn_testkit.cases.patterns import LARGEST_FP8
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule, only
-from attn_testkit.contract import KVPool
+from attn_testkit.steps.foreign_slots import PLACES, marked_slots, place_pattern
+from attn_testkit.steps.patterns import LARGEST_FP8
+from attn_testkit.steps.schedule import Schedule, Step, make_schedule, only
 
 IDS = [
     "decode-gqa2x2-d32-bf16-p4-k0.5.20-shuffled-gauss-b3prod",

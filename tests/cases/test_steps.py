@@ -9,10 +9,10 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.plans import context_len
-from attn_testkit.cases.schedule import Request, Schedule, Step, make_schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.schedule import Request, Schedule, Step, make_schedule
 
 EVERY = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]
 CORE = [case for case in EVERY if not case.variants]

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
+from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = MinimalBackend.capabilities
 

@@ -6,7 +6,7 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 
 CAPABILITIES = TorchNativeBackend.capabilities
@@ -38,7 +38,7 @@ def one_row_each(mode: ForwardMode) -> list[Case]:
     return [
         case
         for case in generate(CAPABILITIES, mode, "core")
-        if case.parts and set(case.new) == {1} and case.chunks == 1
+        if case.kv_splits and set(case.new) == {1} and case.chunks == 1
     ]
 
 

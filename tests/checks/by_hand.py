@@ -8,12 +8,12 @@ from dataclasses import replace
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import draft_topk
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, Outputs, StepInputs, copies_of
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.steps.data import draft_topk
+from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d32-fp32-p4-k5.9-t0.0.1-shuffled-gauss-b2prod"

@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 from by_hand import schedule_of
 
-from attn_testkit.cases.data import DTYPES
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.steps.data import DTYPES
+from attn_testkit.steps.schedule import Schedule
 
 
 class Run(NamedTuple):

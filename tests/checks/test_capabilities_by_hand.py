@@ -11,7 +11,6 @@ from by_hand import DECODE, schedule_of
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
 from attn_testkit.checks import capabilities as module
 from attn_testkit.checks.capabilities import refuses_undeclared, undeclared_contexts
 from attn_testkit.contract import (
@@ -26,6 +25,7 @@ from attn_testkit.contract import (
     Unsupported,
     refuse_undeclared,
 )
+from attn_testkit.steps.data import make_layers
 
 CAPABILITIES = TorchNativeBackend.capabilities
 CPU = torch.device("cpu")

@@ -9,8 +9,6 @@ import torch
 from miscounted import Run, evaluated, started, step_of, with_kv_splits, wrong_out
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import CHECKS, Comparison
 from attn_testkit.checks.counted_once import counted_once, miscounts_text
 from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys, key_ratio
@@ -18,6 +16,8 @@ from attn_testkit.checks.miscounts import find_miscounts
 from attn_testkit.checks.numeric import matches_oracle
 from attn_testkit.contract import Capabilities
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 CASE = "decode-gqa2x2-d128-{}-p16-k4096.300.33-shuffled-plus_minus_one{}-b3prod"
 BF16 = CASE.format("bf16", "")

@@ -9,7 +9,6 @@ import pytest
 import torch
 from by_hand import schedule_of
 
-from attn_testkit.cases.data import make_layers
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.log_sum_exp import log_sum_exp
 from attn_testkit.checks.lse_patterns import LseEvidence
@@ -18,6 +17,7 @@ from attn_testkit.contract import LogSumExp
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import Expected, expect
 from attn_testkit.results import Finding
+from attn_testkit.steps.data import make_layers
 
 PREFIX = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefix-b3prod")
 SINKS = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-sink-lsepages2-b3prod")

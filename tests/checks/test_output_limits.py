@@ -19,11 +19,11 @@ from by_hand import (
     schedule_of,
 )
 
-from attn_testkit.cases.data import draft_topk
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.outputs import mode_outputs
 from attn_testkit.oracle.expect import Expected
 from attn_testkit.results import Finding
+from attn_testkit.steps.data import draft_topk
 
 SLACK = 2 * LIMIT
 """By so much may two logits differ that each may be off by a limit."""

@@ -6,8 +6,8 @@ import pytest
 import torch
 from by_hand import VERIFY, expected_zeros, observation, schedule_of, zeros_like
 
-from attn_testkit.cases.schedule import only, part
 from attn_testkit.checks.sameness import batch_invariant, repeatable
+from attn_testkit.steps.schedule import only, part
 
 SCHEDULE = schedule_of(VERIFY)
 STEP = SCHEDULE.steps[0]

@@ -21,12 +21,12 @@ from by_hand import (
 )
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
 from attn_testkit.checks import CHECKS, Stage, evaluated
 from attn_testkit.checks.describe import index_ranges, number, requests_wrong, row_name, spread_text, times
 from attn_testkit.checks.memory import writes_own_kv
 from attn_testkit.checks.misplaced import _group_alone, _neighbours, _scaled, _some_heads
 from attn_testkit.contract import Execution
+from attn_testkit.steps.data import make_layers
 
 
 @pytest.mark.parametrize(

@@ -13,9 +13,6 @@ import torch
 from wrong_steps import observed, v1, wrong_at
 
 from attn_testkit.cases.case import CODES, parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.foreign_slots import PLACES
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis import attended_keys
@@ -30,6 +27,9 @@ from attn_testkit.diagnosis.attended_keys import (
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.rerun import Rerunner
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.foreign_slots import PLACES
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 DECODE = "decode-gqa2x2-d32-fp32-p4-k3.9.40-shuffled-gauss{}-b4prod"
 Weights = Callable[[int, int, int], float]

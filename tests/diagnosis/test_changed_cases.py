@@ -11,7 +11,6 @@ import pytest
 from wrong_steps import observed, wrong_at
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
@@ -21,6 +20,7 @@ from attn_testkit.diagnosis.hints.changed import later_tiles, right_with_fewer_r
 from attn_testkit.diagnosis.raised import explain_raised
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 CASE = "decode-gqa2x2-d32-fp32-p16-k63.40x2-shuffled-gauss-w4-cap1.5-sink-b4prod"
 Wrong = Callable[[Case], bool | None]

@@ -10,7 +10,6 @@ import torch
 from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
 from wrong_steps import assumed
 
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.assumed_keys import rows_counted_by_heads, window_on_new_rows_alone
 from attn_testkit.diagnosis.hints.batch import length_threshold
@@ -19,6 +18,7 @@ from attn_testkit.diagnosis.hints.keys import key_range, window_of_another_layer
 from attn_testkit.diagnosis.hints.rows import rows_of_others
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.schedule import Schedule
 
 WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-w4-b3prod")
 SHORT = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n3a3.2.3-shuffled-gauss-w4-b3prod")

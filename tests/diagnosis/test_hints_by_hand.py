@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis import hints as package
@@ -24,6 +23,7 @@ from attn_testkit.diagnosis.hints.hint import Hint, Level, hint, in_order
 from attn_testkit.diagnosis.hints.keys import key_range, pool_layout, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p16-k299.40-shuffled-gauss-b2prod"))
 FULL = re.MULTILINE | re.DOTALL

@@ -12,13 +12,13 @@ import torch
 from wrong_steps import observed, v1
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis.misrouted_rows import _like, find_misrouted
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 
 def with_rows(schedule: Schedule, change: Callable[[torch.Tensor, Any], None]) -> Comparison:

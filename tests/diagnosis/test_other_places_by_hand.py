@@ -10,7 +10,6 @@ import torch
 from wrong_steps import assumed, observed
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.comparison import BITS
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
@@ -22,6 +21,7 @@ from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_compute
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 
 def schedule_of(case: str) -> Schedule:

@@ -11,14 +11,14 @@ import torch
 from wrong_steps import assumed
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 CASE = "decode-gqa3x2-d32-fp32-p4-k40.9.21-shuffled-gauss-kvfp8e4m3-w11-cap1.5-sink-b4prod"
 SCHEDULE = make_schedule(parse_case(CASE))

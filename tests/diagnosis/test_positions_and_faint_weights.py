@@ -11,7 +11,6 @@ import torch
 from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
 from wrong_steps import assumed
 
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.attended_keys import AttendedKeys, _read, _right_dims
 from attn_testkit.diagnosis.hints import hints, keys, rows
 from attn_testkit.diagnosis.hints.assumed_keys import positions_of_another_request, rows_without_prefix
@@ -23,6 +22,7 @@ from attn_testkit.diagnosis.hints.rows import uneven_offsets
 from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.schedule import Schedule
 
 EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n12a12.1.3-shuffled-gauss-b3prod")
 WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n4a4.2.3-shuffled-gauss-w4-b3prod")

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import AttentionLayer
@@ -21,6 +19,8 @@ from attn_testkit.diagnosis.hints.assumed_numbers import other_scaling
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE = "decode-mha2-d32-fp32-p4-k40.9.3-shuffled-gauss-b4prod"
 LENGTH = 41

@@ -12,7 +12,6 @@ from attn_testkit.runner_modes.graphs import AllocatedInCapture, GraphRun
 from attn_testkit.runner_modes.messages import Rerun, RunRecord, StepRecord
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import ForwardMode
@@ -21,6 +20,7 @@ from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
 from attn_testkit.oracle.expect import expect
 from attn_testkit.results import Finding
+from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
 PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)

@@ -26,7 +26,7 @@ def case(**fields: Any) -> Any:
         "page_size": 4,
         "data": "gauss",
         "layout": "shuffled",
-        "parts": "",
+        "kv_splits": "",
         "kv_dtype": "same",
         **fields,
     }

@@ -8,14 +8,14 @@ import pytest
 import torch
 from test_other_places_by_hand import attended, evidence, right, schedule_of, with_data
 
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.batch import last_request_not_written, only_empty_splits
 from attn_testkit.diagnosis.hints.heads import columns_not_written
 from attn_testkit.diagnosis.hints.keys import elsewhere, key_range
 from attn_testkit.diagnosis.hints.numbers import right_keys
 from attn_testkit.diagnosis.hints.values import nothing_computed
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import Schedule
 
 VERIFY = schedule_of("target-verify-gqa2x2-d64-bf16-p4-k9.20.3-chain3-shuffled-gauss-b3prod")
 RANKS = schedule_of("decode-gqa2x2-d32-fp32-p4-k1.9.3.20.2.11-shuffled-gauss-lsepages2merged-b6prod")

@@ -10,8 +10,6 @@ import torch
 from wrong_steps import observed, v1
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import new_kv
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.comparison import BITS
 from attn_testkit.checks.observation import Observation, copies_of
@@ -22,6 +20,8 @@ from attn_testkit.diagnosis.hints.numbers import computed_nan
 from attn_testkit.diagnosis.hints.values import nothing_computed, one_row_each, rows_of_other_layers
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import new_kv
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 WINDOW = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k5.6.20-shuffled-gauss-w4-b3prod"))
 SHORT = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.4.5-shuffled-gauss-w4-b3prod"))

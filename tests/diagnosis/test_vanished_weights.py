@@ -10,14 +10,14 @@ import torch
 from test_parameters_by_hand import attended, evidence, scales
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.numerics import Numerics
-from attn_testkit.cases.patterns import FAINT_RUN
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.assumed_numbers import vanished_weights
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.patterns import FAINT_RUN
+from attn_testkit.steps.schedule import make_schedule
 
 CASE = "decode-gqa3x2-d32-bf16-p4-k1200-shuffled-{}-kvfp8e4m3-b1prod"
 FAINT = make_schedule(parse_case(CASE.format("small_weights")), Numerics("fp8_e4m3"))

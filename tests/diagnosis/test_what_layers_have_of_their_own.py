@@ -10,11 +10,11 @@ from test_changed_cases import Backend, asked_of
 from wrong_steps import wrong_at
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.diagnosis.hints.changed import right_with_other_layers
 from attn_testkit.diagnosis.raised import explain_raised
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 SHAPES = "decode-gqa2x4-d64-fp32-p4-k15.22-shuffled-gauss-layers3from5by4x2d32.8x4d64-b2prod"
 GROUPS = "decode-gqa2x2-d32-fp32-p4-k15.22-shuffled-gauss-layers3from5groups-b2prod"

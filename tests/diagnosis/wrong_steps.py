@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.hints import ORDER, Evidence
 from attn_testkit.diagnosis.hints.hint import Level
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 V1 = "draft-extend-gqa2x2-d32-fp32-p4-k5.9.14-n3a2.3x2-shuffled-{}-b3prod"
 

@@ -8,9 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from attn_testkit.cases.data import StepData, make_layers, make_step_data
 from attn_testkit.cases.fields import Fields
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.contract import AttentionLayer, BackendContext, Capabilities, ForwardBatch, KernelBackend, KernelPlan
 from attn_testkit.contract.head_layout import HeadLayout, register_head_layout
 from attn_testkit.families.family import Answer, Family, Supposition
@@ -18,6 +16,8 @@ from attn_testkit.families.rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUN
 from attn_testkit.families.softmax.attention import windowed
 from attn_testkit.families.softmax.memory import KV_POOL
 from attn_testkit.families.table import register
+from attn_testkit.steps.data import StepData, make_layers, make_step_data
+from attn_testkit.steps.schedule import Schedule
 
 NAME = "mean"
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.softmax import attention
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.schedule import make_schedule
 
 CASES = [
     "decode-gqa3x2-d32-bf16-p16-k0.5.20-shuffled-gauss-w4-b3prod",

@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.numerics import Numerics
 from attn_testkit.cases.rows import Decode
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.families.rounding import row_limit
 from attn_testkit.families.softmax.attention import Attention, attend
 from attn_testkit.families.softmax.limits import attention_limit
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.schedule import make_schedule
 
 FP8 = torch.float8_e4m3fn
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import Case, Heads
-from attn_testkit.cases.data import DTYPES, make_layers, make_step_data
 from attn_testkit.cases.rows import Decode
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.rounding import row_limit
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.families.softmax.limits import attention_limit
+from attn_testkit.steps.data import DTYPES, make_layers, make_step_data
+from attn_testkit.steps.schedule import make_schedule
 
 LENGTHS = (64, 512, 4096)
 

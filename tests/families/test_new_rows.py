@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.numerics import Numerics
-from attn_testkit.cases.schedule import Schedule, Step, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.oracle.expect import expect
 from attn_testkit.running.case_runs.case_run import schedule_for
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 CASES = [
     "decode-gqa3x2-d32-bf16-p16-k0.5.20-shuffled-gauss-kvfp8e4m3-w4-b3prod",

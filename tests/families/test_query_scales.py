@@ -9,16 +9,16 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case, parse_case
-from attn_testkit.cases.data import StepData, make_layers, make_step_data
-from attn_testkit.cases.numerics import Numerics
-from attn_testkit.cases.query_scales import held_queries, large_or_small
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.families.softmax.limits import attention_limit, lse_limit
 from attn_testkit.families.softmax.query_rounding import query_rounding
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import StepData, make_layers, make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.query_scales import held_queries, large_or_small
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 FP8 = torch.float8_e4m3fn
 SCALED = ("per_token_head", "per_token", "per_tensor")

@@ -10,9 +10,7 @@ from in_process import check_backend
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend, TorchNativeSparseSlotsBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.catalogue import generate
-from attn_testkit.cases.data import make_step_data
-from attn_testkit.cases.schedule import make_schedule
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, Sparse
 from attn_testkit.families.softmax import answer as softmax
 from attn_testkit.families.sparse.data import make_sparse_data
@@ -24,6 +22,8 @@ from attn_testkit.faults.s_selected_keys import (
     SelectionIgnored,
     UnselectedKeysMultipliedByZero,
 )
+from attn_testkit.steps.data import make_step_data
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE = "decode-mqa4-d64-bf16-p16-k40.9.100-shuffled-gauss-sel16-b4prod"
 VERIFY = "target-verify-mqa4-d64-bf16-p16-k40.9.100-chain4-shuffled-gauss-sel16{}-b4prod"

@@ -9,14 +9,14 @@ import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import StepData, make_layers, make_step_data
-from attn_testkit.cases.numerics import Numerics
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.rounding import UNIT_ROUNDOFF, row_limit
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.families.softmax.kv_splits import split_sums
 from attn_testkit.running.case_runs.case_run import schedule_for
+from attn_testkit.steps.data import StepData, make_layers, make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.schedule import make_schedule
 
 CASE = "decode-gqa2x2-d64-{}-p16-k9.70.300-shuffled-{}-b4prod"
 IEEE = TorchNativeBackend.capabilities

@@ -8,7 +8,7 @@ import pytest
 from in_process import check_backend
 
 from attn_testkit.cases.case import Case
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, ForwardMode
 from attn_testkit.faults import all_faults
 from attn_testkit.faults.controls_of_masks import PaddedRowsOfBlocks

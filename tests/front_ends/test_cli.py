@@ -435,7 +435,7 @@ def test_checks_are_spelled_as_they_are_defined_and_in_their_order():
 
 
 def test_the_modes_are_spelled_as_the_contract_spells_them():
-    from attn_testkit.cases.catalogue import TIERS as catalogue_tiers
+    from attn_testkit.catalogue.tiers import TIERS as catalogue_tiers
     from attn_testkit.contract import Execution, ForwardMode
     from attn_testkit.running.planning.request import EXECUTIONS, TIERS
 

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.rows import rows_of
-from attn_testkit.cases.minimal import minimal_case
 from attn_testkit.cases.plans import context_len
+from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, Execution, ForwardMode
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.fuzz.search import Found, Search, TimeUp
@@ -226,9 +226,9 @@ def test_what_not_every_server_does_is_drawn_where_it_is_declared(mode: ForwardM
 
     def last_of_them(case: Case) -> bool:
         assert parse_case(case.id) == case
-        assert not case.parts or "given_out" not in case.variants
+        assert not case.kv_splits or "given_out" not in case.variants
         both = {"two"} if len(case.variants) > 1 else set()
-        missing.difference_update(case.variants, both, {"with parts"} if case.parts and case.variants else set())
+        missing.difference_update(case.variants, both, {"with parts"} if case.kv_splits and case.variants else set())
         return not missing
 
     assert last_of_them(find(random_cases(CAPABILITIES, mode), last_of_them, settings=few))

@@ -8,9 +8,9 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.dimensions.numbers import nearer_numbers
-from attn_testkit.cases.minimal import minimal_case
+from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit.minimize.search import DIMENSIONS, changed, needs, odd_dimensions
 
@@ -63,7 +63,7 @@ IDS = {
     "layers": (
         "decode-mha2-d64-bf16-p1-k0-contiguous-gauss-layers3from5-b1prod", "layers3from5", DECODE, "layers2from0",
     ),
-    "parts": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-lsepages2-b1prod", "pages2", DECODE, "none"),
+    "KV splits": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-lsepages2-b1prod", "pages2", DECODE, "none"),
     "padded requests": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b4prod", "3", DECODE, "0"),
     "padding": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1nan", "nan", DECODE, "prod"),
     "multi_mode": ("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-b1prod-multi_mode", "yes", DECODE, "no"),
@@ -107,7 +107,7 @@ def test_requests_and_what_they_have_are_reported_apart() -> None:
 def test_every_case_is_made_plain_dimension_by_dimension() -> None:
     for case in every_case():
         minimal = minimal_case(CAPABILITIES, case.mode)
-        for name in ("layers", "parts", "variants", "multi_mode", "loop", "requests", *DIMENSIONS):
+        for name in ("layers", "KV splits", "variants", "multi_mode", "loop", "requests", *DIMENSIONS):
             case = changed(case, DIMENSIONS[name].reset(case, minimal))
         assert case == minimal
 

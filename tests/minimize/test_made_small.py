@@ -8,8 +8,8 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.declared import not_declared
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.minimize.search import Search, TimeUp
 from attn_testkit.results import CaseResult, Finding, Status

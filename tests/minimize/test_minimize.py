@@ -19,7 +19,7 @@ from judge_here import Call, interrupting, sent_here
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.cli import main
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
 from attn_testkit.running.planning.request import Item, Plan

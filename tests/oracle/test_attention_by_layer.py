@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.families.rounding import linear_limit, row_limit
 from attn_testkit.model import make_weights
 from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 WINDOWED = "decode-gqa2x4-d64-{}-p4-k19.40.6-shuffled-gauss{}-w7-cap1.5-sink-layers3from5by8x4d32.8x2d64-b4prod"
 CASES = [

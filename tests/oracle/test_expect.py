@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import make_layers, make_step_data
-from attn_testkit.cases.numerics import Numerics
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.families.rounding import linear_limit
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend, windowed
 from attn_testkit.model import make_weights
 from attn_testkit.oracle.expect import expect
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.numerics import Numerics
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 DECODE = "decode-gqa2x2-d32-{}-p4-k0.5.20-shuffled-gauss{}-b3prod"
 V1 = "draft-extend-gqa2x2-d32-bf16-p16-k5.9.7-n4a1.3.4-reversed-gauss-b3prod"

@@ -14,10 +14,10 @@ from attn_testkit.runner_modes.harness import ServerHarness
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import declared_co_residents
-from attn_testkit.cases.schedule import Schedule, make_schedule
 from attn_testkit.contract import BackendContext, Capabilities, ForwardBatch, ForwardMode
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
+from attn_testkit.steps.schedule import Schedule, make_schedule
 
 MIXED = parse_case("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod-multi_mode")
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND

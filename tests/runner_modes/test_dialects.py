@@ -17,7 +17,6 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import (
     Capabilities,
     DraftExtendInput,
@@ -28,6 +27,7 @@ from attn_testkit.contract import (
 )
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p16-k3.15.40-chain3-shuffled-gauss-b4prod"

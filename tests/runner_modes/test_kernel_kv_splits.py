@@ -8,7 +8,7 @@ import pytest
 import torch
 from in_process import check_backend
 
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode, KernelBackend, KernelPlan, LogSumExp
 from attn_testkit.examples import MinimalBackend
 
@@ -53,7 +53,8 @@ class ByPart(MinimalBackend):
 
 @pytest.mark.parametrize("mode", sorted(MODES))
 def test_tables_of_parts_are_right_eager_and_in_graphs(mode: ForwardMode) -> None:
-    cases = [case.id for case in generate(ByPart.capabilities, mode, "core") if case.parts and max(case.prefixes) < 100]
+    cases = generate(ByPart.capabilities, mode, "core")
+    cases = [case.id for case in cases if case.kv_splits and max(case.prefixes) < 100]
     parts = {case.rpartition("lse")[2].partition("-")[0] for case in cases}
     assert parts >= {"whole", "prefix", "pages2", "tokens3"}
     assert parts <= {"whole", "prefix", "pages2", "pages3", "tokens2", "tokens3"}
@@ -65,7 +66,7 @@ class Forgotten(MinimalBackend):
 
 
 def test_a_kernel_without_the_method_says_which() -> None:
-    case = next(case.id for case in generate(Forgotten.capabilities, ForwardMode.DECODE, "core") if case.parts)
+    case = next(case.id for case in generate(Forgotten.capabilities, ForwardMode.DECODE, "core") if case.kv_splits)
     results = check_backend(Forgotten, cases=[case], device="cpu", executions=["eager"], modes=["decode"])
     headlines = [finding.headline for row in results.rows for finding in row.findings]
     assert any("Forgotten declares lse and has no run_return_lse" in headline for headline in headlines)

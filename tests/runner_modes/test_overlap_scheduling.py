@@ -11,10 +11,10 @@ from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.contract import Execution
 from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import candidate_for
+from attn_testkit.steps.schedule import make_schedule
 
 OVERLAP_SCHEDULING = "decode-gqa2x2-d32-fp32-p16-k9.70.1.33-shuffled-gauss-b5prod-overlap_scheduling"
 USUAL = OVERLAP_SCHEDULING.removesuffix("-overlap_scheduling")

@@ -11,11 +11,11 @@ from attn_testkit.runner_modes.graphs import GraphRun
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.schedule import make_schedule
 from attn_testkit.checks import Stage
 from attn_testkit.contract import Unsupported
 from attn_testkit.running.case_runs import case_run
 from attn_testkit.running.case_runs.case_run import _CaseRun, with_other_requests
+from attn_testkit.steps.schedule import make_schedule
 
 PLAIN = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 MIXED = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod-multi_mode"

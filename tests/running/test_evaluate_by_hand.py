@@ -13,7 +13,6 @@ from attn_testkit.runner_modes.messages import Described, Rerun, RunCase, RunRec
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
-from attn_testkit.cases.schedule import Schedule
 from attn_testkit.checks import Stage
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Execution, Requires
@@ -27,6 +26,7 @@ from attn_testkit.running.planning.candidate import candidate_for
 from attn_testkit.running.planning.plan import plan_run
 from attn_testkit.running.planning.request import Item, Plan, Request
 from attn_testkit.running.processes.worker_process import WorkerLost
+from attn_testkit.steps.schedule import Schedule
 
 CASE = "decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"
 ONE = "decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b2prod"

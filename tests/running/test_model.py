@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.data import HIDDEN, make_layers
 from attn_testkit.model import Model, row_width
+from attn_testkit.steps.data import HIDDEN, make_layers
 
 
 @pytest.mark.parametrize("rows", [1, 3])

@@ -5,7 +5,7 @@ from typing import ClassVar
 import pytest
 from in_process import plan_run
 
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, Requires
 from attn_testkit.environment import Environment, missing_here
 from attn_testkit.examples.minimal import MinimalBackend

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...contract import ForwardMode
 from ..rows import Extend, changed_rows
-from .dimension import Columns, Dimension, Without, Word, no_capability, of_rows_part
+from .dimension import Columns, Combined, Dimension, Without, Word, no_capability, of_rows_part
 
 __all__ = ["CHUNKS"]
 
@@ -24,6 +24,14 @@ CHUNKS = Dimension(
     values=Columns(
         lambda declared, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {},
         lambda declared, row, so_far: changed_rows(so_far["rows"], chunks=row["chunks"]) if "chunks" in row else {},
+        {"chunks": 18},
+    ),
+    combined=Combined(
+        8,
+        lambda declared, case: {"chunks": [1, 3]} if case.mode is ForwardMode.EXTEND else {},
+        lambda declared, case, drawn, so_far: (
+            changed_rows(so_far["rows"], chunks=drawn["chunks"]) if "chunks" in drawn else {}
+        ),
     ),
     simpler=of_rows_part(
         "chunks",
@@ -33,6 +41,6 @@ CHUNKS = Dimension(
         changed_rows(so_far["rows"], chunks=draws.number(1, 3)) if isinstance(so_far["rows"], Extend) else {}
     ),
     varies="step",
-    apply=Without("cases/extend.py cuts a batch into chunks, and cases/schedule.py gives them the same slots."),
+    apply=Without("cases/extend.py cuts a batch into chunks, and steps/schedule.py gives them the same slots."),
     **no_capability("A chunk is an extend as any other to a backend."),
 )

@@ -34,6 +34,7 @@ CONTEXT = Dimension(
         ),
     ),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
+    combined=Without("It follows from the lengths, the rows and the page size."),
     values=Without("The keys have columns."),
     covered=(
         Covered(
@@ -41,7 +42,7 @@ CONTEXT = Dimension(
             "tokens of context",
             lambda declared, mode: (declared.max_context_len,),
             _tried,
-            Without("cases/options_together.py has a full context if it is short enough."),
+            Without("catalogue/options_together.py has a full context if it is short enough."),
             bound=True,
         ),
     ),

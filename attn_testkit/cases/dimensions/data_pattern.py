@@ -1,8 +1,8 @@
-"""The data pattern: what queries, keys and values are drawn from. See ``cases/patterns.py``."""
+"""The data pattern: what queries, keys and values are drawn from. See ``steps/patterns.py``."""
 
 from __future__ import annotations
 
-from .dimension import Columns, Dimension, Without, listed_word, no_capability, of_fields
+from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
 
 __all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA"]
 
@@ -17,11 +17,13 @@ EXTREME_DATA = (
     "beyond_fp16",
     "small_weights",
 )
-"""Patterns of magnitude, of the cases of ``cases/extremes.py`` only: they show nothing but what they are for."""
+"""Patterns of magnitude, of the cases of ``catalogue/extremes.py`` only: they show nothing but what they are for."""
 CODES = "plus_minus_one"
-"""Pattern of the cases that count keys: see ``cases/code_cases.py``."""
+"""Pattern of the cases that count keys: see ``catalogue/code_cases.py``."""
 EQUAL_LOGITS = ("mean", "negative")
 """Patterns that show no error of a query or a key: their cases cover nothing that is declared."""
+_COMBINED = ("gauss", "shifted", "peaked", "one_hot")
+"""Each shows a wrong key, position or head."""
 _ALL = (*DATA, *EXTREME_DATA, CODES)
 
 DATA_PATTERN = Dimension(
@@ -29,10 +31,15 @@ DATA_PATTERN = Dimension(
     fields=("data",),
     words=(listed_word(_ALL, "data"),),
     describe=lambda case: {"data": case.data},
-    values=Columns(lambda declared, mode, tier: {"data": list(DATA)}),
+    values=Columns(lambda declared, mode, tier: {"data": list(DATA)}, order={"data": 7}),
+    combined=Combined(
+        2,
+        lambda declared, case: {"data": list(_COMBINED)},
+        lambda declared, case, drawn, so_far: {"data": drawn["data"]},
+    ),
     simpler=of_fields("data"),
     random=lambda draws, declared, so_far: {"data": draws.one_of(DATA)},
     varies="step",
-    apply=Without("cases/patterns.py draws the numbers."),
+    apply=Without("steps/patterns.py draws the numbers."),
     **no_capability("Numbers are no capability: limits follow from them."),
 )

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Never, Protocol, TypeVar, final
 
 from ...contract import BackendContext, Capabilities, ForwardMode
-from ..fields import Changes, Fields
+from ..fields import DEFAULTS, Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
 
-__all__ = ["Asked", "Columns", "Covered", "Dimension", "Draws", "OnLayers", "OnSteps", "Outside", "Row", "Simpler",
-           "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability", "nothing_simpler",
-           "of_fields", "of_flag", "of_number", "of_rows_part", "option"]  # fmt: skip
+__all__ = ["Asked", "Columns", "Combined", "Covered", "Dimension", "Draws", "Kept", "OnLayers", "OnSteps", "Outside",
+           "Row", "Simpler", "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability",
+           "nothing_simpler", "of_fields", "of_flag", "of_number", "of_rows_part", "option", "seldom"]  # fmt: skip
 
 Value = int | str | tuple[str, str]
 """A value that a backend declares, as the count of what is covered names it."""
@@ -56,7 +56,7 @@ class Word:
     spelled: tuple[str, ...] = ()
     """Spellings that an error may suggest for an unknown word."""
     always: bool = False
-    """Whether every id has it."""
+    """True: every id has it."""
     current: Callable[[], str] | None = None
     """The pattern as it is now, where it follows from a table that may grow."""
 
@@ -82,7 +82,7 @@ class Asked:
     """One question about what a backend declares."""
 
     words: Callable[[Fields], str]
-    """What the case needs."""
+    """Words for what the case needs."""
     declared: Callable[[Capabilities, Fields], bool]
 
 
@@ -91,10 +91,42 @@ class Columns:
     """Columns that a dimension has in the covering array of a mode, and the fields that a row of it gives."""
 
     values: Callable[[Capabilities, ForwardMode, str], Mapping[str, Sequence[Any]]]
-    """(capabilities, mode, tier) -> name of a column -> its values, the plainest first. Empty: no column."""
+    """(capabilities, mode, tier) -> name of a column -> its values, the simplest first. Empty: no column."""
     fields: Callable[[Capabilities, Row, Changes], Changes] = lambda declared, row, so_far: {}
     """(capabilities, row, fields of the dimensions before): the dimension's. A column that has the name of a field is
     that field, and needs nothing here."""
+    order: Mapping[str, int] = field(default_factory=dict)
+    """Name of a column -> its place. Columns are in the order in which they were added, since in another order the
+    array has other rows. New columns come behind those with a place, and need none."""
+
+
+@dataclass(frozen=True)
+class Combined:
+    """Values of a dimension that cases take at random (``catalogue/randomly_combined.py``)."""
+
+    order: int
+    """Place among the dimensions. In another order a case takes other values."""
+    values: Callable[[Capabilities, Fields], Mapping[str, Sequence[Any]]]
+    """(capabilities, case): name -> values, of which a case takes one. ``None``: the case stays as it is."""
+    fields: Callable[[Capabilities, Fields, Row, Changes], Changes]
+    """(capabilities, case, values that are taken, fields of the dimensions before): the dimension's. Raises
+    ``ValueError`` if there is no such case."""
+
+
+_SELDOM = 4
+"""One of five cases takes such a value: each of them excludes batches and rows of others."""
+
+
+def seldom(values: Sequence[T]) -> list[T | None]:
+    """Values that few cases take; the others stay as they are."""
+    return [None] * (_SELDOM * len(values)) + [*values]
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Fields that a case keeps when it is combined at random, and that are to meet all values of the others."""
+
+    names: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -103,7 +135,7 @@ class Covered:
 
     name: str
     words: str
-    """Before its values; of a bound, behind its number."""
+    """Words before its values; of a bound, behind its number."""
     declared: Callable[[Capabilities, ForwardMode], Iterable[Value]]
     """Every value that is declared in a mode; of a bound the largest only."""
     tried: Callable[[Capabilities, Fields], Value | None]
@@ -111,20 +143,20 @@ class Covered:
     make: Callable[[Capabilities, Fields, Any], Changes] | Without
     """(capabilities, case, value): what makes the case try the value."""
     largest_first: bool = False
-    """Whether small cases are made for large values first, so that one of them has the most rows."""
+    """True: small cases are made for large values first, so that one of them has the most rows."""
     bound: bool = False
     """A larger value that is tried covers the smaller ones."""
     most: int | None = None
-    """Of a bound: no case is made for more."""
+    """Largest value of a bound that a case is made for."""
 
     def covers(self, found: Value | None, value: Value) -> bool:
-        """Whether a case that tries ``found`` tries ``value``."""
+        """Return True if a case that tries ``found`` tries ``value``."""
         if self.bound and isinstance(found, int) and isinstance(value, int):
             return found >= value
         return found == value
 
     def capped(self, value: Value) -> Value:
-        """As much of a bound as cases are made of."""
+        """Return the value, or of a bound as much as cases are made for."""
         return min(value, self.most) if self.most is not None and isinstance(value, int) else value
 
 
@@ -156,7 +188,7 @@ def nothing_simpler(declared: Capabilities, case: Fields, minimal: Fields) -> It
 
 @dataclass(frozen=True)
 class Simpler:
-    """How a failing case comes nearer to the minimal case of its mode (``minimal``) in this dimension."""
+    """Steps that bring a failing case nearer to the minimal case of its mode (``minimal``) in this dimension."""
 
     value: Callable[[Fields], str]
     """The value for people, in a word or two."""
@@ -181,12 +213,12 @@ def of_fields(*names: str, **more: Any) -> Simpler:
 
 
 def of_flag(name: str) -> Simpler:
-    """The same if the field is True or False."""
+    """``of_fields`` of a field that is True or False."""
     return of_fields(name, value=lambda case: "yes" if getattr(case, name) else "no")
 
 
 def of_number(*names: str, **more: Any) -> Simpler:
-    """The same where the first field is a number."""
+    """``of_fields`` whose first field is a number."""
     values: dict[str, Any] = {
         "value": lambda case: str(getattr(case, names[0])),
         "size": lambda case, minimal: (abs(getattr(case, names[0]) - getattr(minimal, names[0])),),
@@ -223,7 +255,7 @@ class Draws(Protocol):
 
 @dataclass(frozen=True)
 class OnLayers:
-    """What the dimension changes of the attention layers."""
+    """Changes of the attention layers."""
 
     of_layers: Callable[[Fields], Sequence[Changes]]
     """Fields of ``AttentionLayer``, layer by layer."""
@@ -231,7 +263,7 @@ class OnLayers:
 
 @dataclass(frozen=True)
 class OnSteps:
-    """What the dimension changes of the steps of a schedule."""
+    """Changes of the steps of a schedule."""
 
     plans: Callable[[Fields, list[Plan]], list[Plan]]
 
@@ -244,19 +276,21 @@ class Dimension:
 
     name: str
     fields: tuple[str, ...] | Without
-    """Of the record, which the dimension's word says."""
+    """Fields of a case that the words of the dimension give."""
     words: tuple[Word, ...] | Without
-    """How they are written in a case id."""
+    """Words of a case id."""
     describe: Callable[[Fields], Mapping[str, str]] | Without
     """Label -> phrase for people, empty for what the case does not have."""
     declared: tuple[Asked, ...] | Without
-    """Does a backend declare this value?"""
+    """Questions whether a backend declares the value."""
     fit: Callable[[Capabilities, Fields], Changes] | Without
-    """What brings a case to the nearest declared value; empty if it has a declared one."""
+    """Changes that bring a case to the nearest declared value; empty if it has a declared one."""
     values: Columns | Without
-    """What the covering array of a tier tries."""
+    """Columns of the covering array of a tier."""
+    combined: Combined | Kept | Without
+    """Values that cases take at random, or fields that they keep."""
     covered: tuple[Covered, ...] | Without
-    """Which declared values a case tries, and a small case for each that no other case tries."""
+    """Declared values that a case tries, and a small case for each that no other case tries."""
     simpler: Simpler | Without
     """Steps of a failing case toward the minimal case."""
     undeclared: tuple[Outside, ...] | Without
@@ -264,11 +298,13 @@ class Dimension:
     random: Callable[[Draws, Capabilities, Changes], Changes] | Without
     """(draws, capabilities, fields so far): random fields, for fuzzing."""
     varies: Literal["instance", "layer", "step"]
-    """What may have a value of its own: only a backend instance, each layer of it, or each step."""
+    """Unit that may have a value of its own: only a backend instance, each layer of it, or each step."""
     apply: tuple[OnLayers | OnSteps, ...] | Without
-    """What the value means for layers or steps. ``Without`` names the file that knows."""
+    """Meaning of the value for layers or steps. ``Without`` names the file that knows."""
 
     def __post_init__(self) -> None:
         for name in self.fields:
-            if name not in Fields.__dataclass_fields__:
-                raise ValueError(f"dimension {self.name!r}: no case has a field {name!r}; add it to cases/fields.py")
+            if name not in DEFAULTS:
+                raise ValueError(
+                    f"dimension {self.name!r}: no case has a field {name!r}; add it to a record in cases/records.py"
+                )

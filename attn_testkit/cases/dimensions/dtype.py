@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...contract import DTYPES, BackendContext, Capabilities
-from .dimension import Asked, Columns, Dimension, Without, listed_word, of_fields
+from .dimension import Asked, Columns, Dimension, Kept, Without, listed_word, of_fields
 from .outside import pool_like
 
 __all__ = ["DTYPE"]
@@ -30,11 +30,12 @@ DTYPE = Dimension(
     describe=lambda case: {"dtype": case.dtype},
     declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
     fit=Without("Cases are made of declared dtypes."),
-    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
+    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}, order={"dtype": 2}),
+    combined=Kept(("dtype",)),
     covered=Without("The KV dtype counts each pair of the two."),
     simpler=of_fields("dtype"),
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {"dtype": draws.one_of(sorted(declared.dtypes))},
     varies="instance",
-    apply=Without("cases/data.py rounds the numbers to it, and the harness makes pool and batches of it."),
+    apply=Without("steps/data.py rounds the numbers to it, and the harness makes pool and batches of it."),
 )

@@ -38,7 +38,8 @@ GREEDY_LOOP = Dimension(
     describe=lambda case: {"rounds": f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""},
     declared=(Asked(lambda case: "a lossless loop of this draft", _loop_declared),),
     fit=Without("The catalogue makes a loop only of modes that are declared."),
-    values=Without("cases/named.py makes its cases: a loop costs as much as a mode."),
+    combined=Without("A loop costs as much as a mode."),
+    values=Without("catalogue/named.py makes its cases: a loop costs as much as a mode."),
     covered=Without("A loop follows from the modes, and is no capability of its own."),
     simpler=of_rows_part(
         "rounds",
@@ -49,5 +50,5 @@ GREEDY_LOOP = Dimension(
     undeclared=Without("A loop follows from the modes, and is no capability of its own."),
     random=Without("A loop costs as much as a mode."),
     varies="instance",
-    apply=Without("cases/greedy_loop.py lays the rounds out."),
+    apply=Without("steps/greedy_loop.py lays the rounds out."),
 )

@@ -9,7 +9,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
-from .dimension import Asked, Columns, Covered, Dimension, Draws, OnLayers, Row, Without, Word, of_number
+from .dimension import Asked, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
 from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
@@ -83,7 +83,9 @@ HEAD_DIM = Dimension(
         ),
     ),
     fit=Without("Cases are made of declared head dims."),
-    values=Columns(_columns, _of_row),
+    values=Columns(_columns, _of_row, {"head_dim": 1, "rope_dim": 19}),
+    # The width of the rope goes with the heads.
+    combined=Kept(("head_dim",)),
     covered=(
         Covered(
             "head_dim",

@@ -9,7 +9,7 @@ from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import as_many, latent, latent_heads, plain_layout
-from .dimension import Asked, Columns, Covered, Dimension, OnLayers, Without, Word, of_fields
+from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
 __all__ = ["HEADS", "MOST_USUAL_RATIO", "fewest_latent_heads", "of_mla", "of_others", "other_heads",
@@ -156,7 +156,8 @@ HEADS = Dimension(
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),
     fit=Without("Cases are made of declared heads."),
-    values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}),
+    values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}, order={"heads": 0}),
+    combined=Kept(("heads",)),
     covered=(
         Covered(
             "family",

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
-from .dimension import Asked, Columns, Covered, Dimension, OnLayers, Without, Word, of_fields
+from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 
 __all__ = ["KV_DTYPE"]
 
@@ -36,7 +36,10 @@ KV_DTYPE = Dimension(
         Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_dtypes),
     ),
     fit=Without("Cases are made of declared dtypes."),
-    values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}),
+    values=Columns(
+        lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}, order={"kv_dtype": 3}
+    ),
+    combined=Kept(("kv_dtype",)),
     covered=(
         Covered(
             "dtypes",

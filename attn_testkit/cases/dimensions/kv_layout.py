@@ -8,7 +8,7 @@ from ...contract import KV_LAYOUTS, BackendContext, Capabilities
 from ...contract.kv_layouts import OWN
 from ..fields import Fields
 from ..head_layouts import declared_layouts
-from .dimension import Asked, Covered, Dimension, Without, Word, of_fields
+from .dimension import Asked, Covered, Dimension, Kept, Without, Word, of_fields
 from .outside import pool_like
 from .rows import keys_of
 
@@ -16,7 +16,7 @@ __all__ = ["KV_LAYOUT", "usual_layout"]
 
 
 def usual_layout(declared: Capabilities) -> str:
-    """The layout of all cases but those of ``cases/pool_layouts.py``: the first that is declared."""
+    """The layout of all cases but those of ``catalogue/pool_layouts.py``: the first that is declared."""
     return next(name for name in KV_LAYOUTS if name in declared.kv_layouts)
 
 
@@ -57,14 +57,15 @@ KV_LAYOUT = Dimension(
         Asked(lambda case: f"KV layout {case.kv_layout}", lambda declared, case: case.kv_layout in declared.kv_layouts),
     ),
     fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
-    values=Without("The main array has the usual layout; cases/pool_layouts.py and pair_array.py have the others."),
+    combined=Kept(("kv_layout",)),
+    values=Without("The main array has the usual layout; catalogue/pool_layouts.py and pair_array.py have the others."),
     covered=(
         Covered(
             "kv_layout",
             "KV layout",
             lambda declared, mode: declared.kv_layouts,
             _tried,
-            Without("cases/pool_layouts.py and pair_array.py have every layout."),
+            Without("catalogue/pool_layouts.py and pair_array.py have every layout."),
         ),
     ),
     simpler=of_fields("kv_layout"),

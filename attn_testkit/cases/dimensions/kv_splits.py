@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from ...contract import Capabilities, ForwardMode, KVSplit
 from ..fields import Changes, Fields
-from .dimension import Asked, Covered, Dimension, Draws, Size, Without, Word, of_fields
+from .dimension import Asked, Combined, Covered, Dimension, Draws, Size, Without, Word, of_fields, seldom
 from .numbers import nearer_numbers
 
 __all__ = ["KV_SPLITS", "splits_of"]
 
 _MERGED = "merged by the backend"
 _MOST_RANKS = 5
+_COMBINED = {
+    "whole": ("whole",),
+    "prefix": ("prefix",),
+    "pages": ("pages2", "pages3"),
+    "tokens": ("tokens3", "tokens2"),
+}
 
 
 def _kind(case: Fields) -> str:
     """One of ``contract.merging.SPLIT_KINDS``; empty for a case without parts."""
-    return case.parts.rstrip("0123456789")
+    return case.kv_splits.rstrip("0123456789")
 
 
 def splits_of(case: Fields) -> tuple[KVSplit, ...]:
-    """In the order in which they are attended. The first stores the new rows, and has the sinks."""
+    """Splits in the order in which they are attended. The first stores the new rows, and has the sinks."""
     kind = _kind(case)
     if kind == "prefix":
         # As servers do it: the new rows first.
         return KVSplit("new"), KVSplit("prefix", sinks=False)
     if kind in ("pages", "tokens"):
-        ranks = int(case.parts.removeprefix(kind))
+        ranks = int(case.kv_splits.removeprefix(kind))
         interleave = case.page_size if kind == "pages" else 1
         return tuple(KVSplit("rank", rank, ranks, interleave, sinks=rank == 0) for rank in range(ranks))
     return (KVSplit(),) if kind else ()
@@ -40,34 +47,50 @@ def _kinds(declared: Capabilities, mode: ForwardMode) -> tuple[str, ...]:
 
 
 def _tried(case: Fields) -> str | None:
-    return _MERGED if case.own_merge else _kind(case) or None
+    return _MERGED if case.merged_by_backend else _kind(case) or None
 
 
 def _phrase(case: Fields) -> str:
-    if not case.parts:
+    if not case.kv_splits:
         return ""
-    merged = "" if case.parts == "whole" else f"; merged by {'the backend' if case.own_merge else 'the kit'}"
+    merged = (
+        "" if case.kv_splits == "whole" else f"; merged by {'the backend' if case.merged_by_backend else 'the kit'}"
+    )
     return ", ".join(map(str, splits_of(case))) + ", each with its log-sum-exp" + merged
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
-    if not case.parts or declared.lse is None:
-        return not case.parts
+    if not case.kv_splits or declared.lse is None:
+        return not case.kv_splits
     as_given = case.kv_dtype != "same" and case.mode in declared.new_rows_as_given
-    return _kind(case) in declared.lse.kinds(case.mode) and not as_given and (declared.lse.merges or not case.own_merge)
+    return (
+        _kind(case) in declared.lse.kinds(case.mode)
+        and not as_given
+        and (declared.lse.merges or not case.merged_by_backend)
+    )
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     kind = _kind(case)
-    ranks = case.parts.removeprefix(kind)
-    yield {"own_merge": False}
-    yield {"parts": "whole", "own_merge": False}
-    yield from ({"parts": f"{kind}{fewer}"} for fewer in nearer_numbers(int(ranks or 2), 2))
+    ranks = case.kv_splits.removeprefix(kind)
+    yield {"merged_by_backend": False}
+    yield {"kv_splits": "whole", "merged_by_backend": False}
+    yield from ({"kv_splits": f"{kind}{fewer}"} for fewer in nearer_numbers(int(ranks or 2), 2))
 
 
 def _size(case: Fields, minimal: Fields) -> Size:
-    ranks = case.parts.removeprefix(_kind(case))
-    return (case.own_merge, case.parts not in ("", "whole"), int(ranks or 0))
+    ranks = case.kv_splits.removeprefix(_kind(case))
+    return (case.merged_by_backend, case.kv_splits not in ("", "whole"), int(ranks or 0))
+
+
+def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
+    """KV splits, and whether the backend merges them."""
+    as_given = case.kv_dtype != "same" and case.mode in declared.new_rows_as_given
+    if not declared.lse or as_given:
+        return {"kv_splits": []}
+    parts = [text for kind in declared.lse.kinds(case.mode) for text in _COMBINED[kind]]
+    merged = [(text, True) for text in parts if declared.lse.merges and text != "whole"]
+    return {"kv_splits": seldom([(text, False) for text in parts] + merged)}
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -76,38 +99,49 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     kind = draws.one_of(["", *kinds]) if kinds and not as_given else ""
     ranks = draws.number(2, _MOST_RANKS) if kind in ("pages", "tokens") else ""
     merges = kind not in ("", "whole") and declared.lse is not None and declared.lse.merges
-    own_merge = merges and draws.one_of([False, True])
+    merged_by_backend = merges and draws.one_of([False, True])
     if so_far["layers"].groups or so_far["layers"].shapes:
         return {}
-    return {"parts": f"{kind}{ranks}", "own_merge": own_merge}
+    return {"kv_splits": f"{kind}{ranks}", "merged_by_backend": merged_by_backend}
 
 
 KV_SPLITS = Dimension(
-    name="parts",
-    fields=("parts", "own_merge"),
+    name="KV splits",
+    fields=("kv_splits", "merged_by_backend"),
     words=(
         Word(
             r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(merged)?)",
-            lambda match, so_far: {"parts": match[1] or match[2], "own_merge": bool(match[3])},
-            lambda case: f"lse{case.parts}{'merged' if case.own_merge else ''}" if case.parts else "",
+            lambda match, so_far: {"kv_splits": match[1] or match[2], "merged_by_backend": bool(match[3])},
+            lambda case: f"lse{case.kv_splits}{'merged' if case.merged_by_backend else ''}" if case.kv_splits else "",
         ),
     ),
-    describe=lambda case: {"parts": _phrase(case)},
+    describe=lambda case: {"kv_splits": _phrase(case)},
     declared=(Asked(lambda case: f"log-sum-exp: {_tried(case)}", _declared),),
     fit=Without("Cases are made of declared parts."),
-    values=Without("cases/kv_splits.py makes its cases, and cases/randomly_combined.py combines them."),
+    combined=Combined(
+        6,
+        _to_combine,
+        lambda declared, case, drawn, so_far: dict(
+            zip(
+                ("kv_splits", "merged_by_backend"),
+                drawn.get("kv_splits", (case.kv_splits, case.merged_by_backend)),
+                strict=True,
+            )
+        ),
+    ),
+    values=Without("catalogue/kv_splits.py makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         Covered(
-            "parts",
+            "kv_splits",
             "log-sum-exp:",
             _kinds,
             lambda declared, case: _tried(case),
-            Without("cases/kv_splits.py has every kind."),
+            Without("catalogue/kv_splits.py has every kind."),
         ),
     ),
-    simpler=of_fields("parts", "own_merge", size=_size, steps=_fewer),
+    simpler=of_fields("kv_splits", "merged_by_backend", size=_size, steps=_fewer),
     undeclared=Without("No context asks for undeclared parts so far."),
     random=_random,
     varies="instance",
-    apply=Without("runner_modes/kv_splits.py stands between model and backend, asks for each part and merges."),
+    apply=Without("runner_modes/kv_splits.py is between model and backend, asks for each part and merges."),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes
 from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
-from .dimension import Asked, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option
+from .dimension import Asked, Combined, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option, seldom
 from .outside import pool_like
 
 __all__ = ["LAYERS", "fields_with_shapes"]
@@ -86,6 +86,11 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
     return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
 
 
+def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
+    groups = [Layers(PERIOD, groups=True)] * (declared.kv_groups and not case.draft)
+    return {"layers": seldom([Layers(PERIOD, 5), *groups])}
+
+
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """The simplest are two layers from 0, in one KV group."""
     counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
@@ -114,19 +119,24 @@ LAYERS = Dimension(
         Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
     fit=Without("Cases are made of declared layers."),
-    values=Without("cases/layer_cases.py makes its cases, and cases/randomly_combined.py combines them."),
+    combined=Combined(
+        5,
+        _to_combine,
+        lambda declared, case, drawn, so_far: {"layers": drawn.get("layers", case.layers)},
+    ),
+    values=Without("catalogue/layer_cases.py makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         option(
             "KV groups",
             lambda declared, mode: declared.kv_groups and not mode.is_draft_decode(),
             lambda case: case.layers.groups,
-            "cases/layer_cases.py has them.",
+            "catalogue/layer_cases.py has them.",
         ),
         option(
             "heads by layer",
             lambda declared, mode: declared.heads_by_layer and bool(by_layer(declared)),
             lambda case: bool(case.layers.shapes),
-            "cases/layer_cases.py has them.",
+            "catalogue/layer_cases.py has them.",
         ),
     ),
     simpler=of_fields("layers", size=_size, steps=_nearer, value=lambda case: str(case.layers)),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ...contract import Capabilities
 from ..fields import Changes, Fields
-from .dimension import Columns, Dimension, Row, Simpler, Without, Word, no_capability
+from .dimension import Columns, Combined, Dimension, Row, Simpler, Without, Word, no_capability
 from .numbers import listed, nearer_numbers, numbers_word, read_numbers
 
 __all__ = ["KEYS"]
@@ -32,6 +32,24 @@ _PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     width = row["draft"].steps if "draft" in row else len(row.get("tree", ())) or row.get("width", 1)
     return {"prefixes": _PATTERNS[row["prefixes"]](max(so_far["page_size"], 8), width)}
+
+
+def _batches(case: Fields) -> dict[str, tuple[int, ...]]:
+    """Prefixes for a case to take. Page by page of the case, so that each has some pages, and part of one."""
+    page, longest = case.page_size, max(case.prefixes)
+    whole = 4 * page - case.width
+    return {
+        "own": case.prefixes,
+        "alone": (longest,),
+        "alike": (2 * page + 1,) * 3,
+        "whole pages": tuple(max(0, whole - page * fewer) for fewer in (0, 2, 3)),
+        "fresh": (0,) * 3,
+        "many": (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
+    }
+
+
+def _of_batch(declared: Capabilities, case: Fields, drawn: Row, so_far: Changes) -> Changes:
+    return {"prefixes": _batches(case)[drawn.get("batch", "own")]}
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
@@ -64,7 +82,8 @@ KEYS = Dimension(
         ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
-    values=Columns(lambda declared, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row),
+    values=Columns(lambda declared, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row, {"prefixes": 5}),
+    combined=Combined(0, lambda declared, case: {"batch": list(_batches(case))}, _of_batch),
     simpler=Simpler(
         value=lambda case: ".".join(map(str, case.prefixes)),
         of=lambda case: frozenset(case.prefixes),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..layers import PERIOD
-from .dimension import Asked, Columns, Dimension, OnLayers, Without, Word, of_number, option
+from .dimension import Asked, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
 __all__ = ["LOGIT_CAP"]
@@ -42,7 +42,11 @@ LOGIT_CAP = Dimension(
     describe=lambda case: {"logit_cap": f"{case.logit_cap:g}, in {case.layers.turns}" if case.logit_cap else ""},
     declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
     fit=Without("Cases are made of declared options."),
-    values=Columns(lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])}),
+    values=Columns(
+        lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
+        order={"logit_cap": 9},
+    ),
+    combined=Kept(("logit_cap",)),
     covered=(option("soft cap", lambda declared, mode: declared.logit_cap, lambda case: case.logit_cap > 0),),
     simpler=of_number("logit_cap"),
     undeclared=(_undeclared_cap,),

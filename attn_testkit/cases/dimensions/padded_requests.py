@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from ..fields import Fields
-from .dimension import Columns, Dimension, Simpler, Without, Word, no_capability
+from .dimension import Columns, Combined, Dimension, Simpler, Without, Word, no_capability
 from .numbers import nearer_numbers
 from .padding import PADDINGS
 
 __all__ = ["PADDED_REQUESTS"]
 
+_SLACK = (0, 1, 3)
 _MOST_SLACK = 4
 """Of a random case."""
 
@@ -35,8 +36,14 @@ PADDED_REQUESTS = Dimension(
     ),
     describe=lambda case: {"bucket": _phrase(case)},
     values=Columns(
-        lambda declared, mode, tier: {"slack": [0, 1, 3]},
+        lambda declared, mode, tier: {"slack": list(_SLACK)},
         lambda declared, row, so_far: {"bucket": len(so_far["prefixes"]) + row["slack"]},
+        {"slack": 11},
+    ),
+    combined=Combined(
+        3,
+        lambda declared, case: {"slack": list(_SLACK)},
+        lambda declared, case, drawn, so_far: {"bucket": len(so_far["prefixes"]) + drawn["slack"]},
     ),
     simpler=Simpler(
         value=lambda case: str(_padded(case)),

@@ -1,8 +1,8 @@
-"""What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
+"""What fills the rows between live requests and the bucket; see ``steps/schedule.py``."""
 
 from __future__ import annotations
 
-from .dimension import Columns, Dimension, Without, no_capability, of_fields
+from .dimension import Columns, Combined, Dimension, Without, no_capability, of_fields
 
 __all__ = ["PADDING", "PADDINGS"]
 
@@ -17,12 +17,18 @@ PADDING = Dimension(
     values=Columns(
         lambda declared, mode, tier: {"padding": list(PADDINGS)},
         lambda declared, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
+        {"padding": 12},
+    ),
+    combined=Combined(
+        4,
+        lambda declared, case: {"padding": list(PADDINGS)},
+        lambda declared, case, drawn, so_far: {"padding": drawn["padding"] if drawn["slack"] else "prod"},
     ),
     simpler=of_fields("padding"),
     random=lambda draws, declared, so_far: {
         "padding": draws.one_of(PADDINGS) if so_far["bucket"] > len(so_far["prefixes"]) else "prod"
     },
     varies="step",
-    apply=Without("cases/variety.py gives each step one, and runner_modes/ fill the rows."),
+    apply=Without("steps/variety.py gives each step one, and runner_modes/ fill the rows."),
     **no_capability("Every backend takes every padding; the dialect has what padded requests are."),
 )

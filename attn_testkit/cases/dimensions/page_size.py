@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Fields
-from .dimension import Asked, Columns, Covered, Dimension, Without, Word, of_number
+from .dimension import Asked, Columns, Covered, Dimension, Kept, Without, Word, of_number
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like
 from .rows import keys_of
@@ -48,8 +48,10 @@ PAGE_SIZE = Dimension(
     ),
     fit=Without("Cases are made of declared page sizes."),
     values=Columns(
-        lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)}
+        lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)},
+        order={"page_size": 4},
     ),
+    combined=Kept(("page_size",)),
     covered=(
         Covered(
             "page",
@@ -63,5 +65,5 @@ PAGE_SIZE = Dimension(
     undeclared=(_undeclared,),
     random=lambda draws, declared, so_far: {"page_size": draws.one_of(sorted(declared.page_sizes))},
     varies="instance",
-    apply=Without("cases/schedule.py lays requests out in pages, and the harness makes the pool of them."),
+    apply=Without("steps/schedule.py lays requests out in pages, and the harness makes the pool of them."),
 )

@@ -13,8 +13,23 @@ from ..extend import NEW_TOKENS, new_tokens, with_new_tokens
 from ..fields import Changes, Fields
 from ..rows import Accepted, Decode, Drafted, Extend, Rows, Verify, changed_rows, room_for
 from ..trees import Tree, chain
-from .dimension import Asked, Columns, Covered, Dimension, Draws, OnSteps, Outside, Row, Simpler, Size, Without, Word
-from .numbers import listed, nearer_numbers, numbers_word, read_numbers
+from .dimension import (
+    Asked,
+    Columns,
+    Combined,
+    Covered,
+    Dimension,
+    Draws,
+    OnSteps,
+    Outside,
+    Row,
+    Simpler,
+    Size,
+    Without,
+    Word,
+)
+from .fewer_rows import fewer_rows
+from .numbers import listed, numbers_word, read_numbers
 
 __all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_USUAL_ROWS", "ROWS", "accepted", "keys_of", "most_rows", "rows_of",
            "rows_of_two"]  # fmt: skip
@@ -32,6 +47,14 @@ _MOST_ASKED = 1024
 
 _TREES: tuple[Tree, ...] = (chain(4), Tree((0, 0, 1, 1, 3)), Tree((0, 1, 0, 3, 0, 5, 1)), Tree((0, 0, 0)))
 _DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(1, 2), Draft(4, 2), Draft(3, 6), Draft(1, 7))
+_ACCEPTED = ("uneven", "one", "all")
+_COMBINED_TREES = (chain(2), Tree((0, 0, 1, 2)), chain(7), Tree((0, 0, 0)), chain(17))
+_COMBINED_DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(4, 2), Draft(1, 7))
+_COMBINED_WIDTHS = (2, 4, 6)
+_COMBINED_NEW = {
+    "ones": (1,), "equal": (17,), "prompt first": (70, 1), "decodes first": (1, 2, 70), "ragged": (9, 20, 2)
+}  # fmt: skip
+"""New tokens of the first requests; the last one again for all behind them, and none for those that are not there."""
 
 
 def rows_of(case: Fields) -> tuple[int, ...]:
@@ -91,7 +114,7 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
         trees = [tree for tree in _TREES if len(tree) <= rows and tree.topk <= declared.max_topk]
         return {"tree": list(dict.fromkeys([*chains, *trees]))}
     widths = sorted({min(n, rows) for n in (2, 4, MOST_USUAL_ROWS)})
-    return {"width": widths, "accepted": ["uneven", "one", "all"]}
+    return {"width": widths, "accepted": list(_ACCEPTED)}
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
@@ -168,59 +191,34 @@ def _size(case: Fields, minimal: Fields) -> Size:
     return (len({*case.new, case.width}), case.width, sum(case.width - count for count in case.new))
 
 
-def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-    found: Iterator[Rows]
+def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
+    mode, most, found = case.mode, most_rows(declared, case.mode), list[Any]()
+    if mode is ForwardMode.TARGET_VERIFY:
+        found = [tree for tree in _COMBINED_TREES if tree.topk <= declared.max_topk and len(tree) <= most]
+    elif mode is ForwardMode.DRAFT_DECODE:
+        found = [draft for draft in _COMBINED_DRAFTS if draft.branches <= declared.max_draft_branches]
+    elif mode is ForwardMode.EXTEND:
+        found = list(_COMBINED_NEW)
+    elif mode.is_speculative():
+        found = [(width, kind) for width in _COMBINED_WIDTHS if width <= most for kind in _ACCEPTED]
+    return {"rows": found} if found else {}
+
+
+def _combined(declared: Capabilities, case: Fields, drawn: Row, so_far: Changes) -> Changes:
+    chosen, count = drawn.get("rows"), len(so_far["prefixes"])
     match case.rows:
-        case Decode():
-            found = iter(())
-        case Verify(tree):
-            found = map(Verify, _smaller_trees(tree))
-        case Drafted(draft):
-            fewer = [replace(draft, branches=count) for count in (1, *nearer_numbers(draft.branches, 1))]
-            fewer += [replace(draft, steps=count) for count in (2, *nearer_numbers(draft.steps, 2))]
-            found = (replace(case.rows, draft=each) for each in fewer)
-        case Extend():
-            found = _fewer_new(case.rows)
-        case Accepted():
-            found = _fewer_accepted(case.rows)
-    yield from ({"rows": rows} for rows in found)
-
-
-def _fewer_new(rows: Extend) -> Iterator[Rows]:
-    """One count of several less, the largest first; a graph without more room than they need."""
-    for old in sorted(set(rows.new), reverse=True):
-        for count in (1, *nearer_numbers(old, 1)):
-            new = tuple(count if each == old else each for each in rows.new)
-            yield replace(rows, new=new, room=room_for(new))
-    yield replace(rows, room=room_for(rows.new))
-
-
-def _smaller_trees(tree: Tree) -> Iterator[Tree]:
-    """A chain; fewer nodes; without one of its leaves."""
-    sizes = [2, *nearer_numbers(len(tree), 1)]
-    yield chain(len(tree))
-    yield from (chain(size) for size in sizes)
-    yield from (Tree(tree.parents[: size - 1]) for size in sizes)
-    for leaf in reversed([node for node in range(1, len(tree)) if node not in tree.parents]):
-        kept = (parent - (parent > leaf) for node, parent in enumerate(tree.parents, start=1) if node != leaf)
-        yield Tree(tuple(kept))
-
-
-def _fewer_accepted(rows: Accepted) -> Iterator[Rows]:
-    """All rows of everyone; fewer rows, of which everyone accepts as many, or leaves out as many; the same count for
-    everyone; one count more.
-    """
-    width, new, count_of = rows.width, rows.new, len(rows.new)
-    yield replace(rows, new=(width,) * count_of)
-    for fewer in dict.fromkeys((2, max(new), *nearer_numbers(width, 1))):
-        yield replace(rows, width=fewer, new=tuple(min(count, fewer) for count in new))
-        yield replace(rows, width=fewer, new=tuple(max(1, count - width + fewer) for count in new))
-    yield from (replace(rows, new=(count,) * count_of) for count in sorted(set(new), reverse=True))
-    for old in sorted(set(new)):
-        yield replace(rows, new=tuple(width if count == old else count for count in new))
-    for old in sorted(set(new)):
-        for more in filter(None, (width - 1, *nearer_numbers(old, width))):
-            yield replace(rows, new=tuple(more if count == old else count for count in new))
+        case Extend() as rows if chosen is not None:
+            pattern = _COMBINED_NEW[chosen]
+            new = tuple(min(pattern[min(at, len(pattern) - 1)], declared.max_extend_tokens) for at in range(count))
+            return changed_rows(rows, new=new, room=room_for(new))
+        case Accepted() as rows if chosen is not None:
+            width, kind = chosen
+            return changed_rows(rows, new=accepted(kind, width, count), width=width)
+        case Verify() if chosen is not None:
+            return {"rows": Verify(chosen)}
+        case Drafted() as rows if chosen is not None:
+            return changed_rows(rows, draft=chosen)
+    return {"rows": case.rows}
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -310,7 +308,8 @@ ROWS = Dimension(
         ),
     ),
     fit=Without("Cases are made of no more rows than are declared."),
-    values=Columns(_columns, _of_row),
+    values=Columns(_columns, _of_row, {"new_tokens": 13, "draft": 14, "tree": 15, "width": 16, "accepted": 17}),
+    combined=Combined(9, _to_combine, _combined),
     covered=(
         Covered(
             "rows",
@@ -354,7 +353,7 @@ ROWS = Dimension(
         of=lambda case: (case.width, frozenset(case.new), case.tree, case.draft),
         reset=_reset,
         size=_size,
-        steps=_fewer,
+        steps=fewer_rows,
     ),
     undeclared=_UNDECLARED,
     random=_random,

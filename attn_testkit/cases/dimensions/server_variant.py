@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
@@ -12,6 +13,7 @@ from ..server_variants import SERVER_VARIANTS, all_fit, excluded, variant_of
 from ..trees import chain
 from .dimension import (
     Asked,
+    Combined,
     Dimension,
     Draws,
     OnLayers,
@@ -20,6 +22,7 @@ from .dimension import (
     Word,
     of_fields,
     option,
+    seldom,
 )
 from .outside import with_layers
 
@@ -38,20 +41,28 @@ def _word(word: str) -> Word:
 _MOST_RANDOM = 2
 
 
+def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
+    minimal = case.with_changes(window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
+    words = [word for word, each in SERVER_VARIANTS.items() if each.combines and each.fits(declared, minimal)]
+    return {word: seldom([word]) for word in words}
+
+
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """Half of the draws have one, whatever else is drawn, so that it can be made simple by itself; what it does not go
     with gives way. Layers that are not causal have no window and no tree, which few cases happen to be without.
     """
     drawn = Fields(**so_far)
-    chained = replace(drawn, window=-1, layer_windows="any", rows=_chain(drawn.rows))
+    chained = drawn.with_changes(window=-1, layer_windows="any", rows=_chain(drawn.rows))
     rows = replace(chained.rows, chunks=1) if isinstance(chained.rows, Extend) else chained.rows
-    minimal = replace(chained, layout="contiguous", rows=rows)
+    minimal = chained.with_changes(layout="contiguous", rows=rows)
     words = [word for word, variant in SERVER_VARIANTS.items() if variant.fits(declared, minimal)]
     chosen = frozenset(draws.one_of([""] * (len(words) or 1) + words) for _ in range(_MOST_RANDOM)) - {""}
-    for case in (drawn, chained, replace(chained, parts="", own_merge=False)):
-        found = replace(case, variants=chosen)
+    for case in (drawn, chained, chained.with_changes(kv_splits="", merged_by_backend=False)):
+        found = case.with_changes(variants=chosen)
         if all_fit(declared, found) and not excluded(found):
-            return {name: getattr(found, name) for name in ("parts", "own_merge", "window", "rows", "variants")}
+            return {
+                name: getattr(found, name) for name in ("kv_splits", "merged_by_backend", "window", "rows", "variants")
+            }
     return {}
 
 
@@ -82,7 +93,12 @@ SERVER_VARIANT = Dimension(
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
     fit=Without("Cases are made of variants that the backend takes."),
-    values=Without("Each variant makes its cases, and cases/randomly_combined.py combines them."),
+    combined=Combined(
+        7,
+        _to_combine,
+        lambda declared, case, drawn, so_far: {"variants": case.variants | SERVER_VARIANTS.keys() & drawn.keys()},
+    ),
+    values=Without("Each variant makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         option(
             "layers that are not causal",

@@ -12,11 +12,12 @@ import torch
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
-from ..patterns import normals
+from ..normals import normals
 from .dimension import (
     Asked,
     Columns,
     Dimension,
+    Kept,
     OnLayers,
     Without,
     flag_word,
@@ -56,7 +57,10 @@ SINKS = Dimension(
     describe=lambda case: {"sinks": "one more logit for each query head" if case.sinks else ""},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
     fit=Without("Cases are made of declared options."),
-    values=Columns(lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]}),
+    values=Columns(
+        lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]}, order={"sinks": 10}
+    ),
+    combined=Kept(("sinks",)),
     covered=(option("sinks", lambda declared, mode: declared.sinks, lambda case: case.sinks),),
     simpler=of_flag("sinks"),
     undeclared=(_undeclared_sinks,),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .dimension import Columns, Dimension, Without, listed_word, no_capability, of_fields
+from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
 
 __all__ = ["LAYOUTS", "SLOT_ORDER"]
 
@@ -15,10 +15,15 @@ SLOT_ORDER = Dimension(
     fields=("layout",),
     words=(listed_word(LAYOUTS, "layout"),),
     describe=lambda case: {"layout": case.layout},
-    values=Columns(lambda declared, mode, tier: {"layout": list(LAYOUTS)}),
+    values=Columns(lambda declared, mode, tier: {"layout": list(LAYOUTS)}, order={"layout": 6}),
+    combined=Combined(
+        1,
+        lambda declared, case: {"layout": list(LAYOUTS)},
+        lambda declared, case, drawn, so_far: {"layout": drawn["layout"]},
+    ),
     simpler=of_fields("layout"),
     random=lambda draws, declared, so_far: {"layout": draws.one_of(LAYOUTS)},
     varies="step",
-    apply=Without("cases/schedule.py gives requests their pages, and cases/variety.py each step another order."),
+    apply=Without("steps/schedule.py gives requests their pages, and steps/variety.py each step another order."),
     **no_capability("Every backend takes every order of slots."),
 )

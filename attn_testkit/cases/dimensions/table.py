@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..fields import Fields
+from ..fields import DEFAULTS
 from .chunks import CHUNKS
 from .context import CONTEXT
 from .data_pattern import DATA_PATTERN
@@ -43,8 +43,8 @@ DIMENSIONS: tuple[Dimension, ...] = (
 
 
 def forgotten(dimensions: tuple[Dimension, ...]) -> set[str]:
-    """Fields that no dimension has. ``host`` is the case whose instance this one shares, and is no word of an id."""
-    return set(Fields.__dataclass_fields__) - {"host"} - {name for each in dimensions for name in each.fields}
+    """Fields that no dimension has."""
+    return DEFAULTS.keys() - {name for each in dimensions for name in each.fields}
 
 
 if forgotten(DIMENSIONS):

@@ -6,7 +6,6 @@ A server variant is one word of a case's id, and an id may have several. What al
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from functools import lru_cache
 
 from ...contract import DIALECTS, Capabilities, Dialect
@@ -120,6 +119,6 @@ def variant_cases(declared: Capabilities, small: C) -> Iterator[C]:
 
     ``small``: a case with as little work for each row and key as is declared.
     """
-    small = replace(small, page_size=usual_page(declared))
+    small = small.with_changes(page_size=usual_page(declared))
     for variant in SERVER_VARIANTS.values():
         yield from variant.cases(declared, small)

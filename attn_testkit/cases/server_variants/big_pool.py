@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
@@ -44,8 +43,7 @@ def _case(declared: Capabilities, small: C) -> Iterator[C]:
         width = max([width, *(dim for dim in declared.head_dims if dim <= _MOST_WIDTH)])
     page, narrow = small.page_size, min(declared.dtypes, key=_NARROWEST.index)
     lens = (9, 2 * page + 5, 1)
-    one = replace(
-        small,
+    one = small.with_changes(
         head_dim=width,
         dtype=narrow,
         layers=Layers(1),

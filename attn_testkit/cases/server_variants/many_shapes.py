@@ -22,7 +22,7 @@ _NEEDED = ("same lengths, other requests",)
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     """Where decode has graphs: a graph lives longer than an entry of a cache."""
     if small.mode is ForwardMode.DECODE and small.mode in declared.graph:
-        yield replace(small, prefixes=_LENS, data="gauss", bucket=len(_LENS), variants=frozenset({"shapes"}))
+        yield small.with_changes(prefixes=_LENS, data="gauss", bucket=len(_LENS), variants=frozenset({"shapes"}))
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:

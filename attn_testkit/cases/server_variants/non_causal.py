@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
@@ -36,7 +35,7 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         blocks = dict.fromkeys(min(rows, declared.max_q_rows) for rows in _BLOCKS)
         found = [small.of_requests(_LENS, padded=1, rows=Verify(chain(n))) for n in blocks]
     for case in found:
-        yield replace(case, data="gauss", variants=frozenset({"noncausal"}))
+        yield case.with_changes(data="gauss", variants=frozenset({"noncausal"}))
 
 
 NON_CAUSAL = ServerVariant(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
@@ -31,12 +30,12 @@ def _fits_bare(declared: Capabilities, case: Fields) -> bool:
 
 def _with_new(declared: Capabilities, small: C) -> Iterator[C]:
     if _fits_with_new(declared, small):
-        yield replace(_verify(declared, small), variants=frozenset({"seq_lens_with_new"}))
+        yield _verify(declared, small).with_changes(variants=frozenset({"seq_lens_with_new"}))
 
 
 def _bare(declared: Capabilities, small: C) -> Iterator[C]:
     if small.mode is ForwardMode.TARGET_VERIFY and declared.server.takes_bare_chains:
-        yield replace(_verify(declared, small), variants=frozenset({"no_tree_tensors"}))
+        yield _verify(declared, small).with_changes(variants=frozenset({"no_tree_tensors"}))
 
 
 SEQ_LENS_WITH_NEW = ServerVariant(

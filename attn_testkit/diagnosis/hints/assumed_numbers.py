@@ -12,11 +12,11 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.data import make_layers
-from ...cases.patterns import FAINT_RUN
 from ...contract import AttentionLayer
 from ...families.softmax.attention import attend
 from ...families.softmax.limits import attention_limit
+from ...steps.data import make_layers
+from ...steps.patterns import FAINT_RUN
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import assumption
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.data import StepData, make_layers
+from ...steps.data import StepData, make_layers
 from .assumed_numbers import right_keys_and_a_wrong_number
 from .evidence import SAME_RESULTS, SMALL_ERROR, Evidence, Supposed
 from .hint import assumption

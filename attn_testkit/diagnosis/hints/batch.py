@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ...cases.data import make_layers
-from ...cases.kv_splits import splits_of
+from ...cases.dimensions.kv_splits import splits_of
 from ...contract import KVSplit
 from ...families.softmax.attention import windowed
+from ...steps.data import make_layers
 from .evidence import Evidence
 from .hint import Level, hint
 

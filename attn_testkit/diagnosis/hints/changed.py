@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.kv_groups import group_of_place, pages_in_pool
 from ...cases.server_variants import variant_of
+from ...steps.kv_groups import group_of_place, pages_in_pool
 from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence, Supposed
 from .hint import Level, hint

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 import torch
 
-from ...cases.data import StepData
-from ...cases.schedule import Schedule, Step
 from ...checks import Comparison
 from ...checks.observation import Observation
 from ...contract import AttentionLayer, HeadShape
 from ...families.softmax.answer import attend_with_limit
 from ...oracle.expect import Expected
+from ...steps.data import StepData
+from ...steps.schedule import Schedule, Step
 from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..misrouted_rows import MisroutedRow

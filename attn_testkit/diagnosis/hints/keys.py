@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
-from ...cases.data import make_layers, new_kv
-from ...cases.kv_splits import splits_of
+from ...cases.dimensions.kv_splits import splits_of
 from ...checks.describe import index_ranges
+from ...steps.data import make_layers, new_kv
 from ..attended_keys import AttendedKeys, ranges
 from .assumed_keys import without_windows
 from .evidence import SMALLEST_TILE, Evidence, Supposed
@@ -312,7 +312,7 @@ def _twice(e: Evidence, attended: AttendedKeys) -> str:
 
 def _parts_of(case: Case, wanted: Collection[int], doubled: Collection[int], prefix: int) -> str:
     """The names of the KV splits whose tokens are exactly ``doubled``; else empty."""
-    if not case.parts:
+    if not case.kv_splits:
         return ""
     of_parts = {
         str(part): {key for key in wanted if part.holds(torch.tensor(key), torch.tensor(prefix))}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ...cases.schedule import Request
 from ...cases.server_variants import variant_of
+from ...steps.schedule import Request
 from ..attended_keys import AttendedKeys, ranges
 from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from ...cases.data import make_layers
 from ...cases.derived_parameters import CONTIGUOUS
 from ...contract import FP8_PRODUCTS
+from ...steps.data import make_layers
 from ..attended_keys import AttendedKeys
 from .evidence import SMALL_ERROR, SMALLEST_TILE, Evidence
 from .heads import part_of_a_head
@@ -85,7 +85,7 @@ def right_keys(e: Evidence) -> str:
             f"the right KV tokens, and an error of only {few:.2g} times the limit: probably precision, such as q, "
             f"logits, weights or partial sums rounded to the model's dtype{fp8}"
         )
-    suspects = ["log-sum-exps of the KV splits, and their merge"] if case.parts else []
+    suspects = ["log-sum-exps of the KV splits, and their merge"] if case.kv_splits else []
     suspects += [_rescaling(e)] if _rescaling(e) and case.data != "rising_logits" else []
     suspects += DATA_SUSPECTS["rising_logits"] if case.data == "rising_logits" else []
     suspects += _strides(e)
@@ -197,7 +197,7 @@ def computed_nan(e: Evidence) -> str:
         "the NaN is computed, not read from foreign memory. Probably 0 / 0, or -inf minus -inf: a split, a tile or a "
         "row that sees no KV token"
     )
-    if e.schedule.case.parts:
+    if e.schedule.case.kv_splits:
         return f"{text}, or a KV split: in this case some requests have no KV token in one of the splits"
     widest = max(layer.sliding_window_size for layer in make_layers(e.schedule.case))
     if widest >= 0 and e.wrong and all(e.lens[request] > widest + 1 for request in e.wrong):

@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.query_scales import E4M3, LARGEST_FP8, group_largest
 from ...contract import FP8_PRODUCTS
+from ...steps.query_scales import E4M3, LARGEST_FP8, group_largest
 from .evidence import Evidence, Supposed
 from .hint import assumption
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...cases.data import make_layers
 from ...checks.describe import row_name
+from ...steps.data import make_layers
 from .batch import length_threshold
 from .evidence import Evidence
 from .hint import Level, hint
@@ -95,7 +95,7 @@ def nothing_computed(e: Evidence) -> str:
             "a counter, flag or work list is left from before, or padded rows have offsets of an older batch: "
             f"{which}, and right without the steps before it, so nothing was computed, or 0 was written over it"
         )
-    if e.schedule.case.parts:
+    if e.schedule.case.kv_splits:
         return (
             "the weights of the KV splits are lost, as in exp of a log-sum-exp without subtracting the larger one, or "
             "nothing merges the splits: the result of merge_state is all zeros"

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import torch
 
-from ...cases.data import StepData, make_layers
-from ...cases.schedule import Schedule
 from ...contract import FP8_PRODUCTS, AttentionLayer
+from ...steps.data import StepData, make_layers
+from ...steps.schedule import Schedule
 from ..family import Answer
 from .attention import Attention, attend
 from .kv_splits import merged_attention_limit, split_sums
@@ -23,7 +23,7 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     case = schedule.case
     attention, limit = attend_with_limit(schedule, data, given)
     sums = None
-    if case.parts:
+    if case.kv_splits:
         sums = split_sums(case, data, attention, schedule.lse_dtype, schedule.matmul_dtype, schedule.q_scale)
         limit = merged_attention_limit(case, attention, limit, sums)
     return Answer(

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ...cases.data import StepData, dequantised
 from ...contract import AttentionLayer
+from ...steps.data import StepData, dequantised
 from .narrow_factors import FactorErrors, factor_errors
 from .query_rounding import query_rounding
 

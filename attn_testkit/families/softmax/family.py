@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ...cases.data import make_layers, make_step_data
 from ...cases.dimensions.table import DIMENSIONS
+from ...steps.data import make_layers, make_step_data
 from ..family import Family, Question
 from .answer import answer
 from .memory import KV_POOL

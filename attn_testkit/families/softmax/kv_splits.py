@@ -8,9 +8,9 @@ from dataclasses import replace
 import torch
 
 from ...cases.case import Case
-from ...cases.data import StepData, make_layers
-from ...cases.kv_splits import splits_of
+from ...cases.dimensions.kv_splits import splits_of
 from ...contract import AttentionLayer, KVSplit
+from ...steps.data import StepData, make_layers
 from .attention import Attention, attend
 from .limits import lse_limit, merged_limit, merged_lse_limit
 
@@ -48,7 +48,7 @@ def split_sums(
     parts = [attend_split(data, layers, part, factors=factors, q_scale=q_scale) for part in splits_of(case)]
     sums = torch.stack([part.lse for part in parts], 2)
     limits = torch.stack([lse_limit(part, case.dtype, lse_dtype, matmul_dtype) for part in parts], 2)
-    if not case.own_merge:
+    if not case.merged_by_backend:
         return sums, limits
     of_all = merged_lse_limit(whole.lse, sums, limits, case.dtype, lse_dtype)
     return torch.cat([sums, whole.lse[:, :, None]], 2), torch.cat([limits, of_all[:, :, None]], 2)
@@ -65,4 +65,4 @@ def merged_attention_limit(
     if parts < 2:
         return limit
     lse, off = (each[:, :, :parts] for each in sums)
-    return merged_limit(limit, whole, lse, off, case.dtype, parts - 2 if case.own_merge else 0)
+    return merged_limit(limit, whole, lse, off, case.dtype, parts - 2 if case.merged_by_backend else 0)

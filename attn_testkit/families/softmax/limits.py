@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import torch
 
-from ...cases.patterns import CODE_BOUND
+from ...steps.patterns import CODE_BOUND
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .attention import Attention
 from .narrow_factors import TOGETHER

@@ -7,10 +7,10 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from ...cases.data import StepData, new_kv, pool_image, stored_kv
-from ...cases.schedule import Schedule, Step
 from ...cases.server_variants import variant_of
 from ...contract import BackendContext
+from ...steps.data import StepData, new_kv, pool_image, stored_kv
+from ...steps.schedule import Schedule, Step
 from ...watches.group_watch import GroupWatch
 from ...watches.pool_watch import PoolWatch
 from ...watches.spread_watch import SpreadWatch

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.data import StepData
+from ...steps.data import StepData
 
 __all__ = ["as_given"]
 

@@ -8,7 +8,7 @@ query x is off by at most
 
 It is off by nothing where all s of the groups that it may be part of are powers of two, and x / s is an e4m3 number for
 the largest of them: a smaller power of two makes x / s larger by a power of two, and no more than 448. The queries of
-the kit's cases are made so (``cases/query_scales.py``). The remaining errors are those of
+the kit's cases are made so (``steps/query_scales.py``). The remaining errors are those of
 rows that are small next to the largest of their tensor.
 """
 
@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import torch
 
-from ...cases.query_scales import E4M3, LARGEST_FP8, group_largest
+from ...steps.query_scales import E4M3, LARGEST_FP8, group_largest
 
 __all__ = ["query_rounding"]
 

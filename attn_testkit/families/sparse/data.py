@@ -16,11 +16,11 @@ import numpy.typing as npt
 import torch
 from cachetools import LRUCache, cached
 
-from ...cases.data import KEPT_BYTES, StepData, make_step_data, numbers_of
-from ...cases.kv_groups import slot_map
-from ...cases.schedule import Schedule, Step
 from ...cases.selection import Selection
 from ...cases.server_variants import variant_of
+from ...steps.data import KEPT_BYTES, StepData, make_step_data, numbers_of
+from ...steps.kv_groups import slot_map
+from ...steps.schedule import Schedule, Step
 
 __all__ = ["attended_by", "make_sparse_data"]
 

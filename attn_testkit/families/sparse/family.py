@@ -8,12 +8,12 @@ from dataclasses import replace
 
 import torch
 
-from ...cases.data import StepData, make_layers
 from ...cases.dimensions.greedy_loop import GREEDY_LOOP
 from ...cases.dimensions.kv_splits import KV_SPLITS
 from ...cases.dimensions.table import DIMENSIONS
 from ...cases.dimensions.window import WINDOW
-from ...cases.schedule import Schedule
+from ...steps.data import StepData, make_layers
+from ...steps.schedule import Schedule
 from ..family import Answer, Family, Supposition
 from ..softmax import answer as softmax
 from .data import attended_by, make_sparse_data

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...cases.data import StepData, pool_image, stored_kv
-from ...cases.schedule import Schedule, Step
+from ...steps.data import StepData, pool_image, stored_kv
+from ...steps.schedule import Schedule, Step
 from ..family import Memory
 from ..softmax.memory import KV_POOL
 

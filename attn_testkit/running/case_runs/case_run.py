@@ -12,11 +12,6 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.co_residents import co_resident_of, declared_co_residents
-from ...cases.data import DTYPES
-from ...cases.greedy_loop import loop_modes, make_loop
-from ...cases.kv_groups import pages_in_pool
-from ...cases.numerics import numerics_of
-from ...cases.schedule import Schedule, Step, make_schedule, only, part
 from ...cases.server_variants import variant_of
 from ...checks import Stage
 from ...checks.capabilities import refuses_undeclared
@@ -37,6 +32,11 @@ from ...runner_modes.greedy_loop import run_loop
 from ...runner_modes.harness import ServerHarness
 from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
+from ...steps.data import DTYPES
+from ...steps.greedy_loop import loop_modes, make_loop
+from ...steps.kv_groups import pages_in_pool
+from ...steps.numerics import numerics_of
+from ...steps.schedule import Schedule, Step, make_schedule, only, part
 from ..planning.request import Item
 from ..processes.memory_limit import no_more_than
 

@@ -10,10 +10,7 @@ from functools import partial
 import torch
 
 from ...cases.case import Case
-from ...cases.data import StepData
 from ...cases.declared import not_declared
-from ...cases.greedy_loop import data_of_tokens, make_loop
-from ...cases.schedule import Schedule, Step
 from ...cases.server_variants import dialect_of, variant_of
 from ...checks import NUMERIC, Comparison, Stage, evaluated
 from ...checks.graphs import at_capture
@@ -34,6 +31,9 @@ from ...oracle.expect import expect, expect_of
 from ...results import CaseResult, Finding, Status
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
+from ...steps.data import StepData
+from ...steps.greedy_loop import data_of_tokens, make_loop
+from ...steps.schedule import Schedule, Step
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
 from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests
@@ -299,7 +299,7 @@ def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities
             "the warm-up before capture gives NaN or Inf",
             where=f"bucket {schedule.buckets[-1]}, every seq_lens at the fill value {fill}",
             hint="capture metadata do not hold seq_lens (zero keys give 0 / 0), or rows of one key are never written"
-            + _ONE_KEY_IN_SPLITS * (schedule.case.parts not in ("", "whole")),
+            + _ONE_KEY_IN_SPLITS * (schedule.case.kv_splits not in ("", "whole")),
         )
         for schedule in asked[:1]
     ]

@@ -12,8 +12,6 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from ...cases.data import forget_data
-from ...cases.schedule import forget_schedules
 from ...checks.failures import device_full
 from ...contract import AttentionBackend, Capabilities
 from ...environment import Environment, resolve
@@ -21,6 +19,8 @@ from ...graphs.capture import settle
 from ...registry import UsageError
 from ...results import message_of
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
+from ...steps.data import forget_data
+from ...steps.schedule import forget_schedules
 from ..hygiene.left_running import Running
 from ..hygiene.oracle_sealed import seal_oracle
 from ..hygiene.other_sources import use_other_sources

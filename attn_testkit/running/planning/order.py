@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import fields
 
 from ...cases.case import DATA, Case
+from ...cases.fields import DEFAULTS
 from ...contract import Execution
 from .most_valuable import Entry, most_valuable_first
 from .request import Item
@@ -41,15 +41,14 @@ def _as_listed(case: Case) -> tuple[int, ...]:
 _MANY_REQUESTS, _MANY_KEYS = 4, 256
 """Up to so many are few: what is wrong with one of them can be followed by hand."""
 _OPTIONS = (
-    "kv_dtype", "kv_layout", "window", "logit_cap", "sinks", "layers", "parts", "padding", "variants",
+    "kv_dtype", "kv_layout", "window", "logit_cap", "sinks", "layers", "kv_splits", "padding", "variants",
 )  # fmt: skip
 """Fields of a case whose default is the plain value."""
-_PLAIN = {each.name: each.default for each in fields(Case)}
 
 
 def _oddness(case: Case) -> tuple[int, ...]:
     """0, or 1 where several modes take part; then how much of the case is not plain."""
-    odd = [getattr(case, name) != _PLAIN[name] for name in _OPTIONS]
+    odd = [getattr(case, name) != DEFAULTS[name] for name in _OPTIONS]
     odd += [
         case.data not in DATA,
         case.chunks > 1,

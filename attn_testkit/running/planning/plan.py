@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import Enum
 
 from ...cases.case import Case, parse_case
-from ...cases.catalogue import TIERS, generate
 from ...cases.declared import not_declared
 from ...cases.head_layouts import latent
-from ...cases.large_cases import too_large_for_a_cpu
-from ...cases.not_covered import describe_not_covered
 from ...cases.renamed_words import renamed
+from ...catalogue.large_cases import too_large_for_a_cpu
+from ...catalogue.not_covered import describe_not_covered
+from ...catalogue.tiers import TIERS, generate
 from ...checks import CHECKS
 from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions

@@ -10,7 +10,7 @@ import gc
 import numpy as np
 
 from ...cases.case import parse_case
-from ...cases.patterns import BANK_SIZE, normals
+from ...cases.normals import BANK_SIZE, normals
 
 # The expressions that read case ids are compiled, and both banks of random numbers are drawn.
 parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod-s3")

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from attn_testkit.runner_modes.messages import RunCase
 
-from attn_testkit.cases.catalogue import generate
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract.modes import Execution, ForwardMode
 from attn_testkit.running.case_runs.worker_main import LocalWorker
 from attn_testkit.running.planning.candidate import Candidate

@@ -1,0 +1,106 @@
+"""One small case for each declared value that no other case of a tier tries; a case takes as many of them as it can.
+
+What a case tries is asked of the case (``catalogue/not_covered.py``): one is built by one change after another, and a
+change is kept if the case then tries the value and still everything that it tried before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ..cases.case import Case
+from ..cases.dimensions.dimension import Covered, Without
+from ..cases.dimensions.heads import fewest_latent_heads, other_heads
+from ..cases.dimensions.page_size import lens_beyond_a_page
+from ..cases.dimensions.rows import most_rows, rows_of, rows_of_two
+from ..cases.fields import Changes
+from ..cases.head_layouts import per_head
+from ..contract import Capabilities, ForwardMode
+from .not_covered import DECLARED_VALUES, Value, is_tried, not_covered
+
+__all__ = ["MOST_VALUES", "cases_for_uncovered", "two_request_case"]
+
+MOST_VALUES = 16
+"""Of one capability that are all tried in core. Of more powers of two are, the ends, and what the other cases try."""
+_MOST_WORK = 1 << 21
+"""Multiplications of queries with keys, beyond which a case takes no second value."""
+_MOST_WORK_OF_ROWS = 1 << 25
+"""The same for the case with the most rows: with a wide group it shows more than either alone."""
+
+_Entry = tuple[str, Value]
+
+
+def cases_for_uncovered(
+    declared: Capabilities, mode: ForwardMode, tier: str, cases: Sequence[Case], fits: Callable[[Case], bool]
+) -> Iterator[Case]:
+    """Cases for what ``cases`` leave not covered in ``mode``, as far as a case that ``fits`` can try it.
+
+    ``cases``: not empty; their seed is taken.
+    """
+    left = sorted((e for e in not_covered(declared, mode, cases) if _wanted(declared, mode, tier, *e)), key=_place)
+    while left:
+        case, tried = two_request_case(declared, mode).with_seed(cases[0].seed), list[_Entry]()
+        for name, value in left:
+            # Of one kind a case tries one value.
+            if any(name == kept for kept, _ in tried):
+                continue
+            covered = DECLARED_VALUES[name]
+            changed = case.with_changes(**_made(covered, declared, case, covered.capped(value)))
+            most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
+            cheap = not tried or _work(changed) <= most
+            supported = cheap and changed.heads.family in declared.families
+            # Whether it fits takes longest to say: last.
+            if supported and all(_tries(declared, changed, each) for each in ((name, value), *tried)) and fits(changed):
+                case, tried = changed, [*tried, (name, value)]
+        if not tried:
+            return
+        left = [entry for entry in left if not _tries(declared, case, entry)]
+        yield case
+
+
+def _place(entry: _Entry) -> tuple[int, int]:
+    """Wide groups come first, so that one of them meets the most rows."""
+    name, value = entry
+    return list(DECLARED_VALUES).index(name), -value if DECLARED_VALUES[name].largest_first and isinstance(
+        value, int
+    ) else 0
+
+
+def _wanted(declared: Capabilities, mode: ForwardMode, tier: str, name: str, value: Value) -> bool:
+    covered = DECLARED_VALUES[name]
+    numbers = [number for number in covered.declared(declared, mode) if isinstance(number, int)]
+    if isinstance(covered.make, Without) or tier == "full" or len(numbers) <= MOST_VALUES:
+        return not isinstance(covered.make, Without)
+    return isinstance(value, int) and (not value & (value - 1) or value in (min(numbers), max(numbers)))
+
+
+def _tries(declared: Capabilities, case: Case, entry: _Entry) -> bool:
+    name, value = entry
+    return is_tried(DECLARED_VALUES[name], declared, case, DECLARED_VALUES[name].capped(value))
+
+
+def _made(covered: Covered, declared: Capabilities, case: Case, value: Value) -> Changes:
+    return {} if isinstance(covered.make, Without) else covered.make(declared, case, value)
+
+
+def _work(case: Case) -> int:
+    pairs = sum((prefix + rows) * rows for prefix, rows in zip(case.prefixes, rows_of(case), strict=True))
+    return pairs * case.heads.q_heads * (case.head_dim + case.rope_dim)
+
+
+def two_request_case(declared: Capabilities, mode: ForwardMode) -> Case:
+    """What values are put into: two requests, of the cheapest that is declared."""
+    page = min(declared.page_sizes)
+    only_latent = not per_head(declared)
+    rows, topk = min(4, most_rows(declared, mode)), min(2, declared.max_topk)
+    return Case(
+        rows=rows_of_two(mode, rows, topk),
+        heads=fewest_latent_heads(declared) if only_latent else other_heads(declared),
+        head_dim=min(declared.head_dims),
+        rope_dim=min(declared.mla_rope_dims) if only_latent else 0,
+        dtype=min(declared.dtypes),
+        kv_dtype=max(declared.kv_dtypes),
+        page_size=page,
+        prefixes=lens_beyond_a_page(page),
+        bucket=2,
+    )

@@ -1,0 +1,62 @@
+"""Cases of codes: every key of long rows is counted, whatever mode, window, sink or dtype of the KV pool it has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import CODES, Case
+from ..cases.dimensions.numbers import nearest, some_of
+from ..contract import Capabilities, ForwardMode
+from .layer_options import with_options
+
+__all__ = ["code_cases"]
+
+_LENS = (4097, 300, 33)
+"""No multiple of a tile or of a page; others are there to be read from by mistake."""
+_FEW_LENS = (1025, 33)
+_MLA_LENS = (1025, 300, 33)
+"""576 numbers a key: the longer ones are for ``full``."""
+_MANY_LENS = (66_001, 1500, 33)
+"""Beyond 16 bits. A case of ``full``: with ordinary values nobody sees one key of so many."""
+_OPTIONS_LENS = (1500, 70, 9)
+_WINDOW, _MOST_PAGES = 700, 5
+_PAGE, _DIM = 16, 128
+"""As servers have them, where they are declared: splits begin at pages, and a code has as many channels as a value."""
+
+
+def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with few heads and rows."""
+    dtype = min(declared.dtypes)  # bf16 first, whose rounding is coarsest
+    page = nearest(declared.page_sizes, _PAGE)
+    dim = max((dim for dim in declared.head_dims if dim <= _DIM), default=small.head_dim)
+    minimal = small.with_changes(data=CODES, dtype=dtype, page_size=page)
+    if not small.heads.layout.values_in_keys:
+        minimal = minimal.with_changes(head_dim=dim)
+    if tier == "smoke":
+        if small.mode is ForwardMode.DECODE:
+            yield _of(minimal, _FEW_LENS)
+        return
+    wide = small.heads.layout.wide_rows
+    yield _of(minimal, _MLA_LENS if wide else _LENS)
+    if small.mode is ForwardMode.DECODE:
+        yield from _of_other_pages(declared, minimal)
+    yield with_options(declared, _of(minimal, _OPTIONS_LENS), _WINDOW).with_changes(
+        dtype=max(declared.dtypes - {"fp32"}, default=dtype),
+        kv_dtype=min(declared.kv_dtypes),
+    )
+    if tier == "full":
+        yield from [_of(minimal, _LENS)] * wide
+        yield _of(minimal, _MANY_LENS)
+
+
+def _of_other_pages(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """Each declared page size with more pages than a tile or a table of them has: of pages of 256 the keys from 4,096
+    on were lost but for those of the last page (flashinfer #4347).
+    """
+    far = _MLA_LENS[0] if minimal.heads.layout.wide_rows else _LENS[0]
+    for page in some_of(declared.page_sizes - {minimal.page_size}, _MOST_PAGES):
+        yield _of(minimal.with_changes(page_size=page), (far + 2 * page + page // 2, *_LENS[1:]))
+
+
+def _of(case: Case, lens: tuple[int, ...]) -> Case:
+    return case.of_requests(lens, padded=1)

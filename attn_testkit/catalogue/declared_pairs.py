@@ -1,0 +1,96 @@
+"""Pairs of capabilities that the covering array lacks, because it has some values of each alone: few head dims and
+groups."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads
+from ..cases.dimensions.heads import typical_heads
+from ..cases.dimensions.numbers import nearest, some_of
+from ..cases.head_layouts import latent, latent_heads
+from ..cases.layers import Layers
+from ..contract import Capabilities, ForwardMode
+from .layer_options import with_options
+from .page_counts import groups_of_pages
+
+__all__ = ["declared_pair_cases"]
+
+_LENS = (70, 33, 1)
+_SEVERAL_SPLITS = (1025, 33)
+_PAGE, _WINDOW = 16, 40
+_FAR_MODES, _NARROW = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}), 11
+_FAR = (66_000, 32_769)
+"""Its last KV tokens lie on both sides of 2^15: where 16 bits are signed, and 40,000 of them would all be off alike."""
+_GROUPS, _MLA_HEADS = (2, 4, 5, 6, 7, 8, 12, 16, 32), (8, 16, 32, 64, 128)
+_NOISY = (600, 513, 700, 431) * 3
+_MANY_HEADS, _USUAL_DIM, _MOST_DIMS = 32, 128, 8
+
+
+def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Windows at positions beyond 15 and 16 bits. Each group of heads with a pool of FP8. Decode of each group with all
+    options, of each head dim and dtype of the pool with several splits, and of outputs in which a sum of another order
+    shows. Made of ``small``.
+    """
+    if small.mode in _FAR_MODES & declared.windows.modes and not small.heads.layout.wide_rows:
+        yield small.of_requests(_FAR, data="one_hot", window=_NARROW)
+    page = nearest(declared.page_sizes, _PAGE)
+    one = small.with_changes(page_size=page, layers=Layers(1), data="gauss", layout="shuffled")
+    yield from _groups_in_fp8(declared, one)
+    if small.mode is not ForwardMode.DECODE:
+        return
+    yield from _groups_with_options(declared, one)
+    yield from _dims_with_splits(declared, one)  # sparkinfer #330
+    if declared.deterministic and "fp32" not in declared.dtypes:
+        heads = many_heads(declared, small.heads, _MANY_HEADS)
+        dim = small.head_dim if small.heads.layout.values_in_keys else nearest(declared.head_dims, _USUAL_DIM)
+        dtype = "fp16" if "fp16" in declared.dtypes else "bf16"
+        yield one.with_changes(heads=heads, head_dim=dim, dtype=dtype, prefixes=_NOISY, bucket=len(_NOISY))
+
+
+def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
+    """Another kernel, or another layout of rows, for a group and a pool of FP8: 32 heads of MLA were folded to rows of
+    16 in FP8 alone (vLLM #46952), which one row of one request does not show. FP8 dtypes take turns. Some groups have
+    it in many lengths (``page_counts.py``).
+    """
+    groups: list[tuple[Heads, int]] = []
+    if latent(declared) and one.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+        rope = one.rope_dim or min(declared.mla_rope_dims)
+        groups += [(latent_heads(declared, count), rope) for count in _MLA_HEADS if count in declared.gqa_ratios]
+    if "gqa" in declared.families and one.mode is ForwardMode.DECODE:
+        paged = set() if one.heads.layout.values_in_keys else groups_of_pages(declared)
+        groups += [(Heads("gqa", 2 * group, 2), 0) for group in _GROUPS if group in declared.gqa_ratios - paged]
+    narrow = sorted(declared.kv_dtypes - {"same"})
+    for turn, (heads, rope) in enumerate(groups if narrow else ()):
+        kv_dtype = narrow[turn % len(narrow)]
+        yield one.with_changes(heads=heads, rope_dim=rope, kv_dtype=kv_dtype, prefixes=_LENS, bucket=len(_LENS))
+
+
+def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
+    """A kernel is chosen by the group, and its options with it: sinks of the first 16 heads alone."""
+    if not (declared.sinks or declared.logit_cap) or one.heads.layout.values_in_keys or "gqa" not in declared.families:
+        return
+    usual = [group for group in _GROUPS if group in declared.gqa_ratios]
+    for group in sorted({*usual, max(declared.gqa_ratios, default=1)} - {1}):
+        yield with_options(declared, one, _WINDOW).with_changes(
+            layers=Layers(),
+            heads=Heads("gqa", 2 * group, 2),
+            prefixes=_LENS,
+            bucket=len(_LENS),
+        )
+
+
+def _dims_with_splits(declared: Capabilities, one: Case) -> Iterator[Case]:
+    """A kernel is compiled for a head dim and a dtype, and its partial results have strides of both."""
+    grouped = [heads for heads in typical_heads(declared) if heads.family == "gqa"]
+    heads = one.heads if one.heads.layout.values_in_keys or not grouped else grouped[0]
+    for dim in some_of(declared.head_dims, _MOST_DIMS):
+        for kv_dtype in sorted(declared.kv_dtypes):
+            yield one.with_changes(
+                heads=heads,
+                head_dim=dim,
+                kv_dtype=kv_dtype,
+                prefixes=_SEVERAL_SPLITS,
+                bucket=len(_SEVERAL_SPLITS),
+            )

@@ -1,0 +1,47 @@
+"""Cases for arithmetic that is right until numbers are large: stores, queries, sums and products of few bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case
+from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
+
+__all__ = ["extreme_cases"]
+
+_MANY_KEYS = 4096
+"""As many small terms as a 16-bit sum loses for certain: in each of 16 splits too, a large one among them."""
+
+_MANY_PARTS = 16_384
+"""Keys of sixteen parts of 1,024, whose sum is rounded sixteen times where it is kept in bf16 (FastDeploy #5541)."""
+
+_FAINT_KEYS = 1500
+"""Several runs of keys that weigh little, behind a key each that weighs much."""
+
+_FEW_KEYS = (70, 20)
+"""More than the smallest tiles, beside a request of little more than one."""
+
+
+def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """What is declared of them, made of ``small``, a case with as little work for each key as is declared."""
+    one = small.of_requests((_MANY_KEYS,))
+    two = (small.page_size + 1, 2 * small.page_size)
+    fp8 = small.of_requests(two, kv_dtype="fp8_e4m3")
+    if "fp8_e4m3" in declared.kv_dtypes:
+        yield fp8.with_changes(data="saturated")
+    if "fp16" in declared.dtypes and "same" in declared.kv_dtypes:
+        yield one.with_changes(dtype="fp16", kv_dtype="same", data="large_and_small_values")
+    if "bf16" in declared.dtypes and "same" in declared.kv_dtypes and small.mode is ForwardMode.DECODE:
+        yield one.with_changes(dtype="bf16", kv_dtype="same", prefixes=(_MANY_PARTS,), data="large_and_small_values")
+    if "fp8_e4m3" in declared.kv_dtypes:
+        yield fp8.with_changes(data="large_queries")
+        if declared.q_scale != "none":
+            # Each step draws which rows are large: of three requests two are alike, where each has a scale of its own.
+            lengths = (small.page_size + 16, 2 * small.page_size + 2, 5)
+            three = fp8.of_requests(lengths, padded=1)
+            yield three.with_changes(data="large_and_small_queries")
+    for dtype, data in (("fp16", "fp16_overflow"), ("bf16", "beyond_fp16")):
+        if dtype in declared.dtypes and "same" in declared.kv_dtypes:
+            yield fp8.with_changes(dtype=dtype, kv_dtype="same", prefixes=_FEW_KEYS, data=data)
+    if "fp8_e4m3" in declared.kv_dtypes and declared.matmul_dtype in FP8_PRODUCTS:
+        yield one.with_changes(kv_dtype="fp8_e4m3", prefixes=(_FAINT_KEYS,), data="small_weights")

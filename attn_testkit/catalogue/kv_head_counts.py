@@ -1,0 +1,36 @@
+"""Cases of one KV head with one query head, as a rank of a small model has them: half of a pair, and no group; and of
+three KV heads, as SmolLM2-135M has them: several, and no power of two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case, Heads
+from ..contract import Capabilities
+
+__all__ = ["one_head_cases", "three_kv_heads_cases"]
+
+_KV_HEADS = 3
+_LENS = (9, 70)
+
+
+def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Where ``mha`` is declared; made of ``small``, a case with little work for each row."""
+    if "mha" in declared.families:
+        head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
+        yield small.of_requests(_LENS, padded=1).with_changes(
+            heads=Heads("mha", 1, 1), head_dim=head_dim, rope_dim=0, data="gauss"
+        )
+
+
+def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """With the smallest group that is declared; made of ``small``, a case with little work for each row."""
+    groups = sorted(declared.gqa_ratios - {1}) if "gqa" in declared.families else []
+    if not groups and "mha" not in declared.families:
+        return
+    family, group = ("gqa", groups[0]) if groups else ("mha", 1)
+    head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
+    yield small.of_requests(_LENS, padded=1).with_changes(
+        heads=Heads(family, group * _KV_HEADS, _KV_HEADS), head_dim=head_dim, rope_dim=0, data="gauss"
+    )

@@ -1,0 +1,76 @@
+"""Sizes of batches: more requests times heads, and more rows, than one side of a CUDA grid holds; as many keys as long
+contexts have; a large batch of long requests for whoever declares batch invariance; both sides of the sizes at which a
+backend says that its kernel changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads
+from ..cases.dimensions.rows import most_rows
+from ..cases.layers import Layers
+from ..cases.rows import Extend, room_for
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["batch_mates_cases", "large_cases", "switch_cases", "too_large_for_a_cpu"]
+
+_GRID = 65_535
+"""The largest y and z of a grid: a launch with more fails, and what it was to write stays as it was (sglang #34941)."""
+_KEYS = 130_900
+"""Of 131,072 tokens of context; the others are new ones."""
+_MANY_HEADS, _MOST_HEADS = 32, 128
+_ROWS = 65
+_PREFIXES = (1, 3, 9)
+_COMPANY, _OF_EACH = (3, 40, 77, 114, 151, 188), 11
+"""Of up to a few tiles, in more than 64 requests."""
+_BY_BITS = ("fp32", "fp16", "bf16")
+"""An output of more bits shows a sum of another order more often."""
+_SPLIT_OR_NOT = (9, 70, 1, 33)
+"""Keys of the requests, in turn: several splits, and none."""
+
+
+def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key. From core on one of decode, all else in full."""
+    one = small.with_changes(layers=Layers(1), layout="shuffled", data="gauss")
+    wide = small.heads.layout.wide_rows
+    if tier == "full":
+        long = one.with_changes(heads=many_heads(declared, small.heads, _MANY_HEADS), data="one_hot")
+        yield long.of_requests((_KEYS, 70))
+    # Rows of MLA have 576 numbers a head: minutes of comparing.
+    if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
+        yield _beyond_a_grid(one.with_changes(heads=many_heads(declared, small.heads, _MOST_HEADS)))
+    if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
+        rows = min(_ROWS, most_rows(declared, small.mode))
+        new = (rows,) * (_GRID // rows + 1)
+        heads = Heads("mha", 1, 1) if "mha" in declared.families else small.heads
+        yield one.of_requests((1,) * len(new), rows=Extend(new, room_for(new)), heads=heads)
+
+
+def too_large_for_a_cpu(case: Case) -> bool:
+    """Backends in torch and fakes hold every row against every key: 17 GB for each head."""
+    return sum(case.new) > _GRID
+
+
+def _beyond_a_grid(wide: Case) -> Case:
+    """So many requests that with the query heads they are just more than a grid holds."""
+    requests = _GRID // wide.heads.q_heads + 1
+    lens = tuple(sorted((_PREFIXES * requests)[:requests]))
+    return wide.of_requests(lens)
+
+
+def batch_mates_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """More requests than kernels for few take, with keys of several tiles each (pegainfer #623). Made of ``small``."""
+    if not declared.batch_invariant:
+        return
+    prefixes = tuple(prefix for prefix in _COMPANY for _ in range(_OF_EACH))
+    dtype = next(dtype for dtype in _BY_BITS if dtype in declared.dtypes)
+    yield small.of_requests(prefixes, dtype=dtype, layers=Layers(1), data="gauss", layout="shuffled")
+
+
+def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row as is declared. The graph is as large as the batch."""
+    for bs in sorted({size for at in declared.kernel_changes_at for size in (at - 1, at)}):
+        lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
+        yield small.of_requests(lens, data="gauss")

@@ -1,0 +1,82 @@
+"""Cases whose model has three layers, under the ids of a later pipeline rank: in one KV group, in two, and with heads
+that differ from one layer to the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..cases.case import Case
+from ..cases.co_residents import with_other_heads
+from ..cases.dimensions.layers import fields_with_shapes
+from ..cases.dimensions.rows import most_rows
+from ..cases.head_layouts import by_layer
+from ..cases.head_shapes import declared_shapes
+from ..cases.layers import Layers
+from ..cases.nearest_declared import nearest_declared
+from ..cases.rows import Accepted, Extend, room_for
+from ..contract import Capabilities, HeadShape
+from .layer_options import with_options, without_options
+
+__all__ = ["layer_cases", "with_shapes"]
+
+_RANK = Layers(3, 5)
+_LENS = (21, 40, 4)
+_SPLIT_LENS = (600, 40, 4)
+"""The first is beyond the 256 keys, and the 512, of which kernels are known to make a split."""
+_ROWS = 5
+_WINDOW = 7
+"""Shorter than two of the requests."""
+
+
+def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Without options, and with all that are declared; made of ``small``, which has little work for each row."""
+    minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
+    window = nearest_declared(declared, small.with_changes(window=_WINDOW)).window
+    options = with_options(declared, with_other_heads(declared, minimal), window).with_changes(
+        kv_dtype=min(declared.kv_dtypes)
+    )
+    options = _behind_rows_that_decode(declared, options)
+    minimal = without_options(declared, minimal)
+    yield from dict.fromkeys((minimal, options))
+    page = min((page for page in declared.page_sizes if page > 1), default=1)
+    # A windowed group has let go of whole pages of the first two requests.
+    lens = (2 * page + window, 4 * page + window - 1, 6)
+    pages = dict.fromkeys(each.with_changes(page_size=page, prefixes=lens) for each in (minimal, options))
+    if declared.kv_groups and not small.draft:
+        for each in pages:
+            yield replace(each, layers=replace(_RANK, groups=True))
+    if declared.heads_by_layer and by_layer(declared):
+        yield from _head_cases(declared, *pages)
+
+
+def _behind_rows_that_decode(declared: Capabilities, case: Case) -> Case:
+    """Requests of one row in front, as servers sort them: what is planned for the others counts from behind them, and
+    once for each KV group (vLLM #27650).
+    """
+    rows, decoding = case.rows, (1,) * (case.bs - 1)
+    if isinstance(rows, Accepted):
+        return case.with_changes(rows=replace(rows, new=(*decoding, rows.width)))
+    if isinstance(rows, Extend):
+        new = (*decoding, min(_ROWS, most_rows(declared, case.mode)))
+        return case.with_changes(rows=replace(rows, new=new, room=max(rows.room, room_for(new))))
+    return case
+
+
+def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterator[Case]:
+    """Each pair of shapes once, where KV groups are declared the first one in two groups, and a pair at lengths that
+    are split: of layers that differ in their query heads, because room for partial results is made for so many.
+    """
+    pairs, most = declared_shapes(declared), options[0] if options else minimal
+    for shapes, each in zip(pairs, (most, minimal), strict=False):
+        yield with_shapes(each, shapes)
+    if declared.kv_groups and pairs and not minimal.draft:
+        yield with_shapes(most.with_changes(layers=replace(_RANK, groups=True)), pairs[0])
+    for shapes in pairs[-1:]:
+        yield with_shapes(minimal.with_changes(prefixes=_SPLIT_LENS), shapes)
+
+
+def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
+    """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
+    return case.with_changes(**fields_with_shapes(case.layers, shapes))

@@ -1,0 +1,56 @@
+"""Options of a layer, as far as they are declared: a sliding window, a soft cap of its logits, sinks. In verify also a
+tree that branches: the masks of trees go through the same paths (sglang #24617).
+"""
+
+from __future__ import annotations
+
+from ..cases.case import Case
+from ..cases.rows import Verify
+from ..cases.server_variants import variant_of
+from ..cases.trees import Tree
+from ..contract import Capabilities
+
+__all__ = ["takes_window", "with_options", "without_options"]
+
+_CAP = 1.5
+"""Of the size of the logits that the data give."""
+_TREE = Tree((0, 0, 1, 2))
+"""Two branches of two nodes."""
+
+
+def takes_window(declared: Capabilities, case: Case) -> bool:
+    """Whether a window is declared for the mode of ``case``, and beside its tree."""
+    return case.mode in declared.windows.modes and (case.topk < 2 or declared.windows.in_trees)
+
+
+def with_options(declared: Capabilities, case: Case, window: int) -> Case:
+    """``case`` with all of them that are declared. ``window``: keys before a query's own, where one is taken."""
+    case = _with_branches(declared, case)
+    return case.with_changes(
+        window=window if takes_window(declared, case) else -1,
+        logit_cap=_CAP if declared.logit_cap else 0.0,
+        sinks=declared.sinks,
+    )
+
+
+def without_options(declared: Capabilities, case: Case) -> Case:
+    """``case`` as the plain twin of ``with_options``, which has the tree where a window keeps the other from it."""
+    return _branching(declared, case) if _windows_chains_alone(declared, case) else case
+
+
+def _with_branches(declared: Capabilities, case: Case) -> Case:
+    """With a tree, where that takes no window away."""
+    return case if _windows_chains_alone(declared, case) else _branching(declared, case)
+
+
+def _windows_chains_alone(declared: Capabilities, case: Case) -> bool:
+    return case.mode in declared.windows.modes and not declared.windows.in_trees
+
+
+def _branching(declared: Capabilities, case: Case) -> Case:
+    """With a tree that branches in place of a short chain, where that is declared."""
+    nodes = len(_TREE)
+    supported = declared.max_topk >= _TREE.topk and declared.max_q_rows >= nodes >= case.width
+    if case.tree is None or case.topk > 1 or not supported or variant_of(case).gives_none:
+        return case
+    return case.with_changes(rows=Verify(_TREE))

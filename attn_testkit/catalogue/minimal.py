@@ -1,0 +1,59 @@
+"""The minimal case of a mode: one request, and the least of everything that is declared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeVar, final
+
+from ..cases.case import Case
+from ..cases.dimensions.dimension import Draws, Without
+from ..cases.dimensions.heads import smallest_heads_first
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.nearest_declared import nearest_declared
+from ..cases.rows import minimal_rows
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["drawn_case", "minimal_case", "minimal_cases"]
+
+T = TypeVar("T")
+
+_FEW_KEYS, _SOME_KEYS = 5, 21
+
+
+@final
+class _Simplest:
+    """Draws that give the simplest value each time."""
+
+    def one_of(self, values: Sequence[T], /) -> T:
+        return values[0]
+
+    def number(self, low: int, high: int, /) -> int:
+        return low
+
+    def numbers(self, count: tuple[int, int], *ranges: tuple[int, int]) -> tuple[int, ...]:
+        return (ranges[0][0],) * count[0]
+
+
+def drawn_case(draws: Draws, declared: Capabilities, mode: ForwardMode) -> Case:
+    """A case of values that each dimension draws. Raises ``ValueError`` if the capabilities leave no head layout."""
+    if not smallest_heads_first(declared):
+        raise ValueError(f"{mode} is declared, and no head layout with it")
+    values: dict[str, Any] = {"rows": minimal_rows(mode)}
+    for dimension in DIMENSIONS:
+        if not isinstance(dimension.random, Without):
+            values |= dimension.random(draws, declared, values)
+    return nearest_declared(declared, Case(**values))
+
+
+def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
+    """The case of the simplest value in every dimension: one request without keys, of one row. Raises ``ValueError`` if
+    the capabilities leave no head layout.
+    """
+    return drawn_case(_Simplest(), declared, mode)
+
+
+def minimal_cases(declared: Capabilities, mode: ForwardMode) -> Iterator[Case]:
+    """The minimal case, and what to use instead if that one fails: the same with some keys before the step."""
+    minimal = minimal_case(declared, mode)
+    for keys in (*minimal.prefixes, _FEW_KEYS, _SOME_KEYS):
+        yield minimal.with_changes(prefixes=(keys,))

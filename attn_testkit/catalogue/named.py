@@ -1,0 +1,183 @@
+"""Cases by name, which no covering array is sure to meet: long, wide, many, mixed; and what they are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from ..cases.case import Case, Heads
+from ..cases.co_residents import branching
+from ..cases.dimensions.heads import MOST_USUAL_RATIO, typical_heads
+from ..cases.dimensions.rows import MOST_NEW_TOKENS, most_rows
+from ..cases.draft import Draft
+from ..cases.head_layouts import alike
+from ..cases.rows import Accepted, Drafted, Extend, Rows, Verify, room_for
+from ..cases.trees import Tree, chain
+from ..contract import Capabilities, ForwardMode
+from .layer_options import with_options
+
+__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
+
+MOST_USUAL_ROWS = 6
+"""Rows of a request that a covering array goes up to."""
+_BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
+"""40 nodes: more than fit a 32-bit word of a packed mask."""
+
+
+def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
+    """What the named cases are made of. MLA is too slow for the longest; in the older modes ids say which it is."""
+    newer = mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
+    cheap = [case for case in cases if newer and not case.heads.layout.wide_rows]
+    return (*cheap, *cases)[0]
+
+
+def without_options_of(declared: Capabilities, base: Case) -> Case:
+    """``base`` without options."""
+    kv_dtype = sorted(declared.kv_dtypes, reverse=True)[0]
+    # Whether the usual scaling is meant says ``nearest_declared``, case by case: MLA has none.
+    rows = base.rows
+    if isinstance(rows, Extend):
+        rows = replace(rows, chunks=1)
+    elif isinstance(rows, Drafted):
+        rows = replace(rows, draft=Draft(min(2, declared.max_draft_branches), 3))
+    return base.with_changes(rows=rows, window=-1, layer_windows="any", usual_scaling=False, logit_cap=0.0, sinks=False,
+                   kv_dtype=kv_dtype)  # fmt: skip
+
+
+def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
+    """Cases that no covering array is sure to meet."""
+    minimal = without_options_of(declared, base)
+    # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
+    supported = declared.graph if len(declared.graph) > 1 else declared.graph | declared.eager
+    hosts = supported - {ForwardMode.DRAFT_DECODE}
+    alone = tier == "smoke" and mode is not min(hosts, default=mode)
+    if mode in hosts and len(supported) > 1 and not alone:
+        # A branching tree, so that a mask which one mode leaves behind is wrong for every other.
+        branches = minimal.tree and declared.max_topk > 1 and declared.max_q_rows >= 4
+        rows = Verify(branching(4)) if branches else minimal.rows
+        yield minimal.with_changes(multi_mode=True, rows=rows, bucket=minimal.bs + 1, padding="prod")
+    if minimal.draft:
+        yield from _loops(declared, minimal, tier)
+    if tier == "smoke":
+        return
+    if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
+        # As many heads as there are: a few cases, because what is compared grows with them.
+        yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
+    # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
+    for dtype in sorted(declared.dtypes):
+        rows = minimal.rows.counted((minimal.width,))
+        yield minimal.of_requests((4096,), rows=rows, dtype=dtype, data="one_hot", padding="prod")
+    yield _long_with_options(declared, minimal)
+    # Several key tiles, whose maxima rise for some rows and fall for others; no window, which would leave one tile.
+    yield minimal.of_requests((300, 70), rows=minimal.rows.counted((minimal.width, 1)), data="rising_logits")
+    yield _many_requests(declared, minimal)
+    if not minimal.heads.layout.wide_rows or tier == "full":
+        # 576 numbers a key: minutes without a device.
+        yield _beyond_16_bits(declared, minimal)
+    yield from _wide_heads(declared, minimal)
+    if mode is ForwardMode.TARGET_VERIFY:
+        two = (9, 40)
+        for tree in (_BIG_TREE, chain(17)):
+            if len(tree) <= declared.max_q_rows and tree.topk <= declared.max_topk:
+                yield minimal.of_requests(two, padded=1, rows=Verify(tree))
+    if mode is ForwardMode.DRAFT_EXTEND and declared.max_q_rows >= 4:
+        # The sum divides by the batch size, so a view as [bs, sum / bs] succeeds and is wrong.
+        yield minimal.of_requests((5, 9), rows=Accepted((1, 3), 4))
+    if mode is ForwardMode.EXTEND:
+        yield from _prompts(declared, minimal)
+    if minimal.new and most_rows(declared, mode) > MOST_USUAL_ROWS:
+        # Rows times heads of a KV head are more than one tile of rows.
+        many = min(most_rows(declared, mode), 33)
+        heads = _heads_like(declared, minimal)[-1]
+        extends, v2 = mode is ForwardMode.EXTEND, mode is ForwardMode.DRAFT_EXTEND_V2
+        few = Extend((many, 3), many) if extends else Accepted((many, 3), many, v2)
+        yield minimal.of_requests((9, 40), rows=few, heads=heads)
+
+
+def _long_with_options(declared: Capabilities, minimal: Case) -> Case:
+    """Everything that is declared, at a length where kernels take another path (split keys), beside a short request."""
+    optional = with_options(declared, minimal, 700)
+    return optional.of_requests(
+        (1500, 70),
+        padded=1,
+        rows=optional.rows.counted((minimal.width, 1)),
+        kv_dtype=sorted(declared.kv_dtypes)[0],
+        data="gauss",
+        padding="prod",
+    )
+
+
+def _heads_like(declared: Capabilities, minimal: Case) -> list[Heads]:
+    """The declared layouts that can take the place of ``minimal``'s: MLA for MLA, any other for any other."""
+    return [heads for heads in typical_heads(declared) if alike(heads, minimal.heads)]
+
+
+def smallest_of(declared: Capabilities, minimal: Case) -> Case:
+    """As little work for each row and key as is declared, for cases with very many of them."""
+    return minimal.with_changes(
+        heads=min(_heads_like(declared, minimal), key=lambda heads: (heads.kv_heads, heads.q_heads)),
+        head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.head_dims),
+        page_size=min(declared.page_sizes),
+        rows=_fewest(minimal.rows),
+        padding="prod",
+    )
+
+
+def _fewest(rows: Rows) -> Rows:
+    few = min(2, rows.width)
+    match rows:
+        case Verify():
+            return Verify(chain(few))
+        case Drafted(draft):
+            return replace(rows, draft=Draft(min(2, draft.branches), 2))
+        case Extend():
+            return replace(rows, new=(few,) * len(rows.new), room=few)
+        case Accepted():
+            return replace(rows, new=(few,) * len(rows.new), width=few)
+    return rows
+
+
+def _many_requests(declared: Capabilities, minimal: Case) -> Case:
+    """More requests than a warp has lanes, and than a block of 128 threads: those sum offsets and make schedules."""
+    small = smallest_of(declared, minimal)
+    rows = small.rows.counted((1,) * 66 + (small.width,) * 66)
+    return small.of_requests((3,) * 45 + (1,) * 43 + (9,) * 44, rows=rows, data="gauss")
+
+
+def _beyond_16_bits(declared: Capabilities, minimal: Case) -> Case:
+    """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
+    small = smallest_of(declared, minimal)
+    return small.of_requests((66_000,), data="one_hot")
+
+
+def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """A prompt of several tiles of rows among rows that decode; and chunks of requests that share their prefixes."""
+    rows, page = min(MOST_NEW_TOKENS, declared.max_extend_tokens), minimal.page_size
+    small = smallest_of(declared, minimal).with_changes(page_size=page, data="gauss")
+    among_decodes = (1, rows, 1)
+    yield small.of_requests((70, 300, 5), rows=Extend(among_decodes, room_for(among_decodes)))
+    new = tuple(min(n, declared.max_extend_tokens) for n in (page + 1, 2, 1))
+    prefixes = (2 * page, 2 * page + 1, page)
+    yield small.of_requests(prefixes, padded=1, rows=Extend(new, room_for(new), chunks=3), layout="shared")
+
+
+def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
+    """The lossless loop of a chain and, from core on and where trees are declared as well, of two branches."""
+    # What is stored in FP8 is not what greedy decode would have attended.
+    if "same" not in declared.kv_dtypes or declared.sparse:
+        return
+    small = smallest_of(declared, minimal).with_changes(page_size=minimal.page_size, kv_dtype="same", data="gauss")
+    page = minimal.page_size
+    prefixes = (page + 1, 2 * page, 1)
+    for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
+        most = min(declared.max_topk, declared.max_draft_branches)
+        if draft.branches <= most and 1 + draft.branches * draft.steps <= declared.max_q_rows:
+            yield small.of_requests(prefixes, padded=1, rows=Drafted(draft, rounds=6))
+
+
+def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """Groups of more query heads than the array tries: the largest declared, and one that is no power of two."""
+    wide = sorted(r for r in declared.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in declared.families else []
+    odd = [r for r in wide if r & (r - 1)]
+    for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):
+        yield minimal.with_changes(heads=Heads("gqa", 2 * ratio, 2), rope_dim=0, data="gauss")

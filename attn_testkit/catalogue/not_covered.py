@@ -1,0 +1,101 @@
+"""Which declared values a list of cases tries, counted from the cases themselves.
+
+A value is tried by a case that would show a backend which is wrong at that value: a page size by a request of more than
+one page, a number of query rows by a request of that many. It is tried in each mode, because kernels are chosen by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ..cases.case import Case
+from ..cases.dimensions.data_pattern import EQUAL_LOGITS
+from ..cases.dimensions.dimension import Covered, Value, Without
+from ..cases.dimensions.table import DIMENSIONS
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["DECLARED_VALUES", "Value", "describe_not_covered", "is_tried", "not_covered"]
+
+
+def _bounds_with_cases_first(covered: Covered) -> bool:
+    return not covered.bound or isinstance(covered.make, Without)
+
+
+DECLARED_VALUES: Mapping[str, Covered] = {
+    covered.name: covered
+    for covered in sorted(
+        (covered for dimension in DIMENSIONS for covered in dimension.covered), key=_bounds_with_cases_first
+    )
+}
+"""Name -> kind of declared value, in the order in which they are read, and are given small cases
+(``catalogue/cases_for_uncovered.py``): numbers of rows first, so that wide groups join the case with the most rows."""
+
+
+def is_tried(covered: Covered, declared: Capabilities, case: Case, value: Value) -> bool:
+    """Whether ``case`` tries ``value``. Data that show no error of a query or a key try nothing."""
+    return case.data not in EQUAL_LOGITS and covered.covers(covered.tried(declared, case), value)
+
+
+def not_covered(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[tuple[str, Value]]:
+    """Declared values that none of ``cases`` tries in ``mode``: names of ``DECLARED_VALUES`` and values, sorted.
+
+    ``cases`` of other modes count for nothing.
+    """
+    own = [case for case in cases if case.mode is mode and case.data not in EQUAL_LOGITS]
+    lacking: list[tuple[str, Value]] = []
+    for name, capability in DECLARED_VALUES.items():
+        # Hundreds of cases try a few values, and hundreds are declared.
+        found = {capability.tried(declared, case) for case in own}
+        values = sorted(capability.declared(declared, mode), key=_order)
+        lacking += [(name, value) for value in values if not any(capability.covers(one, value) for one in found)]
+    return lacking
+
+
+def describe_not_covered(
+    declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case]
+) -> tuple[str, ...]:
+    """What ``not_covered`` finds in ``modes``, in words: one phrase for the values of a capability that the same modes
+    lack."""
+    lacking: dict[tuple[str, Value | None], list[ForwardMode]] = {}
+    for mode in modes:
+        own = [case for case in cases if case.mode is mode]
+        for name, value in not_covered(declared, mode, own):
+            lacking.setdefault(_words(declared, DECLARED_VALUES[name], value, own), []).append(mode)
+    phrases: dict[tuple[str, tuple[ForwardMode, ...]], list[Value]] = {}
+    for (words, one), where in lacking.items():
+        phrases.setdefault((words, tuple(where)), []).extend([] if one is None else [one])
+    return tuple(
+        " ".join(filter(None, (words, _listed(values))))
+        + ("" if len(where) == len(modes) else f" ({', '.join(where)})")
+        for (words, where), values in phrases.items()
+    )
+
+
+def _words(declared: Capabilities, capability: Covered, value: Value, own: Sequence[Case]) -> tuple[str, Value | None]:
+    """What is lacking, and the value where others may stand beside it."""
+    if not capability.bound:
+        return capability.words, value
+    numbers = (capability.tried(declared, case) for case in own if case.data not in EQUAL_LOGITS)
+    most = max((number for number in numbers if isinstance(number, int)), default=0)
+    return f"more than {most:,} of {value:,} {capability.words}", None
+
+
+def _listed(values: Sequence[Value]) -> str:
+    """``2, 4-7, 16``: three numbers and more that follow each other are a range."""
+    runs: list[list[Value]] = []
+    for value in values:
+        last = runs[-1][-1] if runs else None
+        if isinstance(value, int) and isinstance(last, int) and value == last + 1:
+            runs[-1].append(value)
+        else:
+            runs.append([value])
+    parts = ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(_spelled, run) for run in runs)
+    return ", ".join(part for group in parts for part in group)
+
+
+def _spelled(value: Value) -> str:
+    return " with ".join(value) if isinstance(value, tuple) else str(value)
+
+
+def _order(value: Value) -> tuple[int, str]:
+    return (value, "") if isinstance(value, int) else (0, _spelled(value))

@@ -1,0 +1,61 @@
+"""Decode of 1 to 17 pages, each number with a tail and some full, for each group of heads and dtype of the KV pool."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case, Heads
+from ..cases.dimensions.heads import typical_heads
+from ..cases.dimensions.numbers import nearest
+from ..cases.layers import Layers
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["groups_of_pages", "page_count_cases"]
+
+_PAGE, _MOST_PAGES = 16, 17
+_FULL = (1, 2, 4, 8, 16)
+_MOST_WIDTH = 128
+_WIDE = 16
+"""A group of heads that fills a tile of rows."""
+
+
+def page_count_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Kernels are written for a group and a dtype, and choose by pages: one was NaN at 16 pages with a tail, for groups
+    of 16 and FP8 alone (ATOM #2211). Made of ``small``; head dims and dtypes of the model take turns.
+    """
+    if small.mode is not ForwardMode.DECODE:
+        return
+    page = nearest(declared.page_sizes, _PAGE)
+    tails = [count * page - page // 3 for count in range(1, _MOST_PAGES + 1)]
+    # The last key is the new one.
+    prefixes = tuple(keys - 1 for keys in (*tails, *(count * page for count in _FULL)))
+    dims = sorted(dim for dim in declared.head_dims if dim <= _MOST_WIDTH) or [small.head_dim]
+    pairs = [
+        (heads, kv_dtype)
+        for heads in _layouts(declared, one_row=small.heads.layout.values_in_keys)
+        for kv_dtype in sorted(declared.kv_dtypes)
+    ]
+    for turn, (heads, kv_dtype) in enumerate(pairs):
+        yield small.of_requests(
+            prefixes,
+            heads=heads,
+            head_dim=small.head_dim if small.heads.layout.values_in_keys else dims[turn % len(dims)],
+            dtype=sorted(declared.dtypes)[turn % len(declared.dtypes)],
+            kv_dtype=kv_dtype,
+            page_size=page,
+            layers=Layers(1),
+            data="gauss",
+        )
+
+
+def groups_of_pages(declared: Capabilities) -> set[int]:
+    """Query heads a KV head of those cases that have several KV heads; none where they are longer than is declared."""
+    longest = (_MOST_PAGES + 1) * nearest(declared.page_sizes, _PAGE)
+    layouts = _layouts(declared, one_row=False) if longest < declared.max_context_len else ()
+    return {heads.q_heads // heads.kv_heads for heads in layouts if heads.family == "gqa"}
+
+
+def _layouts(declared: Capabilities, *, one_row: bool) -> Iterator[Heads]:
+    yield from (heads for heads in typical_heads(declared) if heads.layout.values_in_keys == one_row)
+    if not one_row and "gqa" in declared.families and _WIDE in declared.gqa_ratios:
+        yield Heads("gqa", 2 * _WIDE, 2)

@@ -1,0 +1,61 @@
+"""Rows of one request on both sides of where something changes: of splits of the keys, of tiles of rows x heads.
+
+A kernel that asks a request's first row, or its last, how many splits there are is right for as long as all of them
+say the same. One that packs the heads of a KV head into tiles of rows is right until a tile begins inside a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from ..cases.case import CODES, Case, Heads
+from ..cases.dimensions.rows import most_rows
+from ..cases.rows import Accepted, Extend, Verify, room_for
+from ..cases.trees import chain
+from ..contract import Capabilities, ForwardMode
+
+__all__ = ["row_edge_cases"]
+
+_EDGES = (256, 512, 1024)
+"""Keys at which kernels and planners are known to begin another split, tile or path."""
+_ROWS = 4
+_ODD_GROUPS = (7, 5, 6)
+"""No power of two, as 28 query heads over 4 KV heads are."""
+_PACKED = 200
+"""Packed rows that are more than one full tile of 128."""
+_MOST_ROWS = 40
+_PREFIXES = (107, 20)
+"""The rows of the first request end beyond 128 keys."""
+_ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
+
+
+def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with as little work for each row and key as is declared."""
+    rows = min(_ROWS, most_rows(declared, small.mode))
+    codes = small.with_changes(data=CODES, layout="shuffled")
+    if small.mode is ForwardMode.DECODE:
+        lens = tuple(edge + key for edge in _EDGES for key in (-1, 0))
+        yield codes.with_changes(prefixes=lens, bucket=len(lens))
+    if small.mode in _ONE_ROW or rows < 2:
+        return
+    # With the edge before, in and behind the rows.
+    yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
+    if small.heads.layout.wide_rows:
+        return
+    groups = [group for group in _ODD_GROUPS if group in declared.gqa_ratios and "gqa" in declared.families]
+    for group in groups if tier == "full" else groups[:1]:
+        many = min(_MOST_ROWS, -(-_PACKED // group), most_rows(declared, small.mode))
+        wide = small.with_changes(heads=Heads("gqa", 2 * group, 2), data="gauss")
+        yield _with_rows(wide, many, _PREFIXES)
+
+
+def _with_rows(case: Case, rows: int, prefixes: tuple[int, ...]) -> Case:
+    """Requests with so many rows each; where a mode lists them the last one has fewer."""
+    new = (*(rows,) * (len(prefixes) - 1), max(1, rows - 1))
+    of_case = case.rows
+    if isinstance(of_case, Extend):
+        return case.of_requests(prefixes, rows=replace(of_case, new=new, room=room_for(new)))
+    if isinstance(of_case, Accepted):
+        return case.of_requests(prefixes, rows=replace(of_case, new=new, width=rows))
+    return case.of_requests(prefixes, rows=Verify(chain(rows)))

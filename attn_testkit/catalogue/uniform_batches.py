@@ -1,0 +1,102 @@
+"""Batches whose requests agree in what programs choose a path by: no request has a prefix; all are as long, so that
+nothing is masked; one request is live, and the others are padding. Other cases mix them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case, Heads
+from ..cases.co_residents import many_heads, with_other_heads
+from ..cases.dimensions.rows import most_rows
+from ..cases.head_layouts import as_many, latent, latent_heads
+from ..cases.layers import PERIOD, Layers
+from ..cases.rows import Extend, room_for
+from ..cases.server_variants import SERVER_VARIANTS, usual_page
+from ..contract import Capabilities, ForwardMode
+from .layer_options import with_options
+
+__all__ = ["uniform_batch_cases"]
+
+_PROMPTS = (20, 1, 70)
+_EQUAL_PROMPT = 96
+_VARIANTS = ("given_out", "padded_tokens", "overlap_scheduling", "zero_length_padding")
+_WINDOW = 7
+_GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
+_LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
+"""Prefixes beyond what is known to begin another path. With its row the second is a multiple of all tiles and pages."""
+_MANY_KV_HEADS = 32
+_BEHIND_A_TILE, _BUCKET = 130, 10
+"""Rows of a lone request that fill its graph. Less one for each other request of the bucket they are no more than a
+tile of 128."""
+
+
+def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key."""
+    small = small.with_changes(page_size=usual_page(declared), data="gauss", layout="shuffled")
+    if small.mode is ForwardMode.EXTEND:
+        yield from _without_prefix(declared, small)
+        rows = min(_BEHIND_A_TILE, most_rows(declared, small.mode))
+        # A bound on the rows of a request where each has a row (onnxruntime #28409). With many KV heads: tiles of rows
+        # and heads are numbered through, and are more than there are workers (tt-metal #54413).
+        heads = _many_kv_heads(declared, small.heads)
+        yield small.of_requests((3,), padded=_BUCKET - 1, rows=Extend((rows,), -(-rows // _BUCKET)), heads=heads)
+    yield from _of_one_length(declared, small)
+
+
+def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
+    """As few query heads each as are declared."""
+    groups = sorted(declared.gqa_ratios - {1})
+    if not like.layout.wide_rows and as_many(declared):
+        return Heads(as_many(declared)[0].name, _MANY_KV_HEADS, _MANY_KV_HEADS)
+    if not like.layout.wide_rows and "gqa" in declared.families and groups:
+        return Heads("gqa", _MANY_KV_HEADS * groups[0], _MANY_KV_HEADS)
+    return many_heads(declared, like, _MANY_KV_HEADS)
+
+
+def _without_prefix(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Prompts alone: new rows are attended as they are given, by another kernel (vllm-ascend #5397)."""
+    new = tuple(min(count, declared.max_extend_tokens) for count in _PROMPTS)
+    minimal = small.of_requests((0,) * len(new), padded=1, rows=Extend(new, room_for(new)))
+    yield minimal
+    yield with_options(declared, with_other_heads(declared, minimal), _WINDOW).with_changes(
+        kv_dtype=min(declared.kv_dtypes)
+    )
+    if not small.heads.layout.values_in_keys and latent(declared) and declared.mla_rope_dims:
+        few = min(declared.gqa_ratios)
+        yield minimal.with_changes(heads=latent_heads(declared, few), rope_dim=min(declared.mla_rope_dims))
+    if declared.kv_groups:
+        yield with_options(declared, minimal, _WINDOW).with_changes(layers=Layers(PERIOD, groups=True))
+    for word in _VARIANTS:
+        for case in SERVER_VARIANTS[word].cases(declared, minimal.with_changes(rows=Extend(new, max(new)))):
+            yield case.with_changes(prefixes=(0,) * case.bs, rows=Extend(case.new, room_for(case.new)))
+    if small.mode in declared.non_causal:
+        # A loop over keys that ends at the diagonal is right for one tile of rows (sglang #39703).
+        yield minimal.with_changes(bucket=len(new), variants=frozenset({"noncausal"}))
+
+
+def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """In decode with several groups of heads: a kernel for many heads a KV head split keys from 1,024 on, and read
+    those of the first request where nothing was masked (mlx #4431). In the other modes with one.
+    """
+    one = small.with_changes(layers=Layers(1))
+    if small.mode is not ForwardMode.DECODE:
+        rows = min(_EQUAL_PROMPT, most_rows(declared, small.mode))
+        extends = small.mode is ForwardMode.EXTEND
+        of_both = Extend((rows,) * 2, rows) if extends else small.rows.counted((small.width,) * 2)
+        lens = (_LONG_OF_MLA if small.heads.layout.wide_rows else _LONG)[:1] * 2
+        yield with_other_heads(declared, one).of_requests(lens, rows=of_both)
+        return
+    groups = [(Heads("gqa", 2 * group, 2), 0, _LONG) for group in _GROUPS if group in declared.gqa_ratios]
+    if "gqa" not in declared.families or not groups:
+        groups = (
+            [] if small.heads.layout.wide_rows else [(many_heads(declared, small.heads, small.heads.q_heads), 0, _LONG)]
+        )
+    if latent(declared):
+        rope = small.rope_dim or min(declared.mla_rope_dims)
+        groups += [
+            (latent_heads(declared, count), rope, _LONG_OF_MLA) for count in _MLA_HEADS if count in declared.gqa_ratios
+        ]
+    for turn, (heads, rope, lens) in enumerate(groups):
+        length = lens[turn % 2]
+        yield one.with_changes(heads=heads, rope_dim=rope, prefixes=(length,) * 3, bucket=4)

@@ -1,0 +1,503 @@
+"""The numbers of a step: queries, keys, values, the KV pool before and after, and who may see whom.
+
+Everything here is host data. The same case gives the same bits on every machine.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cachetools import LRUCache, cached
+from cachetools.keys import hashkey
+
+from ..cases.case import Case
+from ..cases.dimensions.dimension import OnLayers
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.fields import Fields
+from ..cases.normals import normals
+from ..cases.server_variants import variant_of
+from ..contract import FP8_PRODUCTS, AttentionLayer, ForwardMode, HeadShape
+from .foreign_slots import marked_slots, tail_slots, values_of_place
+from .kv_groups import outgrown
+from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
+from .query_scales import LARGEST_FP8, held_queries, large_or_small
+from .schedule import Ints, Schedule, Step
+
+__all__ = [
+    "DTYPES",
+    "KEPT_BYTES",
+    "VOCAB",
+    "StepData",
+    "bytes_in",
+    "dequantised",
+    "forget_data",
+    "held_kv",
+    "make_layers",
+    "make_step_data",
+    "new_kv",
+    "numbers_of",
+    "pool_image",
+    "stored_kv",
+]
+
+DTYPES = {
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "fp32": torch.float32,
+    "fp8_e4m3": torch.float8_e4m3fn,
+}
+HIDDEN = 32
+"""Width of the model's hidden state."""
+VOCAB = 48
+"""Width of the logits."""
+
+
+@lru_cache(maxsize=16)
+def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
+    """The layers of the test model. They differ in everything that a layer may differ in.
+
+    ``sinks`` are host tensors; the drive moves copies of them to the device.
+    """
+    case = case.instance_of or case
+    layers: list[dict[str, Any]] = [{} for _ in range(case.layers.count)]
+    for dimension in DIMENSIONS:
+        for meaning in dimension.apply:
+            if isinstance(meaning, OnLayers):
+                for layer, changes in zip(layers, meaning.of_layers(case), strict=True):
+                    layer.update(changes)
+    return tuple(AttentionLayer(**layer) for layer in layers)
+
+
+KEPT_BYTES = 1 << 27
+"""How much of what is asked again is kept, of each kind. One long request in float64 may be 100 MB."""
+
+
+def bytes_in(made: object) -> int:
+    """Size of the tensors of a dataclass, nested ones not counted."""
+    return sum(each.nbytes for each in vars(made).values() if isinstance(each, torch.Tensor))
+
+
+@dataclass(frozen=True, eq=False)
+class StepData:
+    """Host tensors of one step. T live rows, packed request by request; B requests; S the longest key count.
+
+    Heads and widths are the case's; where layers differ in theirs, each lies in it as ``Case.head_maps`` says.
+    """
+
+    q: torch.Tensor
+    """[L, T, Hq, Dqk] in the model's dtype."""
+    k: torch.Tensor
+    """[L, T, Hk, Dqk]: the new keys."""
+    v: torch.Tensor
+    """[L, T, Hk, Dv]: the new values. MLA: the first columns of ``k``."""
+    hidden: torch.Tensor
+    """[T, hidden] float32: what the model adds before its layers."""
+    stored_keys: torch.Tensor
+    """[L, B, S, Hk, Dqk] in the pool's dtype: every key as the pool holds it after this step. Junk past a length."""
+    stored_values: torch.Tensor | None
+    """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
+    kv_scales: torch.Tensor
+    """[2, L, 1, 1, 1, 1] float64: of keys, of values."""
+    visible: torch.Tensor
+    """[B, Tmax, S] bool, without windows."""
+    key_positions: torch.Tensor
+    """[B, S] int64: position of each key; a draft node's is prefix + depth."""
+    query_positions: torch.Tensor
+    """[B, Tmax] int64."""
+    row_request: torch.Tensor
+    """[T] int64: request of each row."""
+    row_offset: torch.Tensor
+    """[T] int64: row inside its request."""
+    row_key: torch.Tensor
+    """[T] int64: place of the row's own key among those of its request, along S."""
+    positions: torch.Tensor
+    """[T] int64."""
+    out_cache_loc: torch.Tensor
+    """[T] int64."""
+    allowed: torch.Tensor | None = None
+    """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
+    selected: torch.Tensor | None = None
+    """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Made anew: large, and asked once."""
+        return dequantised(self.stored_keys, self.kv_scales[0])
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[L, B, S, Hk, Dv] float64, likewise."""
+        if self.stored_values is None:
+            return dequantised(self.stored_keys[..., : self.v.shape[-1]], self.kv_scales[0])
+        return dequantised(self.stored_values, self.kv_scales[1])
+
+
+def dequantised(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: all 1 unless the dtype is FP8."""
+    if stored.dtype.itemsize > 1:
+        return stored.double()
+    # torch converts FP8 one by one; there are 256 numbers.
+    numbers = np.take(_fp8_numbers(stored.dtype), stored.view(torch.uint8).numpy(), mode="clip")
+    return torch.from_numpy(numbers).mul_(scales)
+
+
+@lru_cache
+def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
+    numbers: npt.NDArray[np.float64] = torch.arange(256, dtype=torch.uint8).view(dtype).double().numpy()
+    return numbers
+
+
+_USUAL_RANGE = 256.0
+"""Queries beside an FP8 pool are made no larger, but for the patterns that are about it."""
+
+
+def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of at most ``most``; ``held``: and exactly held by FP8, as kernels that round theirs need it."""
+    shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / most)))
+    q = q / shift
+    return q.to(torch.float8_e4m3fn).float() if held else q, k * shift
+
+
+def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    bs = step.bs
+    visible = np.zeros((bs, widest, longest), np.bool_)
+    key_positions = np.tile(np.arange(longest), (bs, 1))
+    query_positions = np.zeros((bs, widest), np.int64)
+    for b, request in enumerate(step.requests):
+        prefix, new = request.prefix, request.new
+        visible[b, :new, :prefix] = True
+        rows = request.draft or (request.tree if variant_of(case).causal else None)
+        if rows is None:
+            visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_) if variant_of(case).causal else True
+            query_positions[b, :new] = np.arange(prefix, prefix + new)
+        else:
+            visible[b, :new, prefix : prefix + new] = rows.visible
+            query_positions[b, :new] = prefix + np.asarray(rows.depths)
+            key_positions[b, prefix : prefix + new] = query_positions[b, :new]
+    return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
+
+
+def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype) -> torch.Tensor:
+    """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
+    if dtype.itemsize > 1:
+        return rows.to(dtype)
+    scale = torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1))
+    limit = torch.finfo(dtype).max
+    return (rows.float() / scale).clamp(-limit, limit).to(dtype)
+
+
+def _shared_rows(rows: torch.Tensor, step: Step, asked: int | None) -> torch.Tensor:
+    """[L, B, S, ...] with the same numbers wherever requests share slots: those of ``asked``, if it is one of them."""
+    shared = [request.shared for request in step.requests]
+    most = int(np.argmax(shared))
+    rows, source = rows.clone(), rows[:, most].clone()
+    if asked is not None and asked < len(shared):
+        source[:, : shared[asked]] = rows[:, asked, : shared[asked]]
+    for index, count in enumerate(shared):
+        rows[:, index, :count] = source[:, :count]
+    return rows
+
+
+def _drawn(
+    schedule: Schedule, step: Step, pattern: str, rng: np.random.Generator
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [L, T, Hq, Dqk], k [L, B, S, Hk, Dqk], v [L, B, S, Hk, Dv] in the model's dtype."""
+    case, dv = schedule.case, schedule.case.head_dim
+    if case.head_maps:
+        q, k, v = _drawn_by_layer(case, step, pattern, rng, schedule.q_scale)
+    else:
+        # Of a latent row without a rope part every channel of a key is one of its value.
+        q_scale = (
+            "none"
+            if case.heads.layout.values_in_keys and not case.rope_dim and pattern != LARGE_AND_SMALL
+            else schedule.q_scale
+        )
+        q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale)
+    if case.heads.layout.values_in_keys:
+        # The latent row is key and value at once; its rope part is the key's alone.
+        k = torch.cat([v, k[..., dv:]], -1)
+        if pattern == "one_hot":
+            q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
+        elif pattern == "negative":
+            k = torch.cat([torch.ones_like(v) * (torch.arange(dv) % 2), k[..., dv:]], -1)
+    if any(request.shared for request in step.requests):
+        asked = int(pattern.split(".")[1]) if pattern.startswith(("probe.", "place.")) else None
+        k, v = _shared_rows(k, step, asked), _shared_rows(v, step, asked)
+    if case.kv_dtype != "same":
+        most, scaled = LARGEST_FP8 if pattern == "large_queries" else _USUAL_RANGE, schedule.q_scale != "none"
+        if not scaled or pattern != LARGE_AND_SMALL:
+            q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
+        if scaled:
+            # Small rows next to large ones are what one scale for all of them loses.
+            alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
+            drawn, q = q, held_queries(q, "per_token" if alone else schedule.q_scale)
+            if pattern == "small_weights":
+                # Its logits are as far apart as they have to be, and no farther.
+                k = k * float(drawn.abs().max() / q.abs().max())
+    dtype = DTYPES[case.dtype]
+    return q.to(dtype), k.to(dtype), v.to(dtype)
+
+
+def _of_pattern(
+    layers: int, shape: HeadShape, dv: int, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q [layers, T, Hq, D], k [layers, B, S, Hk, D] and v [layers, B, S, Hk, dv] of heads of one shape, float32.
+
+    ``q_scale``: other than ``none``, no row is 0, of which a scale would be 0; its logits are.
+    """
+    heads, kv_heads, dqk = shape
+    keys = (layers, step.bs, max(step.lens), kv_heads)
+    q, k, v = draw(pattern, (layers, step.tokens, heads, dqk), (*keys, dqk), (*keys, dv), rng)
+    if pattern.startswith("probe."):
+        v = probe_values(v, pattern)
+    elif pattern.startswith("place."):
+        v = values_of_place(v, pattern)
+    elif pattern == "one_hot":
+        mark_keys(v, step.lens, rng)
+    elif pattern == LARGE_AND_SMALL:
+        q = large_or_small(q, q_scale, rng)
+    if q_scale != "none" and not q.any():
+        last = torch.arange(dqk) == dqk - 1
+        q, k = q + 3.5 * last, k * ~last
+    return q, k, v
+
+
+def _drawn_by_layer(
+    case: Case, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """As ``_of_pattern``, where each layer has a pattern of its own width, in the shape of the case."""
+    found = []
+    for each in case.head_maps:
+        q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng, q_scale)
+        found.append((each.q_whole(q), each.kv_whole(k), each.kv_whole(v)))
+    q, k, v = (torch.cat(layers) for layers in zip(*found, strict=True))
+    return q, k, v
+
+
+def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tuple[object, ...]:
+    """A key for a step's numbers: one for all steps that hold the same, as a replay and an eager run's second step."""
+    whole = None if step.part_of is None else step.part_of[0].requests
+    return hashkey(schedule, step.seed, step.requests, whole, pattern)
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
+    """Draw a step's numbers. ``pattern`` replaces the case's own data pattern (for diagnosis).
+
+    Some requests of a step (``Step.part_of``), and one chunk of it, have the numbers that they have in the whole step.
+    """
+    if step.part_of is not None:
+        whole, indices = step.part_of
+        return _some_requests(make_step_data(schedule, whole, pattern), step, indices)
+    if not step.requests:
+        return _nobody(make_step_data(schedule, schedule.steps[0], pattern))
+    if step.chunk_of is not None:
+        return _chunk(schedule.case, make_step_data(schedule, step.chunk_of, pattern), step.chunk_of, step)
+    case = schedule.case
+    rng = np.random.default_rng(step.seed ^ 0xDA7A)
+    kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
+    dv = case.head_dim
+    longest, widest = max(step.lens), max(r.new for r in step.requests)
+    q, k, v = _drawn(schedule, step, pattern or case.data, rng)
+    layers = make_layers(case)
+    k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
+    stored_k = _store(k, k_scales, kv_dtype)
+    if case.heads.layout.values_in_keys:
+        stored_v, v = None, k[..., :dv]
+    else:
+        stored_v = _store(v, v_scales, kv_dtype)
+    row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
+    row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
+    at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
+    b = torch.from_numpy(row_request)
+    visible, key_positions, query_positions = _visibility(case, step, widest, longest)
+    return StepData(
+        q=q,
+        k=k[:, b, at],
+        v=v[:, b, at],
+        hidden=normals((step.tokens, HIDDEN), rng),
+        stored_keys=stored_k,
+        stored_values=stored_v,
+        kv_scales=torch.tensor([k_scales, v_scales], dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
+        visible=visible,
+        key_positions=key_positions,
+        query_positions=query_positions,
+        row_request=b,
+        row_offset=torch.from_numpy(row_offset),
+        row_key=at,
+        positions=query_positions[b, torch.from_numpy(row_offset)],
+        out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
+    )
+
+
+def _nobody(data: StepData) -> StepData:
+    """No row and no request of it."""
+    layered = {"q", "k", "v", "stored_keys", "stored_values"}
+    tensors = {each.name: getattr(data, each.name) for each in fields(StepData) if each.name != "kv_scales"}
+    cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
+    return replace(data, **cut)
+
+
+def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepData:
+    """``step``: those requests of the whole, which is ``data``."""
+    chosen, news = list(indices), [request.new for request in step.requests]
+    mine = torch.cat([(data.row_request == index).nonzero()[:, 0] for index in chosen])
+    longest, widest = max(step.lens), max(news)
+    return StepData(
+        q=data.q[:, mine],
+        k=data.k[:, mine],
+        v=data.v[:, mine],
+        hidden=data.hidden[mine],
+        stored_keys=data.stored_keys[:, chosen, :longest],
+        stored_values=None if data.stored_values is None else data.stored_values[:, chosen, :longest],
+        kv_scales=data.kv_scales,
+        visible=data.visible[chosen, :widest, :longest],
+        key_positions=data.key_positions[chosen, :longest],
+        query_positions=data.query_positions[chosen, :widest],
+        row_request=torch.arange(len(chosen)).repeat_interleave(torch.tensor(news)),
+        row_offset=data.row_offset[mine],
+        row_key=data.row_key[mine],
+        positions=data.positions[mine],
+        out_cache_loc=data.out_cache_loc[mine],
+    )
+
+
+def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
+    news = torch.tensor([request.new for request in step.requests])
+    pairs = zip(step.requests, whole.requests, strict=True)
+    first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])[data.row_request]
+    mine = (data.row_offset >= first) & (data.row_offset < first + news[data.row_request])
+    longest = max(step.lens)
+    visible, key_positions, query_positions = _visibility(case, step, int(news.max()), longest)
+    return StepData(
+        q=data.q[:, mine],
+        k=data.k[:, mine],
+        v=data.v[:, mine],
+        hidden=data.hidden[mine],
+        stored_keys=data.stored_keys[:, :, :longest],
+        stored_values=None if data.stored_values is None else data.stored_values[:, :, :longest],
+        kv_scales=data.kv_scales,
+        visible=visible,
+        key_positions=key_positions,
+        query_positions=query_positions,
+        row_request=data.row_request[mine],
+        row_offset=(data.row_offset - first)[mine],
+        row_key=data.row_key[mine],
+        positions=data.positions[mine],
+        out_cache_loc=data.out_cache_loc[mine],
+    )
+
+
+@lru_cache(maxsize=2)  # large; asked again where a step is repeated at once
+def pool_image(
+    schedule: Schedule,
+    step: Step,
+    data: StepData,
+    finite_tails: bool,
+    *,
+    after: bool,
+    unowned: float = math.nan,
+    marked: str = "",
+) -> torch.Tensor:
+    """The KV pool before or ``after`` a step, [L, 2 or 1, slots, Hk, Dqk] in the pool's dtype.
+
+    Every slot that no live request owns holds NaN, page 0 included. With ``finite_tails`` the unused slots of a live
+    request's last page hold large finite numbers instead, for backends that say they need that. ``unowned`` other than
+    NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of
+    ``steps/foreign_slots.py``.
+    """
+    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
+    page = schedule.case.page_size
+    slots = (schedule.num_pages + 1) * page
+    shape = (schedule.case.layers.count, len(stored), slots, heads, dim)
+    if dtype.itemsize == 1:
+        image = torch.full(shape, 0x7F if math.isnan(unowned) else 0, dtype=torch.uint8)
+    else:
+        image = torch.full(shape, unowned, dtype=dtype)
+    if finite_tails and math.isnan(unowned):
+        tails = np.concatenate([np.empty(0, np.int64), *(tail_slots(r, page) for r in step.requests)])
+        image[:, :, torch.from_numpy(tails)] = _filler(dtype)
+    if marked:
+        one = _bytes_if_fp8(torch.ones((), dtype=dtype))
+        image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
+    for layer, each in enumerate(schedule.case.head_maps):
+        # What a layer lacks is zeros here too, whatever its slots hold.
+        image[layer] = each.kv_whole(each.kv_part(image[layer]))
+    owned, rows = stored_kv(schedule, step, data, after=after)
+    raw = image.view(torch.uint8).numpy()
+    raw.reshape(*raw.shape[:3], -1)[:, :, owned] = rows
+    return image.view(dtype)
+
+
+def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """As ``held_kv``, with large finite numbers where a windowed KV group has let go of pages."""
+    slots, rows = held_kv(step, data, after=after)
+    windows = tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
+    for layers, gone in outgrown(schedule, step, windows):
+        # By hand: a first np.isin imports a package.
+        lost = np.zeros((schedule.num_pages + 1) * schedule.case.page_size, np.bool_)
+        lost[gone] = True
+        filler = _filler(data.stored_keys.dtype).view(1).view(torch.uint8).numpy()
+        rows[layers, :, lost[slots]] = np.tile(filler, rows.shape[-1] // len(filler))
+    return slots, rows
+
+
+def _filler(dtype: torch.dtype) -> torch.Tensor:
+    """A large finite number, of the bytes of ``dtype`` where that is FP8."""
+    return torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
+
+
+def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """What live requests have in the KV pool before or ``after`` a step, as it is stored.
+
+    Their slots [n], those of shared pages once a request and those of copied ones once a copy, and the bytes of their
+    rows [L, 2 or 1, n, bytes].
+    """
+    runs: list[tuple[int, int, Ints]] = []
+    for b, request in enumerate(step.requests):
+        runs.append((b, 0, request.slots[: request.prefix + (request.new if after else 0)]))
+        runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
+    slots = np.concatenate([np.empty(0, np.int64), *(run for _, _, run in runs)])
+    parts = [part.view(torch.uint8).numpy() for part in (data.stored_keys, data.stored_values) if part is not None]
+    layers, _, _, heads, width = parts[0].shape
+    rows = np.empty((layers, len(parts), len(slots), heads, width), np.uint8)
+    for index, part in enumerate(parts):
+        held = [part[:, b, first : first + len(run)] for b, first, run in runs]
+        if held:
+            np.concatenate(held, axis=1, out=rows[:, index])
+    return slots, rows.reshape(layers, len(parts), len(slots), heads * width)
+
+
+def forget_data() -> None:
+    """Let go of every step's numbers that are kept."""
+    make_step_data.cache_clear()
+    pool_image.cache_clear()
+
+
+def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a step stores: its slots [n] int64, ascending, and [L, 2 or 1, n, Hk, Dqk] in the pool's dtype for them."""
+    b, at = data.row_request, data.row_key
+    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
+    slots, order = data.out_cache_loc.sort()
+    return slots, rows[:, :, order].view(data.stored_keys.dtype)
+
+
+def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
+
+
+def draft_topk(case: Case) -> int:
+    """Top-k of the draft-extend's output: 1 (argmax) in half the cases, 3 in the others; 0 in other modes."""
+    if case.mode is not ForwardMode.DRAFT_EXTEND:
+        return 0
+    return (1, 3)[case.derived("draft-topk")]

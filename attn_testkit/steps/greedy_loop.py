@@ -1,0 +1,183 @@
+"""The lossless loop of a case: what is said, in which slots it is kept, and how much of each draft is left as proposed.
+
+Requests go on from a prompt, round after round, over a vocabulary whose numbers are known: a token's q, k and v follow
+from its id. A request has two rows of the request table, one for the target's KV and one for the draft's, as a draft
+model has KV of its own. What a round writes is what the next one reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..cases.case import Case
+from ..cases.normals import normals
+from ..cases.rows import Accepted, Verify
+from ..cases.trees import Tree
+from ..contract import ForwardMode
+from .data import DTYPES, HIDDEN, VOCAB, StepData
+from .schedule import Schedule, make_schedule
+
+__all__ = ["Loop", "Vocabulary", "data_of_tokens", "loop_modes", "make_loop", "make_vocabulary", "stage_name"]
+
+_EXTENDS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """Host tensors in the model's dtype, but for ``hidden``, which is float32. One entry a token id."""
+
+    q: torch.Tensor
+    """[L, VOCAB, Hq, Dqk]."""
+    k: torch.Tensor
+    """[L, VOCAB, Hk, Dqk]."""
+    v: torch.Tensor
+    """[L, VOCAB, Hk, Dv]. MLA: the first columns of ``k``."""
+    hidden: torch.Tensor
+    """[VOCAB, hidden]."""
+
+
+@dataclass(frozen=True, eq=False)
+class Loop:
+    """Everything that is known of a loop before it runs."""
+
+    schedules: tuple[Schedule, ...]
+    """Of draft-decode, target-verify, and each draft-extend that is declared, with the loop's sizes."""
+    prompts: tuple[tuple[int, ...], ...]
+    """Token ids of each request; the last of them has no KV yet."""
+    kept: npt.NDArray[np.int64]
+    """[rounds, bs]: tokens of each draft that are left as they were proposed; the next one is spoilt."""
+    table: npt.NDArray[np.int32]
+    """[1 + 2 * bs, columns]: request b has row ``1 + b`` for the target's KV and ``1 + bs + b`` for the draft's."""
+
+    @property
+    def steps(self) -> int:
+        """S: tokens of a draft."""
+        return self.schedules[0].spec_steps
+
+    def extend_of(self, number: int) -> ForwardMode:
+        """The draft-extend of a round, from 0 on: those that are declared take turns."""
+        extends = [schedule.case.mode for schedule in self.schedules[2:]]
+        return extends[number % len(extends)]
+
+    def due(self, accepted: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, int]]:
+        """(stage, request, position) of every row of an accepted token, if so many are accepted of each draft.
+
+        ``accepted`` [rounds][bs].
+        """
+        ends = [len(prompt) - 1 for prompt in self.prompts]
+        fresh = [1] * len(ends)
+        for number, counts in enumerate(accepted):
+            for request, count in enumerate(counts):
+                end = ends[request]
+                for mode, first, rows in (
+                    (self.extend_of(number), end - fresh[request] + 1, fresh[request]),
+                    (ForwardMode.DRAFT_DECODE, end + 1, min(count, self.steps - 1)),
+                    (ForwardMode.TARGET_VERIFY, end, count + 1),
+                ):
+                    yield from ((stage_name(number, mode), request, first + row) for row in range(rows))
+                ends[request], fresh[request] = end + count + 1, count + 1
+
+
+def stage_name(number: int, mode: ForwardMode) -> str:
+    """Of a round, from 0 on: ``round 2, target-verify``."""
+    return f"round {number + 1}, {mode}"
+
+
+def loop_modes(case: Case, modes: Set[ForwardMode]) -> tuple[ForwardMode, ...]:
+    """The modes of the case's loop, of those that are declared. Empty where it has none, or one is missing."""
+    extends = [mode for mode in _EXTENDS if mode in modes]
+    if not case.rounds or not extends or not {ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY} <= modes:
+        return ()
+    return (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY, *extends)
+
+
+def make_loop(case: Case, modes: Sequence[ForwardMode]) -> Loop:
+    """Lay out a case's loop in ``modes``, as ``loop_modes`` gives them. The same case gives the same loop."""
+    assert case.draft is not None
+    rng = np.random.default_rng(case.digest ^ 0x100F)
+    draft, page, bs = case.draft, case.page_size, case.bs
+    tree = _tree(case)
+    most = max(case.prefixes) + 1 + case.rounds * (draft.steps + 1)
+    columns = -(-(max(draft.room(n, page) for n in range(most - page, most + 1) if n >= 0) + len(tree)) // page) * page
+    pages = rng.permutation(2 * bs * columns // page).reshape(2 * bs, -1) + 1
+    table = np.zeros((1 + 2 * bs, columns), np.int32)
+    table[1:] = (pages[..., None] * page + np.arange(page)).reshape(2 * bs, columns)
+    kept = rng.integers(0, draft.steps + 1, (case.rounds, bs))
+    # Everyone's whole draft, and then nobody's.
+    kept[:2] = np.array([[draft.steps], [0]])[: case.rounds]
+    cases = [_stage(case, tree, mode) for mode in modes]
+    schedules = (
+        replace(
+            make_schedule(each),
+            num_pages=int(pages.size),
+            max_context_len=columns,
+            pool_rows=2 * bs,
+            spec_steps=draft.steps,
+        )
+        for each in cases
+    )
+    prompts = tuple(tuple(map(int, rng.integers(0, VOCAB, prefix + 1))) for prefix in case.prefixes)
+    return Loop(tuple(schedules), prompts, kept, table)
+
+
+def _tree(case: Case) -> Tree:
+    """K chains of S tokens from the root, level by level."""
+    assert case.draft is not None
+    branches, steps = case.draft.branches, case.draft.steps
+    return Tree(tuple(max(0, node - branches) for node in range(1, 1 + branches * steps)))
+
+
+def _stage(case: Case, tree: Tree, mode: ForwardMode) -> Case:
+    assert case.draft is not None
+    if mode is ForwardMode.DRAFT_DECODE:
+        return case
+    if mode is ForwardMode.TARGET_VERIFY:
+        return case.with_changes(rows=Verify(tree), instance_of=case)
+    v2 = mode is ForwardMode.DRAFT_EXTEND_V2
+    width = len(tree) if v2 else case.draft.steps + 1
+    return case.with_changes(rows=Accepted((1,) * case.bs, width, v2), instance_of=case)
+
+
+def make_vocabulary(case: Case) -> Vocabulary:
+    """The numbers of every token id."""
+    rng = np.random.default_rng(case.digest ^ 0x0CAB)
+    hq, hk, dqk, dv = case.heads.q_heads, case.heads.kv_heads, case.head_dim + case.rope_dim, case.head_dim
+    dtype = DTYPES[case.dtype]
+    layers = case.layers.count
+    q, k = (normals((layers, VOCAB, heads, dqk), rng).to(dtype) for heads in (hq, hk))
+    v = k[..., :dv] if case.heads.layout.values_in_keys else normals((layers, VOCAB, hk, dv), rng).to(dtype)
+    return Vocabulary(q, k, v, normals((VOCAB, HIDDEN), rng))
+
+
+def data_of_tokens(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
+    """What plain decode computes of these tokens: a row for each, which sees those before it. The oracle's input."""
+    words, lens = make_vocabulary(case), [len(each) for each in tokens]
+    longest = max(lens)
+    ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in tokens])
+    place = torch.arange(longest)
+    live = place < torch.tensor(lens)[:, None]
+    request, offset = live.nonzero().unbind(1)
+    flat = ids[live]
+    one_row = case.heads.layout.values_in_keys
+    return StepData(
+        q=words.q[:, flat],
+        k=words.k[:, flat],
+        v=words.v[:, flat],
+        hidden=words.hidden[flat],
+        stored_keys=words.k[:, ids],
+        stored_values=None if one_row else words.v[:, ids],
+        kv_scales=torch.ones(2, case.layers.count, 1, 1, 1, 1, dtype=torch.float64),
+        visible=(place <= place[:, None]) & live[:, None] & live[..., None],
+        key_positions=place.expand(len(lens), -1),
+        query_positions=place.expand(len(lens), -1),
+        row_request=request,
+        row_offset=offset,
+        row_key=offset,
+        positions=offset,
+        out_cache_loc=torch.zeros_like(offset),
+    )

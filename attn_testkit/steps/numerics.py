@@ -1,0 +1,46 @@
+"""Numerics of a case: what of a backend's numbers its data and its limits depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..cases.case import Case
+from ..contract import Capabilities
+
+__all__ = ["MODEL", "Numerics", "numerics_of"]
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """The numbers of a schedule. Backends with the same for a case share its schedule and the oracle's answers."""
+
+    matmul_dtype: str = "model"
+    """Dtype of the backend's products (``Capabilities.matmul_dtype``, and ``tf32`` of ``Capabilities.fp32_products``
+    if that is coarser): limits follow from it, and whether the queries of a case with an FP8 pool are numbers that
+    FP8 holds."""
+    new_rows_as_given: bool = False
+    """True: a forward's own rows are attended as given (``Capabilities.new_rows_as_given``)."""
+    lse_dtype: str = "fp32"
+    """Dtype of the log-sum-exps of a case with KV splits: ``fp32``, or ``model`` for the case's dtype."""
+    q_scale: str = "none"
+    """Scale of queries before they are rounded to FP8 (``Capabilities.q_scale``); ``none`` if the backend does not
+    multiply in FP8."""
+
+
+MODEL = Numerics()
+"""Everything in the dtype of the model."""
+
+
+def numerics_of(case: Case, declared: Capabilities) -> Numerics:
+    """Return the numerics of a case: what is declared for FP8 pools holds for cases that have one."""
+    in_fp8 = case.kv_dtype != "same"
+    products = declared.matmul_dtype if in_fp8 else "model"
+    if products == "model" and case.dtype == "fp32" and declared.fp32_products == "tf32":
+        products = "tf32"
+    lse_in_model = bool(case.kv_splits) and declared.lse is not None and declared.lse.dtype == "model"
+    return Numerics(
+        matmul_dtype=products,
+        new_rows_as_given=in_fp8 and case.mode in declared.new_rows_as_given,
+        lse_dtype="model" if lse_in_model else "fp32",
+        q_scale=declared.q_scale if in_fp8 else "none",
+    )

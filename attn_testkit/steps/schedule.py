@@ -1,0 +1,457 @@
+"""From a case to the steps that are run: the lengths of ``plans.py`` become requests, slots, pages and trees.
+
+Eager runs the first step, the same again, and another one, on one instance. A graph drive captures the buckets,
+largest first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first
+batch again with other slots, pool rows and data. Capture sees none of these lengths (servers capture with the fill
+value).
+
+Plans that are kept because a key looks the same fail on neighbours that agree in the key and in nothing else: a step
+whose lengths are those of the step before, with other requests, slots, trees and data, and one that has them in another
+order.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..cases.case import Case
+from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
+from ..cases.draft import Draft
+from ..cases.plan import Plan
+from ..cases.plans import context_len_of, lens_of, make_plans
+from ..cases.trees import Tree, chain, random_tree
+from ..contract import Capabilities, ForwardMode
+from .numerics import MODEL, Numerics
+from .variety import layout_at, padding_at
+
+__all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
+
+Ints = npt.NDArray[np.int64]
+_SECOND = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step")
+_SAME_LENGTHS = "same lengths, other requests"
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """One live request of a step. Counts are in tokens."""
+
+    prefix: int
+    """Keys in the pool before this step."""
+    new: int
+    """Rows of this step."""
+    pool_row: int
+    """Row of ``req_to_token``; never 0."""
+    slots: Ints
+    """[prefix + new] int64: KV slots, in token order; in draft-decode branch by branch."""
+    tree: Tree | None = None
+    """Target-verify: the draft tree of these rows."""
+    accepted: int = 1
+    """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
+    shared: int = 0
+    """First tokens of the prefix that lie in pages which other requests share, as a prefix cache has it."""
+    draft: Draft | None = None
+    """Draft-decode: the branches of these rows."""
+    columns: Ints | None = None
+    """Draft-decode: [columns] int64, KV slot of each column of the request table. None elsewhere: those of tokens."""
+    copies: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
+    """Draft-decode: [K - 1, n] int64, slots that hold the prefix's last n tokens again, for a branch each."""
+
+    @property
+    def table_slots(self) -> Ints:
+        """[columns] int64: what its row of the request table says."""
+        return self.slots if self.columns is None else self.columns
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """One batch."""
+
+    name: str
+    """Unique inside a schedule; ``Schedule.step_named`` finds the step again by it, in another process too."""
+    index: int
+    """Place among the steps that were laid out, from 0 on; accepted counts and trees follow it."""
+    label: str
+    """What it is for, in words; for reports."""
+    bucket: int
+    """Batch size of the graph that replays it."""
+    requests: tuple[Request, ...]
+    req_to_token: npt.NDArray[np.int32]
+    """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
+    seed: int
+    """Of its random numbers."""
+    part_of: tuple[Step, tuple[int, ...]] | None = None
+    """Another step, and the requests of it that this step holds, with the same numbers in the same slots."""
+    chunk_of: Step | None = None
+    """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
+    the same numbers in the same slots."""
+    eager_too: bool = False
+    """At a replay, an eager run of the same step follows; where it has no request, for a backend that takes that."""
+    layout: str = ""
+    """How its tokens lie in the KV pool: one of ``LAYOUTS``."""
+    padding: str = ""
+    """What fills the rows behind its live ones: one of ``PADDINGS``."""
+    stored: bool = False
+    """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
+    other_strides: bool = False
+    """q, k and v are contiguous where the case's are views of one packed tensor, and views where they are not."""
+
+    @property
+    def own_variations(self) -> tuple[str, ...]:
+        """How its forward differs from those of other steps, in words."""
+        stored = ("save_kv_cache=False",) * self.stored
+        return (*stored, *("q, k and v in another memory layout",) * self.other_strides)
+
+    @property
+    def bs(self) -> int:
+        """Live requests."""
+        return len(self.requests)
+
+    @property
+    def lens(self) -> list[int]:
+        """Keys of each request, those of this step included."""
+        return [r.prefix + r.new for r in self.requests]
+
+    @property
+    def tokens(self) -> int:
+        """Live rows."""
+        return sum(r.new for r in self.requests)
+
+    @cached_property
+    def parts(self) -> dict[tuple[int, ...], Step]:
+        """What ``part`` has made of it."""
+        return {}
+
+
+def part(step: Step, indices: Sequence[int]) -> Step:
+    """Some requests of a step, in the order of ``indices``, with the numbers and the slots that they have there.
+
+    The same object every time. Raises ``IndexError`` where there is no such request.
+    """
+    chosen = tuple(indices)
+    if chosen not in step.parts:
+        which = f"request {chosen[0]} alone" if len(chosen) == 1 else f"requests {' '.join(map(str, chosen))}"
+        requests = tuple(step.requests[index] for index in chosen)
+        made = replace(step, name=f"{step.name}, {which}", label=which, requests=requests, part_of=(step, chosen))
+        step.parts[chosen] = made
+    return step.parts[chosen]
+
+
+def only(step: Step, index: int) -> Step:
+    """One request of a step by itself; the same object every time. Raises ``IndexError`` where there is none."""
+    return part(step, (index,))
+
+
+@dataclass(frozen=True, eq=False)
+class Schedule:
+    """All steps of a case, and the sizes that hold for all of them."""
+
+    case: Case
+    buckets: tuple[int, ...]
+    """Descending."""
+    steps: tuple[Step, ...]
+    second: Step
+    """What an eager run does after the first step."""
+    oversized: Step
+    """More requests than the largest graph holds; eager only."""
+    max_context_len: int
+    """Columns of ``req_to_token``, in tokens."""
+    num_pages: int
+    """Pages of the KV pool after page 0."""
+    pool_rows: int
+    """Rows of ``req_to_token`` after row 0."""
+    spec_steps: int
+    """S of the draft trees (S + 1 = width in v1)."""
+    numerics: Numerics = MODEL
+    """Numbers that the backend declares."""
+
+    @property
+    def matmul_dtype(self) -> str:
+        """``Numerics.matmul_dtype``."""
+        return self.numerics.matmul_dtype
+
+    @property
+    def new_rows_as_given(self) -> bool:
+        """``Numerics.new_rows_as_given``."""
+        return self.numerics.new_rows_as_given
+
+    @property
+    def lse_dtype(self) -> str:
+        """``Numerics.lse_dtype``."""
+        return self.numerics.lse_dtype
+
+    @property
+    def q_scale(self) -> str:
+        """``Numerics.q_scale``."""
+        return self.numerics.q_scale
+
+    def with_numerics(self, **changes: Any) -> Schedule:
+        """The same steps under other numerics."""
+        return replace(self, numerics=replace(self.numerics, **changes))
+
+    @property
+    def chunks(self) -> tuple[Step, ...]:
+        """Extend: the chunks that come after the first step, in order."""
+        return tuple(step for step in self.steps[1:] if step.chunk_of is not None)
+
+    @property
+    def idle(self) -> tuple[Step, ...]:
+        """Steps without a live request."""
+        return tuple(step for step in self.steps if not step.requests)
+
+    @property
+    def max_bs(self) -> int:
+        """Largest bucket."""
+        return self.buckets[0]
+
+    @property
+    def max_tokens(self) -> int:
+        """Rows of the largest graph; in draft-decode of each of its forwards."""
+        return self.max_bs * self.case.rows_at_once
+
+    @property
+    def most_requests(self) -> int:
+        """Of any batch, eager ones included."""
+        return max(self.max_bs, self.oversized.bs)
+
+    @property
+    def most_tokens(self) -> int:
+        """Rows of the largest batch; in draft-decode of each of its forwards."""
+        return self.most_requests * self.case.rows_at_once
+
+    @property
+    def most_rows(self) -> int:
+        """Rows of the largest step, all forwards together."""
+        return self.most_requests * self.case.width
+
+    def runs_eagerly(self, step: Step, declared: Capabilities) -> bool:
+        """Whether an eager run follows the replay of a step, on a backend with these capabilities."""
+        supported = self.case.mode in declared.eager
+        return supported and step.eager_too and (declared.server.takes_empty_batches or bool(step.requests))
+
+    def step_named(self, name: str) -> Step:
+        """The step of this name: of ``steps``, ``second``, ``oversized``, or what ``part`` makes of one of them.
+
+        The same object every time. Raises ``KeyError`` that lists the names there are.
+        """
+        named = {step.name: step for step in (*self.steps, self.second, self.oversized)}
+        if name in named:
+            return named[name]
+        found = re.fullmatch(r"(.+), requests? (\d+(?: \d+)*)(?: alone)?", name)
+        if found is None:
+            raise KeyError(f"{self.case.id} has no step {name!r}; it has {', '.join(map(repr, named))}")
+        whole, indices = self.step_named(found[1]), [int(index) for index in found[2].split()]
+        if max(indices) >= whole.bs:
+            raise KeyError(f"{self.case.id}: {whole.name!r} has {whole.bs} requests, and none of number {max(indices)}")
+        return part(whole, indices)
+
+
+def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Generator) -> tuple[int, ...]:
+    if not case.new:
+        return (1,) * count
+    if index == 0:
+        return (*case.new, *(1 for _ in range(count - case.bs)))
+    if index == 1:
+        return (most,) * count  # every request accepts all: the only batch a uniform layout gets right
+    return tuple(int(n) for n in rng.integers(1, most + 1, count))
+
+
+def _depth(case: Case) -> int:
+    """S: the longest path of the draft tree, tokens of a branch in draft-decode; 0 without either."""
+    if case.draft:
+        return case.draft.steps
+    if not case.mode.is_speculative():
+        return 0
+    if case.tree:
+        return case.tree.depth
+    chained = case.width - 1
+    if case.mode is not ForwardMode.DRAFT_EXTEND_V2 or shallow_depth(case) == chained:
+        return chained
+    return shallow_depth(case) if case.derived("draft-depth") else chained
+
+
+def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Generator) -> tuple[Tree | None, ...]:
+    if case.tree is None:
+        return (None,) * count
+    if case.tree == chain(len(case.tree)):
+        return (case.tree,) * count
+    if index == 0:
+        # Of its own stream, so that all else is drawn as it would be if one tree served all.
+        rng = np.random.default_rng(case.digest ^ 0x7E)
+        others = (random_tree(len(case.tree), case.topk, depth, rng) for _ in range(count - 1))
+        return (case.tree, *others)
+    return tuple(random_tree(len(case.tree), case.topk, depth, rng) for _ in range(count))
+
+
+def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
+    """How many pages of each request are common to it and others: whole pages of a prefix, from the first on.
+
+    Of other requests of its step, or of other steps. In half of the cases prefixes part before the shortest one ends.
+    """
+    if case.layout != "shared":
+        return [0] * len(prefixes)
+    whole = [prefix // case.page_size for prefix in prefixes]
+    most = sorted(whole)[-2:][0]
+    if case.derived("shared-prefixes"):
+        most = min(most, -(-min(whole) // 2) or most)
+    return [min(pages, most) for pages in whole]
+
+
+def _pages_for(
+    layout: str, needs: list[int], num_pages: int, rng: np.random.Generator, shared: Sequence[int], home: int
+) -> list[Ints]:
+    """Page ids (1-based: page 0 is reserved) of each request. ``home``: the same number, the same shared pages."""
+    if any(shared):
+        most = max(shared)
+        # A cached prefix lies where it lay in earlier steps; the rest of a request lies anywhere.
+        cached = np.random.default_rng(home).permutation(num_pages)[:most] + 1
+        # Not setdiff1d, which hashes every page of a long request.
+        free = np.ones(num_pages + 1, np.bool_)
+        free[0] = free[cached] = False
+        order = np.concatenate([cached, rng.permutation(np.flatnonzero(free))])
+        ends = np.cumsum([need - part for need, part in zip(needs, shared, strict=True)])
+        rests = np.split(order[most : most + ends[-1]], ends[:-1])
+        return [np.concatenate([order[:part], rest]) for part, rest in zip(shared, rests, strict=True)]
+    total = sum(needs)
+    ends = np.cumsum(needs)
+    if layout in ("shuffled", "shared"):
+        return [np.asarray(p) for p in np.split(rng.permutation(num_pages)[:total] + 1, ends[:-1])]
+    first = int(rng.integers(1, num_pages - total + 2))
+    if layout == "interleaved":
+        turns = sorted((page, i) for i, need in enumerate(needs) for page in range(need))
+        owner = np.array([i for _, i in turns], np.int64)
+        return [np.flatnonzero(owner == i) + first for i in range(len(needs))]
+    runs = [np.arange(first + end - need, first + end) for end, need in zip(ends, needs, strict=True)]
+    return [run[::-1] for run in runs] if layout == "reversed" else runs
+
+
+def _table(
+    requests: tuple[Request, ...], rows: int, ctx: int, slots: int, rng: np.random.Generator
+) -> npt.NDArray[np.int32]:
+    # The same numbers as int64 would be drawn.
+    table = rng.integers(1, slots, (rows + 1, ctx), dtype=np.int32)
+    table[0] = 0
+    for request in requests:
+        table[request.pool_row, : len(request.table_slots)] = request.table_slots
+    return table
+
+
+def _build_step(
+    case: Case, index: int, plan: Plan, sizes: tuple[int, int, int, int], before: Step | None = None
+) -> Step:
+    num_pages, rows, ctx, depth = sizes
+    seed = (case.digest + 0x9E3779B97F4A7C15 * (index + 1)) % 2**63
+    rng = np.random.default_rng(seed)
+    count, page = len(plan.prefixes), case.page_size
+    accepted = (1,) * count if plan.new else _accepted(case, index, count, depth + 1, rng)
+    ragged = case.mode is ForwardMode.DRAFT_EXTEND
+    if ragged and plan.rotated is not None and before is not None:
+        # Here a request's keys are its prefix and what was accepted.
+        counts = [request.accepted for request in before.requests]
+        accepted = tuple(counts[plan.rotated :] + counts[: plan.rotated])
+    news = plan.new or (accepted if ragged else (case.width,) * count)
+    trees = _trees(case, index, count, depth, rng)
+    lens = lens_of(case, replace(plan, new=news))
+    shared = _shared_pages(case, plan.prefixes)
+    layout = layout_at(case, index)
+    pages = _pages_for(layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
+    pool_rows = rng.permutation(rows)[:count] + 1
+    requests = tuple(
+        Request(
+            prefix,
+            new,
+            int(pool_rows[i]),
+            (pages[i][:, None] * page + np.arange(page)).reshape(-1)[: lens[i]],
+            trees[i],
+            accepted[i],
+            shared[i] * page,
+        )
+        for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
+    )
+    if case.draft:
+        requests = tuple(branched(request, case.draft, page) for request in requests)
+    table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
+    return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too,
+                layout=layout, padding=padding_at(case, index))  # fmt: skip
+
+
+def branched(request: Request, draft: Draft, page: int) -> Request:
+    """A request whose slots are columns of the request table, with a row of slots for each branch."""
+    columns, prefix = request.slots, request.prefix
+    own = draft.columns(prefix, page)[:, : draft.forwards].reshape(-1)
+    slots = np.concatenate([columns[:prefix], columns[own]])
+    return replace(request, slots=slots, draft=draft, columns=columns, copies=columns[draft.copies(prefix, page)])
+
+
+def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int]) -> list[Step]:
+    """The chunks of a batch, cut from a step that has all of them: the same requests, slots and table rows."""
+    totals = tuple(sum(new) for new in zip(*(plan.new for plan in plans), strict=True))
+    whole = _build_step(case, 0, replace(plans[0], label="all chunks", new=totals), sizes)
+    num_pages, rows, ctx, _ = sizes
+    steps = []
+    for index, plan in enumerate(plans):
+        requests = tuple(
+            replace(request, prefix=prefix, new=new, slots=request.slots[: prefix + new])
+            for request, prefix, new in zip(whole.requests, plan.prefixes, plan.new, strict=True)
+        )
+        rng = np.random.default_rng((whole.seed + index) % 2**63)
+        table = _table(requests, rows, ctx, (num_pages + 1) * case.page_size, rng)
+        name = f"step {index}"
+        steps.append(replace(whole, name=name, index=index, label=plan.label, requests=requests, req_to_token=table,
+                             chunk_of=whole))  # fmt: skip
+    return steps
+
+
+def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
+    """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
+    label = _SECOND.values[case.derived(_SECOND.name)].words
+    if label == _SECOND.values[0].words:
+        own = steps[0].requests
+        new = tuple(request.new for request in own) if case.mode is ForwardMode.EXTEND else ()
+        alike = Plan(label, steps[0].bucket, tuple(request.prefix for request in own), rotated=0, new=new)
+        return _build_step(case, len(steps), alike, sizes, steps[0])
+    # Equal lengths have no other order, and "same lengths, other requests" is then the same thing.
+    by_label = {step.label: step for step in steps}
+    return by_label.get(label, by_label[_SAME_LENGTHS])
+
+
+def make_schedule(case: Case, numerics: Numerics = MODEL) -> Schedule:
+    """Lay out all steps of a case. The same case and numerics always give the same object: what is computed of a
+    schedule is kept by it.
+    """
+    return _made(case, numerics)
+
+
+@lru_cache(maxsize=256)
+def _made(case: Case, numerics: Numerics) -> Schedule:
+    rng = np.random.default_rng(case.digest)
+    buckets, plans = make_plans(case, rng)
+    page = case.page_size
+    ctx = context_len_of(case, plans)
+    most = max(sum(-(-length // page) for length in lens_of(case, plan)) for plan in plans)
+    num_pages = most + max(3, most // 4)
+    rows = len(plans[-1].prefixes) + 3
+    depth = _depth(case)
+    steps: list[Step] = []
+    sizes = (num_pages, rows, ctx, depth)
+    for i, plan in enumerate(plans):
+        steps.append(_build_step(case, i, plan, sizes, steps[-1] if steps else None))
+    if case.chunks > 1:
+        steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
+    *replays, last = steps
+    stored, other_strides = case.derived("second-step-stored") == 1, case.derived("second-step-memory") == 1
+    second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
+    oversized = replace(last, name="oversized")
+    return Schedule(
+        case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, numerics
+    )  # fmt: skip
+
+
+forget_schedules = _made.cache_clear
+"""Let go of every schedule that was made: the next one is another object."""

@@ -1,0 +1,38 @@
+"""What differs from replay to replay inside a case, beside lengths and numbers: where tokens lie, what padding holds.
+
+A replay costs a tenth of a capture, so that one capture meets every layout and every padding, whichever the case names.
+The first two steps are as the case says: an eager run has the first, and what fails in them needs nothing else.
+"""
+
+from __future__ import annotations
+
+from ..cases.dimensions.padding import PADDINGS
+from ..cases.dimensions.slot_order import LAYOUTS
+from ..cases.fields import Fields
+
+__all__ = ["layout_at", "padding_at"]
+
+_AS_NAMED = 2
+"""Steps that are as the id says."""
+# Shared pages and rows that are filled up with live requests are decisions about whole steps.
+_LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "shared")
+_PADDINGS = tuple(padding for padding in PADDINGS if padding != "small")
+
+
+def layout_at(case: Fields, index: int) -> str:
+    """How tokens lie in step ``index``; a shared layout stays one."""
+    if case.layout not in _LAYOUTS or index < _AS_NAMED:
+        return case.layout
+    return _turned(_LAYOUTS, case.layout, index, backwards=case.derived("layout-turns") == 1)
+
+
+def padding_at(case: Fields, index: int) -> str:
+    """What fills the rows behind the live ones of step ``index``; ``small`` has none and stays so."""
+    if case.padding not in _PADDINGS or index < _AS_NAMED:
+        return case.padding
+    return _turned(_PADDINGS, case.padding, index, backwards=case.derived("padding-turns") == 1)
+
+
+def _turned(values: tuple[str, ...], named: str, index: int, *, backwards: bool) -> str:
+    turns = index - _AS_NAMED + 1
+    return values[(values.index(named) + (-turns if backwards else turns)) % len(values)]

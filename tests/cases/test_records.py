@@ -1,0 +1,69 @@
+"""A case is made of values by name and holds them in records; no value is lost on the way, and no name is invented."""
+
+from __future__ import annotations
+
+import pickle
+from collections import Counter
+from dataclasses import MISSING, fields, replace
+
+import pytest
+
+from attn_testkit.cases.case import Case, Heads, parse_case
+from attn_testkit.cases.fields import _RECORDS, DEFAULTS, Fields
+from attn_testkit.cases.records import LayerOptions
+
+CASE = parse_case(
+    "decode-gqa4x2-d64-bf16-p16-k5.9-interleaved-shifted-kvfp8e4m3-kvhnd-w7one-cap1.5-sink-lsepages2merged-b3nan-s4"
+)
+OTHER = {
+    "rows": None, "heads": Heads("gqa", 8, 4), "head_dim": 32, "dtype": "fp16", "rope_dim": 8, "page_size": 1,
+    "kv_dtype": "same", "kv_layout": "nhd", "prefixes": (1, 1), "layout": "shared", "bucket": 5, "padding": "stale",
+    "window": 9, "layer_windows": "same", "usual_scaling": True, "logit_cap": 2.0, "sinks": False,
+    "kv_splits": "prefix", "merged_by_backend": False, "data": "gauss", "multi_mode": False, "seed": 7,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(OTHER.keys() - {"rows", "multi_mode"}))
+def test_a_change_of_one_value_changes_that_value_alone(name: str) -> None:
+    changed = CASE.with_changes(**{name: OTHER[name]})
+    assert getattr(changed, name) == OTHER[name] != getattr(CASE, name)
+    assert {each for each, value in changed.values.items() if value != CASE.values[each]} == {name}
+    assert changed == replace(CASE, **{name: OTHER[name]})
+    assert changed != CASE
+    assert changed.with_changes(**{name: getattr(CASE, name)}) == CASE
+
+
+def test_every_value_of_a_record_has_a_name_in_the_case_and_one_record() -> None:
+    places = Counter(each.name for kind in (Fields, *_RECORDS.values()) for each in fields(kind))
+    assert max(places.values()) == 1
+    assert DEFAULTS.keys() == places.keys() - {"instance_of", *_RECORDS}
+    for record, kind in _RECORDS.items():
+        for each in fields(kind):
+            assert getattr(CASE, each.name) == getattr(getattr(CASE, record), each.name)
+    assert {name for name, value in DEFAULTS.items() if value is MISSING} == {
+        "rows", "heads", "head_dim", "dtype", "page_size", "prefixes",
+    }  # fmt: skip
+
+
+def test_a_record_may_be_given_as_a_whole_and_with_changes() -> None:
+    options = LayerOptions(window=3, sinks=True)
+    assert CASE.with_changes(options=options).options == options
+    assert CASE.with_changes(options=options, sinks=False).options == LayerOptions(window=3)
+
+
+def test_a_name_that_no_case_has_and_a_value_that_lacks_are_said() -> None:
+    with pytest.raises(TypeError, match="no case has a field windows"):
+        CASE.with_changes(windows=3)
+    with pytest.raises(TypeError, match="page_size"):
+        Case(CASE.rows, CASE.heads, 64, "bf16", prefixes=(1,), kv_dtype="same")
+    with pytest.raises(TypeError, match="a case needs pool"):
+        Case(CASE.rows, CASE.heads, 64, "bf16", prefixes=(1,))
+    with pytest.raises(TypeError, match="7 values without a name"):
+        Case(CASE.rows, CASE.heads, 64, "bf16", 16, (5,), "shuffled")
+
+
+def test_equal_cases_are_one_key_whatever_was_asked_of_them_before() -> None:
+    again = parse_case.__wrapped__(CASE.id)
+    assert again is not CASE
+    assert (hash(again), again, again.digest) == (hash(CASE), CASE, CASE.digest)
+    assert pickle.loads(pickle.dumps(CASE)) == CASE
