@@ -38,7 +38,7 @@ CLASSES = {
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
 
 B = TypeVar("B", bound=type[AttentionBackend])
-_MODULE = re.compile(r"[a-z]_\w+")
+_FAULTS_IN, _CONTROLS_IN = re.compile(r"[a-z]_\w+"), re.compile(r"controls\w*")
 
 
 @dataclass(frozen=True)
@@ -175,17 +175,17 @@ def control(name: str) -> Callable[[B], B]:
     return register
 
 
-def _import_all() -> None:
+def _import_all(modules: re.Pattern[str]) -> None:
     package = importlib.import_module(__package__)
     for module in sorted(pkgutil.iter_modules(package.__path__), key=lambda m: m.name):
-        if _MODULE.fullmatch(module.name):
+        if modules.fullmatch(module.name):
             importlib.import_module(f"{__package__}.{module.name}")
 
 
 @lru_cache(maxsize=1)
 def all_faults() -> tuple[Fault, ...]:
     """Every fault, by class and then in the order in which they are written down."""
-    _import_all()
+    _import_all(_FAULTS_IN)
     # By file too: a test, or a worker, may have imported one of them before the others.
     return tuple(sorted(_FAULTS.values(), key=lambda entry: (entry.bug_class, entry.backend.__module__)))
 
@@ -193,21 +193,6 @@ def all_faults() -> tuple[Fault, ...]:
 @lru_cache(maxsize=1)
 def all_controls() -> tuple[Control, ...]:
     """Every healthy control."""
-    for module in (
-        "",
-        "_of_builds",
-        "_of_dialects",
-        "_of_drafts",
-        "_of_graphs",
-        "_of_layers",
-        "_of_layouts",
-        "_of_masks",
-        "_of_kv_splits",
-        "_of_prefill",
-        "_of_process",
-        "_of_scales",
-        "_of_windows",
-    ):
-        importlib.import_module(f"{__package__}.controls{module}")
+    _import_all(_CONTROLS_IN)
     # By file: somebody may have imported one of them before.
     return tuple(sorted(_CONTROLS.values(), key=lambda entry: entry.backend.__module__))
