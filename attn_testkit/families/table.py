@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, fields, replace
+from dataclasses import MISSING, replace
 from typing import Any
 
 from ..cases.dimensions.dimension import Dimension
 from ..cases.dimensions.table import DIMENSIONS
-from ..cases.fields import C, Fields
+from ..cases.fields import DEFAULTS, C, Fields
 from .family import Family
 from .softmax.family import SOFTMAX
 
@@ -25,7 +24,7 @@ def register(family: Family) -> None:
     unknown = family.dimensions - {dimension.name for dimension in DIMENSIONS}
     if unknown:
         raise ValueError(f"family {family.name!r}: no dimension of cases is called {', '.join(sorted(unknown))}")
-    needed = {each.name for each in DIMENSIONS if any(_USUAL[name] is MISSING for name in each.fields)}
+    needed = {each.name for each in DIMENSIONS if any(DEFAULTS[name] is MISSING for name in each.fields)}
     if needed - family.dimensions:
         missing = ", ".join(sorted(needed - family.dimensions))
         raise ValueError(f"family {family.name!r} leaves out {missing}, in which every case has a value; add them")
@@ -44,12 +43,12 @@ def family_of(case: Fields) -> Family:
 
 def meaningless(case: Fields) -> list[str]:
     """Names of dimensions in which a case has a value of its own, and which mean nothing in its family."""
-    return [each.name for each in _outside(case) if any(getattr(case, n) != _USUAL[n] for n in each.fields)]
+    return [each.name for each in _outside(case) if any(getattr(case, n) != DEFAULTS[n] for n in each.fields)]
 
 
 def meaningful(case: C) -> C:
     """The case with the default of everything that means nothing in its family."""
-    changes: dict[str, Any] = {name: _USUAL[name] for each in _outside(case) for name in each.fields}
+    changes: dict[str, Any] = {name: DEFAULTS[name] for each in _outside(case) for name in each.fields}
     return replace(case, **changes) if meaningless(case) else case
 
 
@@ -57,7 +56,3 @@ def _outside(case: Fields) -> list[Dimension]:
     """Dimensions that mean nothing in the family of the case."""
     known = family_of(case).dimensions
     return [each for each in DIMENSIONS if each.name not in known]
-
-
-_USUAL: Mapping[str, Any] = {each.name: each.default for each in fields(Fields)}
-"""Field -> its default. A dimension of a field that has none, such as the mode, means something in every family."""
