@@ -10,7 +10,7 @@ from transcript import ROOT
 
 from attn_testkit.contract import SGLANG, VLLM, Capabilities, Requires, ServerConventions, Windows
 
-PAGE = (ROOT / "docs" / "capabilities.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "capabilities.md").read_text()
 GROUPS = {
     "Modes": ["eager", "graph"],
     "Heads": ["families", "gqa_ratios", "head_dims", "mla_rope_dims", "heads_by_layer"],

@@ -14,7 +14,7 @@ from attn_testkit.cases.rows import Rows
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.contract import ForwardMode
 
-PAGE = (ROOT / "docs" / "case-ids.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "case-ids.md").read_text()
 PLAIN = {
     "decode": "decode-gqa4x2-d64-bf16-p8-k33-shuffled-gauss-b5prod",
     "target-verify": "target-verify-gqa4x2-d64-bf16-p8-k33-chain5-shuffled-gauss-b5prod",

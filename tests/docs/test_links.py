@@ -50,8 +50,8 @@ def test_no_link_of_a_page_is_broken() -> None:
     assert [f"{page.relative_to(ROOT)}: {link}" for page in PAGES for link in broken(page)] == []
 
 
-def test_every_page_can_be_reached_from_the_readme() -> None:
-    reached, ahead = set(), [ROOT / "README.md"]
+def test_every_page_can_be_reached_from_the_home_page() -> None:
+    reached, ahead = set(), [ROOT / "docs" / "index.md"]
     while ahead:
         page = ahead.pop()
         if page not in reached:

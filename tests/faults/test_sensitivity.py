@@ -9,7 +9,7 @@ import pytest
 
 from attn_testkit.faults.sensitivity import KINDS, Point, markdown, point, svg
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "explanation"
 
 
 @pytest.mark.parametrize("length", [64, 4096])
