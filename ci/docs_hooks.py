@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: a nav with globs, and links that leave ``docs``.
+"""Hooks of mkdocs: a nav with globs, links that leave ``docs``, pictures and failure texts in the colors of the page.
 
 The pages are read in three places: on the site, in the repository, and by the tests. They are written for the second,
 so a link to a file outside ``docs`` is relative there; here it becomes one to the repository's address. A page that
@@ -70,6 +70,33 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         return f"{before}{SOURCE}{path}{anchor}{after}"
 
     return _LINK.sub(to_source, markdown)
+
+
+def on_pre_page(page: Any, **_: Any) -> Any:
+    """Give each page the address where its source is edited."""
+    page.edit_url = f"{SOURCE.replace('/blob/', '/edit/')}docs/{page.file.src_uri}"
+    return page
+
+
+_PICTURE = re.compile(r'<img alt="[^"]*" src="([^":]+/)?(rows-[a-z0-9-]+\.svg)" ?/?>')
+_MODES = "decode|target-verify|draft-extend|draft-extend-v2|extend|draft-decode"
+_LINES = (
+    ("kit-head", rf"(?:{_MODES})-[a-z0-9.-]+(?:_[a-z0-9_.-]*)*: .*"),
+    ("kit-line kit-hint", r"  hint .*"),
+    ("kit-line kit-repro", r"  repro .*"),
+    ("kit-line kit-dim", r"  (?:untested|backend|minimal) .*"),
+    ("kit-line", r"  (?:check|step|where|spread|attended|needs|case) .*| {11}\S.*"),
+)
+"""Class of a line of a failure text -> pattern of its text."""
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Put pictures of rows into the page, where the page's colors apply, and name the lines of failure texts."""
+    folder = ROOT / "docs" / posixpath.dirname(page.file.src_uri)
+    html = _PICTURE.sub(lambda match: (folder / (match[1] or "") / match[2]).read_text(), html)
+    for name, pattern in _LINES:
+        html = re.sub(rf'<span class="go">((?:{pattern}))</span>', rf'<span class="go {name}">\1</span>', html)
+    return html
 
 
 def on_post_build(config: Any) -> None:

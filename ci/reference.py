@@ -179,8 +179,8 @@ def capabilities() -> str:
         *attribute_sections(Requires),
         "## Earlier names",
         "",
-        "Earlier versions had the fields of `windows` and `server` directly in `Capabilities`. Each raises an error with "
-        "its new spelling.",
+        "Earlier versions had the fields of `windows` and `server` directly in `Capabilities`. Each raises an error "
+        "with its new spelling.",
         "",
     ]
     return _page("Capabilities", *lines)
