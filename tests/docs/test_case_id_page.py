@@ -38,7 +38,7 @@ def words(cell: str) -> list[str]:
 
 EVERYWHERE = [(word, "decode") for row in table("Always there") for word in words(row[0]) if word not in PLAIN]
 OF_MODES = [(w, mode) for row in table("Of a mode") for w in words(row[0]) for mode in row[1].split(", ")]
-OPTIONAL = [(word, "decode") for row in table("Where there are any") for word in words(row[0])]
+OPTIONAL = [(word, "decode") for row in table("Optional") for word in words(row[0])]
 
 
 def kinds() -> list[re.Pattern[str]]:

@@ -41,7 +41,7 @@ def broken(page: Path) -> list[str]:
         target = (page.parent / path).resolve() if path else page
         if not target.is_relative_to(ROOT) or not target.exists():
             found.append(f"{link}: no such file")
-        elif name and name not in anchors(target.read_text()):
+        elif name and target.suffix == ".md" and name not in anchors(target.read_text()):
             found.append(f"{link}: no such heading")
     return found
 
