@@ -74,6 +74,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 def on_pre_page(page: Any, **_: Any) -> Any:
     """Give each page the address where its source is edited."""
+    if page.is_homepage:
+        return page
     page.edit_url = f"{SOURCE.replace('/blob/', '/edit/')}docs/{page.file.src_uri}"
     return page
 
