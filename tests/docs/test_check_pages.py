@@ -50,11 +50,11 @@ def test_the_catalogue_names_controls_and_what_is_scaled_down() -> None:
 
 def test_every_known_bug_has_a_line_with_its_threads_and_its_verdict_and_the_head_counts_them() -> None:
     page, known = check_pages()["evidence/known-bugs.md"], all_known_bugs()
-    rows = [line for line in page.splitlines() if re.search(r" \| `[\w-]+` \| ", line)]
-    lines = {re.search(r" \| `([\w-]+)` \| ", line)[1]: line for line in rows}  # type: ignore[index]
+    named = [(re.search(r" \(`([\w.-]+)`\) \| ", line), line) for line in page.splitlines()]
+    lines = {match[1]: line for match, line in named if match}
     assert list(lines) == [bug.name for bug in known.bugs]
     for bug in known.bugs:
-        _, _, threads, _, verdict, _ = re.split(r"(?<!\\)\|", lines[bug.name])
+        _, _, threads, verdict, _ = re.split(r"(?<!\\)\|", lines[bug.name])
         assert all(thread in threads for thread in bug.threads)
         assert all(f"[`{slug}`](../reference/checks/" in verdict for slug in bug.faults)
         assert (f"*{bug.outside}*: {bug.why}" in verdict) is bool(bug.outside)
