@@ -239,9 +239,9 @@ class AttentionBackend(ABC):
 
     Draft-decode: the same, with several forwards for one plan, and all of them in one graph. The hooks above plan the
     draft and are given the batch of its first forward. Each later forward has its own batch, numbered by
-    ``spec_info.step``, and begins with ``init_forward_metadata_in_graph`` of it, in eager too. So a server's multi-step
-    backend plans all steps beforehand and selects one by ``step``; a backend that plans one step at a time does it
-    there.
+    ``spec_info.step``, and begins with ``init_forward_metadata_in_graph`` of that batch, in eager mode too. A server's
+    multi-step backend plans all steps beforehand and selects one by ``step``. A backend that plans one step at a time
+    does it there.
 
     ==================================== ============================================================================
     hook                                 may do

@@ -128,10 +128,10 @@ SpecInput = VerifyInput | DraftExtendInput | DraftDecodeInput
 class ForwardBatch:
     """The batch that a backend is given for one step.
 
-    **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes,
-    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first
-    (R is 0 on an empty data-parallel rank that replays because others do); T is the number of live tokens; a request
-    was captured with S + 1 or N rows; max_bs is that of the graph state.
+    **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes.
+    Some are longer than the batch. In the tables, B is ``batch_size``, padded requests included. R of them are live
+    and come first; R is 0 on an empty data-parallel rank. T is the number of live tokens. A request was captured with
+    S + 1 or N rows. max_bs is that of the graph state.
 
     ================================== ============================= ======================= =========================
     attribute                          decode, target-verify         draft-extend (v1)       draft-extend-v2

@@ -71,7 +71,9 @@ def _requirement(text: object) -> None:
         Requirement(str(text))
     except InvalidRequirement as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"Requires.packages: {text!r} is not a requirement such as 'my-kernels>=1.2': {reason}") from None
+        raise ValueError(
+            f"Requires.packages: {text!r} is not a requirement such as 'my-kernels>=1.2': {reason}"
+        ) from None
 
 
 def written_requires(given: object) -> str:
