@@ -87,7 +87,8 @@ _LINES = (
     ("kit-line kit-hint", r"  hint .*"),
     ("kit-line kit-repro", r"  repro .*"),
     ("kit-line kit-dim", r"  (?:untested|backend|minimal) .*"),
-    ("kit-line", r"  (?:check|step|where|spread|attended|needs|case) .*| {11}\S.*"),
+    ("kit-line", r"  (?:check|step|where|spread|attended|needs|case) .*"),
+    ("kit-row", r"\S+(?: \S+)*(?: {2,}\S+(?: \S+)*){3,}"),
 )
 """Class of a line of a failure text -> pattern of its text."""
 
@@ -96,9 +97,15 @@ def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put pictures of rows into the page, where the page's colors apply, and name the lines of failure texts."""
     folder = ROOT / "docs" / posixpath.dirname(page.file.src_uri)
     html = _PICTURE.sub(lambda match: (folder / (match[1] or "") / match[2]).read_text(), html)
-    for name, pattern in _LINES:
-        html = re.sub(rf'<span class="go">((?:{pattern}))</span>', rf'<span class="go {name}">\1</span>', html)
-    return html
+    above = ""
+
+    def with_class(match: re.Match[str]) -> str:
+        nonlocal above
+        if not match[1].startswith(" " * 11):
+            above = next((name for name, pattern in _LINES if re.fullmatch(pattern, match[1])), "")
+        return f'<span class="go {above}">{match[1]}</span>' if above else match[0]
+
+    return re.sub(r'<span class="go">([^<\n]*)</span>', with_class, html)
 
 
 def on_post_build(config: Any) -> None:

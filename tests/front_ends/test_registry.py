@@ -156,7 +156,10 @@ def test_older_hooks_that_are_whole_or_not_needed_load(name):
         ("requires=Requires(sm=90)", "Requires.sm must be the lowest and the highest SM, got 90; write (90, 90)"),
         ("requires=Requires(sm=(9, 0))", "no device is from SM9 to SM0; write (90, 90) for SM90"),
         ("requires=Requires(packages='a>=1')", "Requires.packages must be a tuple, got 'a>=1'; write ('a>=1',)"),
-        ("requires=Requires(packages=['a b'])", "Requires.packages: 'a b' is not a requirement such as 'my-kernels>=1.2'"),
+        (
+            "requires=Requires(packages=['a b'])",
+            "Requires.packages: 'a b' is not a requirement such as 'my-kernels>=1.2'",
+        ),
         ("mode_requires={'decod': Requires()}", "unknown mode_requires 'decod'; did you mean 'decode'?"),
         ("mode_requires={'decode': 90}", "Capabilities.mode_requires['decode'] must be a Requires, got 90; write"),
         ("mode_requires=Requires()", "Capabilities.mode_requires must be a dict"),
