@@ -50,9 +50,9 @@ def _pages(entry: Any, first: Any) -> list[Any]:
     if not isinstance(entry, str) or "*" not in entry:
         return [entry]
     docs = ROOT / "docs"
-    index = (docs / first).read_text()
+    index = (docs / first).read_text() if isinstance(first, str) else " "
     found = [page.relative_to(docs).as_posix() for page in docs.glob(entry)]
-    folder = posixpath.dirname(first)
+    folder = posixpath.dirname(first if isinstance(first, str) else entry)
     return sorted(found, key=lambda page: (index.find(f"({posixpath.relpath(page, folder)})") % len(index), page))
 
 
