@@ -53,6 +53,7 @@ from attn_testkit.contract.layer import HeadShape
 from attn_testkit.contract.merging import KVSplit
 from attn_testkit.contract.modes import ForwardMode
 from attn_testkit.contract.server_conventions import Dialect
+from attn_testkit.glossary import entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
@@ -450,12 +451,13 @@ _CLASSES = {"header": RunHeader, "finding": Finding, "result": CaseResult}
 
 
 def _schema_table(part: dict[str, Any], of_class: str = "") -> list[str]:
-    """A table of the fields of an object; what the schema does not say comes from the class."""
+    """A table of the fields of an object; what the schema does not say comes from the class, or from the glossary."""
     texts = {each.name: each.text for each in attributes(_CLASSES[of_class])} if of_class in _CLASSES else {}
     rows = []
     for name, each in part["properties"].items():
         needed = "" if name in part.get("required", ()) else " (may be absent)"
-        text = _cell(each.get("description") or texts.get(name, ""))
+        known = entry_of(name) if of_class else None
+        text = _cell(each.get("description") or texts.get(name) or (known.text if known else ""))
         rows.append(f"| `{name}` | {_schema_type(each)}{needed} | {text} |")
         for inner, of in each.get("properties", {}).items():
             rows.append(f"| `{name}.{inner}` | {_schema_type(of)} | {_cell(of.get('description', ''))} |")
