@@ -4,7 +4,7 @@
 #   ci/nightly.sh OUT [NIGHTS | PREVIOUS.json]
 #
 # NIGHTS is a folder of the records of earlier nights, made if it is not there: the page shows what changed since the last
-# one that finished, trends, and since when each failure is red (docs/nightly.md). Tonight's record is put beside them.
+# one that finished, trends, and since when each failure is red (docs/how-to/nightly.md). Tonight's record is put beside them.
 #
 # Writes OUT/report.json, junit.xml, report.html, summary.md and, with an earlier night, compare.txt; with an audit
 # also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first.

@@ -6,9 +6,12 @@ import torch
 from typing_extensions import override
 
 from ..backends.torch_native_sparse import TorchNativeSparseBackend
-from ..contract import KernelPlan, Sparse
+from ..contract import ForwardMode, KernelPlan, Sparse
 
 __all__ = ["SparseParent", "UnionOfRows"]
+
+
+_ALL = frozenset(ForwardMode)
 
 
 class SparseParent(TorchNativeSparseBackend):
@@ -44,8 +47,11 @@ class SparseParent(TorchNativeSparseBackend):
 class UnionOfRows(SparseParent):
     """Two rows gather the keys of both, and the keys of the other one have the weight 0, as SGLang's ``union=2``."""
 
+    # A padded row of a draft may have the keys of a later forward, which are not stored yet.
     capabilities = SparseParent.capabilities.with_changes(
-        sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots")
+        eager=_ALL - {ForwardMode.DRAFT_DECODE},
+        graph=_ALL - {ForwardMode.DRAFT_DECODE},
+        sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots"),
     )
 
     @override

@@ -13,7 +13,7 @@ from transcript import ROOT, fences
 
 from attn_testkit.cli import commands, main
 
-PAGE = ROOT / "docs" / "ci.md"
+PAGE = ROOT / "docs" / "how-to" / "ci.md"
 
 
 def titled(name: str) -> str:

@@ -51,8 +51,8 @@ def result(status: Status, **more: object) -> CaseResult:
 
 
 def test_the_page_is_up_to_date() -> None:
-    command = "python -m attn_testkit.glossary > docs/glossary.md"
-    assert (ROOT / "docs" / "glossary.md").read_text() == glossary.page(), f"run: {command}"
+    command = "python -m attn_testkit.glossary > docs/reference/glossary.md"
+    assert (ROOT / "docs" / "reference" / "glossary.md").read_text() == glossary.page(), f"run: {command}"
 
 
 @pytest.mark.parametrize("kind", WORDS, ids=lambda kind: kind.pattern)
@@ -165,5 +165,5 @@ def test_a_word_that_two_entries_have_is_refused(monkeypatch: pytest.MonkeyPatch
 
 
 def test_pages_link_the_glossary() -> None:
-    assert "(docs/glossary.md)" in (ROOT / "README.md").read_text()
-    assert "(glossary.md)" in (ROOT / "docs" / "reading-a-failure.md").read_text()
+    assert "(docs/reference/glossary.md)" in (ROOT / "README.md").read_text()
+    assert "(../reference/glossary.md)" in (ROOT / "docs" / "how-to" / "find-the-cause.md").read_text()

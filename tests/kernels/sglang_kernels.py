@@ -138,12 +138,13 @@ class SparseMLAPrefill(KernelBackend):
 
 
 class SparseMLAPrefillUnion2(SparseMLAPrefill):
-    """The same with ``union=2``."""
+    """The same with ``union=2``. A padded row of a draft may have keys that a later forward stores."""
 
+    capabilities = _SPARSE.with_changes(eager=_SPARSE.eager - _DECODES, graph=_SPARSE.graph - _DECODES)
     union = 2
 
 
-class SparseMLAPrefillUnion4(SparseMLAPrefill):
+class SparseMLAPrefillUnion4(SparseMLAPrefillUnion2):
     """The same with ``union=4``."""
 
     union = 4
