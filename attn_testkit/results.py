@@ -263,6 +263,10 @@ class CaseResult:
     """Case-runs, as ``eager:CASE`` or ``graph:CASE``, that must run before it in the same process for this result."""
     hints: tuple[str, ...] = ()
     """Remarks that are not failures, such as graph support that works but is not declared."""
+    node: str = ""
+    """The machine of a cluster that ran it; empty without a cluster."""
+    gpu: str = ""
+    """The GPU of that machine; empty without a cluster, or if the device is emulated."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
@@ -346,6 +350,12 @@ class RunHeader:
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
     of it are missing and done in torch."""
+    shard: str = ""
+    """``3/8`` for a shard of a run: the results are those of its case-runs alone. Empty for a whole run."""
+    plan: str = ""
+    """A digest of every case-run of the plan, those of other shards included."""
+    planned_in_all: int = 0
+    """Number of case-runs of the plan, those of other shards included."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
 

@@ -21,8 +21,10 @@ from ..results import BAD, RAN, CaseResult
 from ..running.planning.request import Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, judge_for
+from .cluster_run import ray_option, run_on_cluster
 from .files import write_text
 from .options import Seconds, request_from, selection_options
+from .shards import shard_options, sharded
 from .show import Watch, echo_header, print_summary
 
 __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
@@ -65,6 +67,8 @@ Examples:
     "--rest-of", type=click.Path(), multiple=True, metavar="FILE",
     help="Skip what ran in this results file.",
 )  # fmt: skip
+@shard_options
+@ray_option
 @click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
@@ -122,17 +126,29 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         request = replace(request, order="plainest")
     if not request.backends:
         raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
+    limit = 1 if values["stop_first"] else values["max_failures"]
+    if values["ray_address"]:
+
+        def follow(prepared: Prepared, values: dict[str, Any]) -> int:
+            _begin(prepared, values)
+            return _follow(prepared, values, limit)
+
+        return run_on_cluster(request, replace(options, gpus=()), values, follow)
     with contextlib.closing(judge_for(options, request.device)) as judge:
-        prepared = prepare(judge, request, values["known_failures"])
+        prepared = prepare(judge, request, values["known_failures"], sharded(judge.plan(request), values))
         for name, before in earlier.items():
             prepared = _rest_of(prepared, before, name)
-        echo_header(prepared.plan.header)
-        if options.in_process:
-            click.echo(NO_GATE, err=True)
-        for warning in prepared.ledger.warnings():
-            click.echo(f"warning: {warning}", err=True)
-        limit = 1 if values["stop_first"] else values["max_failures"]
+        _begin(prepared, values)
         return _follow(prepared, values, limit)
+
+
+def _begin(prepared: Prepared, values: dict[str, Any]) -> None:
+    """Print what there is to say before anything runs."""
+    echo_header(prepared.plan.header)
+    if values["in_process"]:
+        click.echo(NO_GATE, err=True)
+    for warning in prepared.ledger.warnings():
+        click.echo(f"warning: {warning}", err=True)
 
 
 NO_GATE = (

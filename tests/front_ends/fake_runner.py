@@ -98,6 +98,9 @@ class Runner:
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"capabilities of {spec}", "") for spec in specs]
 
+    def device_name(self, device: str) -> str:
+        return "CPU (emulated CUDA)"
+
     def declared(self, candidate: Candidate, device: str) -> object:
         return f"capabilities of {candidate.spec}"
 
@@ -155,6 +158,15 @@ def _hang(item: Item) -> CaseResult:
     raise AssertionError
 
 
+def _gated(item: Item) -> CaseResult:
+    """In eager it passes; in graphs when the file ATTN_GATE is there."""
+    end = time.monotonic() + 120
+    while item.execution == "graph" and not os.path.exists(os.environ["ATTN_GATE"]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return result(item)
+
+
 def _late(item: Item) -> CaseResult:
     return bare_result(item, Status.TIMED_OUT, "no result after 1 s\n  in _hang", "emulated")
 
@@ -207,5 +219,6 @@ ENDINGS = {
     "pid": _pid,
     "gpu": _gpu,
     "noisy": _noisy,
+    "gated": _gated,
     "inf": lambda item: result(item, Status.FAILED, findings=(finding("finite"),), margin=float("inf")),
 }

@@ -92,6 +92,10 @@ class Runner:
                 found.append(("", str(error)))
         return found
 
+    def device_name(self, device: str) -> str:
+        """Return the name of a device."""
+        return resolve(device).name
+
     def run(self, plan: Plan, items: Sequence[Item], *, ahead: bool = True) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item. Closing the generator ends what is running.
 

@@ -160,10 +160,14 @@ class Plan:
     device: str = "auto"
     explains: Explains = "cause"
     """What is asked about wrong numbers, with more drives."""
+    elsewhere: tuple[Item, ...] = ()
+    """Case-runs of other shards."""
 
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""
-        return replace(self, header=replace(self.header, explained={}, not_covered={}, notes={}), items=(), preset=())
+        return replace(
+            self, header=replace(self.header, explained={}, not_covered={}, notes={}), items=(), preset=(), elsewhere=()
+        )
 
 
 class Judge(Protocol):
@@ -194,7 +198,7 @@ class Prepared:
 
     def problems(self) -> list[str]:
         """What is wrong with the known-failures file, seen from this run."""
-        runs = [(item.backend, item.execution, item.case) for item in self.items]
+        runs = [(item.backend, item.execution, item.case) for item in (*self.items, *self.plan.elsewhere)]
         runs += [(row.backend, row.execution, row.case) for row in self.preset]
         return self.ledger.problems(runs, self._exists_beyond)
 

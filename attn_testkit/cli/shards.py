@@ -1,0 +1,43 @@
+"""The options of ``run`` for several machines: a shard of the case-runs, and a Ray cluster."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+
+from ..reports.record import read_report
+from ..reports.shards import requested_shard
+from ..running.planning.request import Plan
+from ..running.planning.shards import durations_of, shard_of
+
+__all__ = ["shard_options", "sharded"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def shard_options(command: F) -> F:
+    """Add the options that select a shard."""
+    options = [
+        click.option(
+            "--shard", metavar="K/N", help="Only part K of N. Default: SHARD_INDEX/SHARD_COUNT, if they are set."
+        ),
+        click.option(
+            "--durations-from", type=click.Path(), multiple=True, metavar="FILE",
+            help="With --shard: balance by the times in this results file.",
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def sharded(plan: Plan, values: dict[str, Any]) -> Plan:
+    """Return the plan of the requested shard, or the whole plan if none is requested. Raises ``UsageError``."""
+    shard = requested_shard(values["shard"], os.environ)
+    if shard is None:
+        return plan
+    files = values["durations_from"]
+    return shard_of(plan, shard, durations_of(map(read_report, files)) if files else None)
