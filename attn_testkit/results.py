@@ -28,6 +28,7 @@ __all__ = [
     "Finding",
     "KeyMap",
     "RunHeader",
+    "Selection",
     "Status",
     "emulated_parts",
     "exit_code",
@@ -318,6 +319,28 @@ _EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
 
 
 @dataclass(frozen=True)
+class Selection:
+    """The part of a tier that a run takes. It is empty if the run takes everything that the tier plans for everything
+    that is declared: only such a run can be ``CONFORMANT``. ``reports/verdict.py`` makes and reads it.
+    """
+
+    by: tuple[str, ...] = ()
+    """What selected, in words, such as ``mode decode``; empty if nothing was left out."""
+    of: int = 0
+    """Number of case-runs that the tier plans without the selection; 0 if nobody counted them."""
+    beyond: int = 0
+    """Number of selected case-runs that the tier does not plan: cases that were named by their ids."""
+    asked: bool = True
+    """False if no argument of the caller asked for it, as a hook of pytest that deselects tests: then the exit code is
+    not 0."""
+    shard: str = ""
+    """``K/N`` if the run is one shard of N."""
+
+    def __bool__(self) -> bool:
+        return bool(self.by)
+
+
+@dataclass(frozen=True)
 class RunHeader:
     """Facts about the whole run that every report needs."""
 
@@ -337,7 +360,7 @@ class RunHeader:
     backends: Mapping[str, str]
     """Spec -> version or origin."""
     planned: int
-    """Number of case-runs that were planned: the denominator of the verdict."""
+    """Number of case-runs that this run has to do: those of the tier, or of the selection."""
     limits: tuple[str, ...] = ()
     """Limits of the emulation; empty on hardware."""
     not_covered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -348,6 +371,8 @@ class RunHeader:
     of it are missing and done in torch."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
+    selection: Selection = field(default_factory=Selection)
+    """The part of the tier that this run takes."""
 
 
 CUT = 7
