@@ -8,12 +8,14 @@ from typing import Any, TypeVar
 
 import click
 
+from ..registry import UsageError
 from ..reports.record import read_report
 from ..reports.shards import requested_shard
+from ..results import RunHeader
 from ..running.planning.request import Plan
 from ..running.planning.shards import durations_of, shard_of
 
-__all__ = ["shard_options", "sharded"]
+__all__ = ["refuse_other_shard", "shard_options", "sharded"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -41,3 +43,12 @@ def sharded(plan: Plan, values: dict[str, Any]) -> Plan:
         return plan
     files = values["durations_from"]
     return shard_of(plan, shard, durations_of(map(read_report, files)) if files else None)
+
+
+def refuse_other_shard(name: str, then: RunHeader, now: RunHeader) -> None:
+    """Raise ``UsageError`` if the results file of another shard is continued, or that of a whole run by a shard."""
+    before, here = then.selection.shard or "of everything", now.selection.shard or "of everything"
+    if before != here:
+        raise UsageError(f"{name} is of another run: it is shard {before}, here it is {here}")
+    if here != "of everything" and then.plan != now.plan:
+        raise UsageError(f"{name} is of another run: its plan is {then.plan!r}, here {now.plan!r}")

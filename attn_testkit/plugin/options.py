@@ -13,7 +13,7 @@ from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checke
 
 T = TypeVar("T")
 
-__all__ = ["add", "known_file", "min_cases", "report_file", "request"]
+__all__ = ["add", "known_file", "min_cases", "report_file", "request", "selected_by"]
 
 
 def add(parser: pytest.Parser) -> None:
@@ -94,6 +94,7 @@ def request(config: pytest.Config) -> Request:
         order="plainest" if option.attn_budget is None else "most valuable",
         failed_before=_failed_before(config, backends) if option.attn_budget is not None else (),
         keep_unloadable=option.attn_keep_unloadable,
+        counts_tier=True,
     )
 
 
@@ -109,6 +110,23 @@ def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tupl
         if name.startswith(f"{backend}-{execution}-")
     ]
     return tuple(dict.fromkeys(found))
+
+
+def selected_by(config: pytest.Config) -> str:
+    """The arguments of pytest itself that select tests, as written; empty if there are none.
+
+    What a hook or another plugin deselects is not among them: nobody reads of it on the command line.
+    """
+    option = config.option
+    words = [
+        *([f"-k {option.keyword!r}"] if option.keyword else []),
+        *([f"-m {option.markexpr!r}"] if option.markexpr else []),
+        *(f"--deselect {name}" for name in option.deselect or ()),
+        *(["--lf"] if getattr(option, "lf", False) else []),
+        *(["--sw"] if getattr(option, "stepwise", False) else []),
+        *(name for name in map(str, config.args) if "::" in name),
+    ]
+    return ", ".join(words)
 
 
 def known_file(config: pytest.Config) -> Path | None:

@@ -15,6 +15,7 @@ from ..registry import UsageError
 from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
+from ..reports.verdict import narrowed
 from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
 from ..running.planning.request import (
     Item,
@@ -83,6 +84,8 @@ class Session:
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     collects_only: bool = False
+    selected_by: str = ""
+    """The arguments of pytest that select tests, as written; empty if there are none."""
     code: int = 0
     _record: Record | None = None
     _not_recorded: str = ""
@@ -159,9 +162,14 @@ class Session:
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()
             }
-        self.header = replace(
-            header, planned=header.planned - deselected, command=self.command, not_covered=not_covered
+        by = self.selected_by or _by_a_hook(deselected)
+        header = narrowed(
+            header,
+            header.planned - deselected,
+            by,
+            asked=bool(self.selected_by),
         )
+        self.header = replace(header, command=self.command, not_covered=not_covered)
         self.problems = prepared.problems()
         if self.report:
             try:
@@ -247,6 +255,10 @@ class Session:
         self.results.append(result)
         if self._record:
             self._record.add(result)
+
+
+def _by_a_hook(deselected: int) -> str:
+    return f"a hook or plugin of pytest, which took {deselected} tests away"
 
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()

@@ -7,13 +7,13 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
 from ..registry import UsageError
-from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Status
+from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Selection, Status
 
 __all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]
 
@@ -193,16 +193,25 @@ def read_report(path: str | Path) -> Report:
         what = f"has format {found!r}" if found else "is not a results file of attn-testkit"
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
-        header = RunHeader(**_renamed(data["header"]))
-        not_covered = {spec: tuple(phrases) for spec, phrases in header.not_covered.items()}
-        notes = {spec: tuple(texts) for spec, texts in header.notes.items()}
-        header = replace(header, limits=tuple(header.limits), not_covered=not_covered, notes=notes)
+        header = _header_from_plain(data["header"])
         results = tuple(result_from_plain(item) for item in data["results"])
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from error
     return Report(
         header, results, data["finished"], data["interrupted"], data["exit_code"], tuple(data.get("problems", ()))
     )
+
+
+def _header_from_plain(data: Mapping[str, Any]) -> RunHeader:
+    values = _renamed(data)
+    selection = {**values.get("selection", {})}
+    values |= {
+        "limits": tuple(values["limits"]),
+        "not_covered": {spec: tuple(phrases) for spec, phrases in values.get("not_covered", {}).items()},
+        "notes": {spec: tuple(texts) for spec, texts in values.get("notes", {}).items()},
+        "selection": Selection(**{**selection, "by": tuple(selection.get("by", ()))}),
+    }
+    return RunHeader(**values)
 
 
 def schema() -> dict[str, Any]:

@@ -8,10 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..registry import UsageError
-from ..results import CaseResult, RunHeader, exit_code
+from ..results import CaseResult, RunHeader, Selection
 from .record import Report, read_report
+from .verdict import MUST_AGREE, conclude
 
-__all__ = ["Shard", "digest_of", "merge_reports", "parse_shard", "read_merged", "read_runs", "requested_shard"]
+__all__ = [
+    "Shard",
+    "digest_of",
+    "merge_reports",
+    "parse_shard",
+    "read_merged",
+    "read_runs",
+    "requested_shard",
+    "shard_selection",
+]
 
 INDEX, COUNT = "SHARD_INDEX", "SHARD_COUNT"
 """Environment variables of a CI job that name its shard."""
@@ -68,10 +78,20 @@ def digest_of(keys: Iterable[Key]) -> str:
     return digest.hexdigest()
 
 
-_SAME = ("kit", "tier", "seed", "backends", "device", "device_name", "versions", "plan", "planned_in_all")
+def shard_selection(header: RunHeader, shard: Shard) -> Selection:
+    """The selection of a shard of a run; ``_whole`` is the inverse."""
+    was = header.selection
+    return replace(was, by=(*was.by, f"shard {shard}"), of=was.of or (0 if was else header.planned), shard=str(shard))
+
+
+def _whole(selection: Selection) -> Selection:
+    """The selection of the run that a shard is a part of."""
+    by = selection.by[:-1]
+    return replace(selection, by=by, of=selection.of if by else 0, shard="")
+
+
+_SAME = (*MUST_AGREE, "plan", "planned_in_all")
 """Fields of a header that all shards of one run have alike."""
-_NAMES = {"kit": "version of the kit", "device_name": "device", "plan": "plan", "planned_in_all": "number of case-runs"}
-"""Field -> how a message calls it, where its name would not do."""
 
 
 def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False) -> Report:
@@ -83,10 +103,10 @@ def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False)
     first, one = files[0]
     shards: dict[Shard, str] = {}
     for name, report in files:
-        if not report.header.shard:
+        if not report.header.selection.shard:
             raise UsageError(f"{name} is no shard of a run: its command was {report.header.command!r}, without --shard")
         _refuse_other_run(first, one.header, name, report.header)
-        shard = parse_shard(report.header.shard, f"the shard of {name}")
+        shard = parse_shard(report.header.selection.shard, f"the shard of {name}")
         if shard in shards:
             raise UsageError(f"shard {shard} is in {shards[shard]} and in {name}; give each shard once")
         shards[shard] = name
@@ -98,7 +118,7 @@ def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False)
         have = ", ".join(str(shard.number) for shard in sorted(shards, key=lambda each: each.number))
         names = ", ".join(f"{number}/{count}" for number in absent)
         raise UsageError(f"shard {names} is missing: there are {have} of {count}; --missing merges what there is")
-    by_number = sorted(files, key=lambda each: parse_shard(each[1].header.shard).number)
+    by_number = sorted(files, key=lambda each: parse_shard(each[1].header.selection.shard).number)
     results = _joined(by_number)
     planned = sum(report.header.planned for _, report in files)
     if not absent and planned != one.header.planned_in_all:
@@ -108,7 +128,9 @@ def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False)
         )
     header = replace(
         one.header,
-        shard="",
+        selection=_whole(one.header.selection),
+        plan="",
+        planned_in_all=0,
         started=min(report.header.started for _, report in files),
         planned=one.header.planned_in_all,
         notes=_notes(report.header for _, report in files),
@@ -120,17 +142,18 @@ def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False)
         results,
         finished=not absent and all(report.finished for _, report in files),
         interrupted=interrupted,
-        exit_code=exit_code(header.planned, results, interrupted, problems),
+        exit_code=conclude(header, results, problems=problems, interrupted=interrupted).code,
         problems=problems,
     )
 
 
 def _refuse_other_run(first: str, wanted: RunHeader, name: str, found: RunHeader) -> None:
-    for field in _SAME:
-        one, other = getattr(wanted, field), getattr(found, field)
+    pairs = {field: (getattr(wanted, field), getattr(found, field)) for field in _SAME}
+    pairs["selection"] = _whole(wanted.selection), _whole(found.selection)
+    for field, (one, other) in pairs.items():
         if one == other:
             continue
-        what = _NAMES.get(field, field)
+        what = field.replace("_", " ")
         if isinstance(one, Mapping) and isinstance(other, Mapping):
             key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
             what, one, other = f"{what}, {key}", one.get(key, "absent"), other.get(key, "absent")
@@ -175,7 +198,7 @@ def read_runs(names: Sequence[str]) -> list[Report]:
     files = [(name, read_report(name)) for name in names]
     shards: dict[tuple[str, str], list[tuple[str, Report]]] = {}
     for name, report in files:
-        if report.header.shard:
+        if report.header.selection.shard:
             shards.setdefault((report.header.plan, report.header.device_name), []).append((name, report))
-    whole = [report for _, report in files if not report.header.shard]
+    whole = [report for _, report in files if not report.header.selection.shard]
     return [*whole, *(merge_reports(each) for each in shards.values())]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections import Counter
 
 import pytest
@@ -93,6 +95,7 @@ def test_a_node_that_is_killed_loses_nothing_finished_and_its_shards_run_elsewhe
         # Every shard waits in its first graph, so that this one cannot be through.
         if not killed and result.node.split()[1] == _node_id(doomed):
             nodes.cluster.remove_node(doomed, allow_graceful=False)
+            _wait_until_gone(int(result.hints[0].removeprefix("pid ")))
             killed = True
             nodes.gate.touch()
     assert killed
@@ -102,3 +105,11 @@ def test_a_node_that_is_killed_loses_nothing_finished_and_its_shards_run_elsewhe
     began_there = [case for (execution, case), node in on.items() if execution == "eager" and node == _node_id(doomed)]
     assert began_there, "what the node had finished is kept"
     assert on["graph", began_there[0]] != _node_id(doomed), "the rest of its shard ran on another"
+
+
+def _wait_until_gone(pid: int) -> None:
+    """The judge of a shard ends when the worker of Ray ends, and that when it misses its node."""
+    end = time.monotonic() + 30
+    while os.path.exists(f"/proc/{pid}"):
+        assert time.monotonic() < end
+        time.sleep(0.05)

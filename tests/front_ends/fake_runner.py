@@ -15,7 +15,16 @@ from collections.abc import Iterator, Sequence
 from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
 from attn_testkit.running.planning.candidate import Candidate
-from attn_testkit.running.planning.request import Item, Options, Plan, Request, bare_result, kit_error, unloadable
+from attn_testkit.running.planning.request import (
+    Item,
+    Options,
+    Plan,
+    Request,
+    bare_result,
+    kit_error,
+    selection_of,
+    unloadable,
+)
 
 MODES = ("decode", "target-verify")
 EXECUTIONS = ("eager", "graph")
@@ -41,10 +50,12 @@ def plan_run(
     cases: Sequence[str] = (),
     command: str = "attn-testkit run",
     keep_unloadable: bool = False,
+    cases_from: str = "",
     **_: object,
 ) -> Plan:
     items: list[Item] = []
     broken: list[CaseResult] = []
+    whole: list[Item] = []
     for spec in backends:
         if not spec.startswith("fake:"):
             why = f"unknown backend {spec!r}; did you mean 'fake:ok'?"
@@ -54,14 +65,19 @@ def plan_run(
             continue
         words = [w for w in spec[5:].split(",") if w]
         words += ["full"] if tier == "full" else []
-        for mode in modes or MODES:
-            for execution in executions or EXECUTIONS:
-                for number, word in enumerate(words):
-                    case = f"{mode}-{word}-k{number}"
-                    if not cases or any(fnmatch.fnmatchcase(case, glob) for glob in cases):
-                        items.append(Item(spec, mode, execution, case))
+        whole += [
+            Item(spec, mode, execution, f"{mode}-{word}-k{number}")
+            for mode in MODES
+            for execution in EXECUTIONS
+            for number, word in enumerate(words)
+        ]
+    for item in whole:
+        of_mode = item.mode in (modes or MODES) and item.execution in (executions or EXECUTIONS)
+        if of_mode and (not cases or any(fnmatch.fnmatchcase(item.case, glob) for glob in cases)):
+            items.append(item)
     if cases and not items:
         raise UsageError(f"no case matches {cases[0]!r}")
+    asked = Request(tuple(backends), tuple(modes), tuple(executions), cases=tuple(cases), cases_from=cases_from)
     preset = (
         CaseResult(backends[0], "draft-extend", "graph", "", Status.UNSUPPORTED),
         CaseResult(backends[0], "draft-extend-v2", "graph", "", Status.NOT_RUN_HERE, reason="needs sm100"),
@@ -78,6 +94,7 @@ def plan_run(
         backends=dict.fromkeys(backends, "1.0"),
         planned=len(items) + len(broken),
         limits=("timing is not emulated",),
+        selection=selection_of(asked, items, whole, len(broken)),
     )
     return Plan(header, tuple(items), (*preset, *broken))
 
@@ -164,7 +181,7 @@ def _gated(item: Item) -> CaseResult:
     while item.execution == "graph" and not os.path.exists(os.environ["ATTN_GATE"]):
         assert time.monotonic() < end
         time.sleep(0.05)
-    return result(item)
+    return result(item, hints=(f"pid {os.getpid()}",))
 
 
 def _late(item: Item) -> CaseResult:

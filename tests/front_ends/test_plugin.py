@@ -109,7 +109,7 @@ def test_a_result_that_a_worker_cannot_send_fails_the_session(empty):
     args = ("--attn-backend=fake:ok", "--attn-mode=decode", "--attn-execution=eager", "-punsendable", "-n1")
     found = empty.runpytest_subprocess(*SUITE, *args, timeout=60)
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["INCOMPLETE: 0 of 1 planned case-runs ran"])
+    found.stdout.fnmatch_lines(["INCOMPLETE: 0 of 1 selected case-runs (4 planned) ran"])
 
 
 def test_foreign_property_values_are_made_plain(empty):
@@ -144,7 +144,7 @@ def test_a_full_disk_costs_the_record_and_not_the_session(empty):
 def test_deselected_case_runs_are_not_due(empty, workers):
     found = session(empty, "--attn-backend=fake:ok,wrong", "-k", "graph and ok-k0", *workers)
     assert found.ret == 0
-    found.stdout.fnmatch_lines(["CONFORMANT: 2 of 2 planned case-runs passed*"])
+    found.stdout.fnmatch_lines(["PARTIAL: 2 of 8 planned case-runs ran, *selected by -k 'graph and ok-k0'*"])
 
 
 @XDIST

@@ -197,6 +197,16 @@ class Ledger:
                 return CaseResult(backend, mode, execution, case, Status.QUARANTINED, reason=entry.issue)
         return None
 
+    @staticmethod
+    def undone(result: CaseResult) -> CaseResult | None:
+        """The result as it was before a ledger judged it, so that this one can; None where nobody knows any more."""
+        if result.status is Status.UNEXPECTEDLY_PASSED:
+            return replace(result, status=Status.PASSED, reason="")
+        if result.status is not Status.KNOWN_FAILURE:
+            return result
+        # A known failure without a finding was a crash or a timeout, and does not say which.
+        return replace(result, status=Status.FAILED, reason="") if result.findings else None
+
     def judge(self, result: CaseResult) -> CaseResult:
         """The result, with an expected failure marked as such and an expected failure that did not come as broken.
 

@@ -12,7 +12,7 @@ from ...registry import UsageError
 from ...reports.history import Key
 from ...reports.history import key_of as key_without_seed
 from ...reports.record import Report
-from ...reports.shards import Shard, digest_of
+from ...reports.shards import Shard, digest_of, shard_selection
 from ...results import RAN, CaseResult, Status
 from .request import Item, Plan
 
@@ -94,7 +94,7 @@ def shard_of(plan: Plan, shard: Shard, durations: Durations | None = None) -> Pl
         plan,
         header=replace(
             header,
-            shard=str(shard),
+            selection=shard_selection(header, shard),
             plan=digest_of(map(key_of, plan.items)),
             planned=len(own) + failed,
             planned_in_all=header.planned,
