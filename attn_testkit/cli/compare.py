@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from ..reports.record import read_report
+from ..reports.shards import read_merged
 
 __all__ = ["compare"]
 
@@ -18,24 +19,25 @@ __all__ = ["compare"]
 Examples:
   attn-testkit compare yesterday.json today.json
   attn-testkit compare nights/ today.json
+  attn-testkit compare nights/ shard-*.json
   attn-testkit compare yesterday.json today.json --json
 \b
 Exit code 1: something newly fails, or vanished.""",
 )
 @click.argument("old", type=click.Path())
-@click.argument("new", type=click.Path())
+@click.argument("new", type=click.Path(), nargs=-1, required=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def compare(old: str, new: str, as_json: bool) -> int:
+def compare(old: str, new: tuple[str, ...], as_json: bool) -> int:
     """Show what changed between two results files: newly failing, newly passing, vanished, margins that shrank.
 
     OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
-    same kind of device, real or emulated.
+    same kind of device, real or emulated. NEW may be all shards of a run.
     """
     from ..reports.compare import compare_reports, comparison_text
     from ..reports.history import last_night
 
     before = None if Path(old).is_dir() else read_report(old)
-    after = read_report(new)
+    after = read_merged(new)
     before = before or last_night(old, after)
     if before is None:
         click.echo(f"nothing to compare with: {old} has no finished run of this tier and device before NEW", err=True)

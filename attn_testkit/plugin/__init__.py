@@ -46,6 +46,7 @@ def pytest_configure(config: pytest.Config) -> None:
         budget_s=config.option.attn_budget,
         collects_only=config.option.collectonly,
         selected_by=plugin_options.selected_by(config),
+        shard=plugin_options.shard(config),
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -9,11 +10,12 @@ from typing import TypeVar
 import pytest
 
 from ..registry import UsageError, unknown
+from ..reports.shards import Shard, requested_shard
 from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 T = TypeVar("T")
 
-__all__ = ["add", "known_file", "min_cases", "report_file", "request", "selected_by"]
+__all__ = ["add", "known_file", "min_cases", "report_file", "request", "selected_by", "shard"]
 
 
 def add(parser: pytest.Parser) -> None:
@@ -66,6 +68,11 @@ def add(parser: pytest.Parser) -> None:
     group.addoption(
         "--attn-budget", type=_budget, metavar="S", dest="attn_budget",
         help="Start no case-run of the suite after S seconds; the most valuable ones come first. Exit code 7.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-shard", metavar="K/N", dest="attn_shard",
+        help="Run only part K of N of the suite; `attn-testkit merge` has the verdict. "
+        "Default: SHARD_INDEX/SHARD_COUNT, if they are set.",
     )  # fmt: skip
     group.addoption(
         "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
@@ -136,6 +143,17 @@ def known_file(config: pytest.Config) -> Path | None:
         return config.invocation_params.dir / given
     listed: str = config.getini("attn_known_failures")
     return (config.inipath.parent if config.inipath else config.rootpath) / listed if listed else None
+
+
+def shard(config: pytest.Config) -> Shard | None:
+    """The shard of the suite, or None for all of it; raises ``pytest.UsageError``."""
+    given: str | None = config.option.attn_shard
+    if not given and not (config.option.attn_backend or config.getini("attn_backends")):
+        return None  # a session without the suite: the variables are meant for something else
+    try:
+        return requested_shard(given, os.environ)
+    except UsageError as error:
+        raise pytest.UsageError(f"attn-testkit: {error}") from None
 
 
 def report_file(config: pytest.Config) -> Path | None:

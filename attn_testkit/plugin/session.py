@@ -14,6 +14,7 @@ import pytest
 from ..registry import UsageError
 from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
+from ..reports.shards import Shard
 from ..reports.tally import text_table
 from ..reports.verdict import narrowed
 from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
@@ -29,6 +30,7 @@ from ..running.planning.request import (
     not_started,
     prepare,
 )
+from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 
 __all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
@@ -74,6 +76,8 @@ class Session:
     budget_s: float | None = None
     """Seconds from the session's start after which no case-run is started."""
     begun: float = field(default_factory=lambda: time.monotonic())
+    shard: Shard | None = None
+    """The part of the case-runs that this session runs; None for all."""
     planned: Plan | None = None
     """The controller's plan, on a worker of xdist."""
     prepared: Prepared | None = None
@@ -101,7 +105,9 @@ class Session:
                     )
                 if self.planned is None:
                     request = replace(self.request, command=self.command)
-                    self.prepared = prepare(self.judge(), request, self.known)
+                    plan = self.judge().plan(request)
+                    plan = shard_of(plan, self.shard) if self.shard else plan
+                    self.prepared = prepare(self.judge(), request, self.known, plan)
                 else:
                     # The judge is started for the first case-run, not for collection.
                     self.prepared = prepare(_NoJudge(), self.request, self.known, self.planned)
@@ -194,8 +200,12 @@ class Session:
             return exitstatus
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         ran = sum(result.status in RAN for result in self.results if result.case)
+        if self.shard:
+            # The floor is one for all shards together.
+            ran = self.header.planned_in_all
         if ran < self.min_cases:
-            self.problems.append(f"{ran} case-runs ran, fewer than attn-min-cases = {self.min_cases}")
+            what = "planned for all shards" if self.shard else "ran"
+            self.problems.append(f"{ran} case-runs {what}, fewer than attn-min-cases = {self.min_cases}")
         self.code = final_code(self.header, self.results, self.problems, self.interrupted)
         if self._record:
             self._record.finish(self.code, interrupted=self.interrupted, problems=self.problems)
