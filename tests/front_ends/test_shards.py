@@ -254,3 +254,26 @@ def test_the_rest_of_another_shard_is_refused(call):
     assert "1.json is of another run: it is shard 1/2, here it is 2/2" in err
     code, _, err = call("run", "--backend", WORDS, "--rest-of", "1.json")
     assert "it is shard 1/2, here it is of everything" in err
+
+
+def test_report_and_compare_take_the_shards_of_a_run(call):
+    for name, words in (("old", "fake:ok,ok,ok"), ("new", "fake:ok,wrong,ok")):
+        for number in (1, 2):
+            call("run", "-b", words, "--mode", "decode", "--shard", f"{number}/2", "--json", f"{name}-{number}.json")
+        call("merge", f"{name}-1.json", f"{name}-2.json", "--json", f"{name}.json")
+    code, out, _ = call("report", "new-1.json", "new-2.json", "--markdown", "--html", "out.html")
+    assert code == 0
+    assert out == call("report", "new.json", "--markdown")[1]
+    assert "NOT CONFORMANT" in out
+    code, out, _ = call("compare", "old.json", "new-1.json", "new-2.json")
+    assert code == 1
+    assert out == call("compare", "old.json", "new.json")[1]
+
+
+def test_a_page_is_of_one_run_and_a_summary_of_each(call):
+    for tier in ("smoke", "full"):
+        call("run", "-b", "fake:ok", "--tier", tier, "--json", f"{tier}.json")
+    code, _, err = call("report", "smoke.json", "full.json", "--html", "out.html")
+    assert (code, err) == (4, "attn-testkit: the files are of 2 runs, and a page is of one: give those of one run\n")
+    _, out, _ = call("report", "smoke.json", "full.json", "--markdown")
+    assert out.count("CONFORMANT") == 2
