@@ -11,6 +11,7 @@ import pytest
 
 SLOW: tuple[str, ...] = (
     "cluster/test_ray_cluster.py",
+    "docs/test_several_machines.py",
     "docs/test_transcripts.py::test_a_page_shows_what_its_commands_print",
     "docs/test_readme_commands.py::test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands",
     "new/test_new.py::test_what_it_prints_can_be_typed_and_is_green",
