@@ -26,8 +26,9 @@ Exit code 1: something newly fails, or vanished.""",
 )
 @click.argument("old", type=click.Path())
 @click.argument("new", type=click.Path(), nargs=-1, required=True)
+@click.option("--good", is_flag=True, help="Of a folder, take the newest run with exit code 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def compare(old: str, new: tuple[str, ...], as_json: bool) -> int:
+def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
     """Show what changed between two results files: newly failing, newly passing, vanished, margins that shrank.
 
     OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
@@ -38,7 +39,7 @@ def compare(old: str, new: tuple[str, ...], as_json: bool) -> int:
 
     before = None if Path(old).is_dir() else read_report(old)
     after = read_merged(new)
-    before = before or last_night(old, after)
+    before = before or last_night(old, after, good=good)
     if before is None:
         click.echo(f"nothing to compare with: {old} has no finished run of this tier and device before NEW", err=True)
         return 0

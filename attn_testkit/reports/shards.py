@@ -191,7 +191,7 @@ def read_merged(names: Sequence[str]) -> Report:
 
 
 def read_runs(names: Sequence[str]) -> list[Report]:
-    """Read results files of one or more runs: shards of one run are merged, whole runs stay as they are.
+    """Read results files of one or more runs: shards of one run are merged; whole runs and a single shard stay.
 
     Raises ``UsageError`` as ``merge_reports`` does.
     """
@@ -201,4 +201,4 @@ def read_runs(names: Sequence[str]) -> list[Report]:
         if report.header.selection.shard:
             shards.setdefault((report.header.plan, report.header.device_name), []).append((name, report))
     whole = [report for _, report in files if not report.header.selection.shard]
-    return [*whole, *(merge_reports(each) for each in shards.values())]
+    return [*whole, *(merge_reports(each) if len(each) > 1 else each[0][1] for each in shards.values())]

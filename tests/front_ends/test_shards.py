@@ -265,6 +265,7 @@ def test_report_and_compare_take_the_shards_of_a_run(call):
     assert code == 0
     assert out == call("report", "new.json", "--markdown")[1]
     assert "NOT CONFORMANT" in out
+    assert "SHARD 1/2" in call("report", "old-1.json", "--markdown")[1], "one shard has a page too"
     code, out, _ = call("compare", "old.json", "new-1.json", "new-2.json")
     assert code == 1
     assert out == call("compare", "old.json", "new.json")[1]
