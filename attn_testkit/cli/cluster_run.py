@@ -15,7 +15,7 @@ from ..reports.record import read_report
 from ..running.planning.request import Options, Prepared, Request, prepare
 from ..running.planning.shards import durations_of
 
-__all__ = ["ray_option", "run_on_cluster"]
+__all__ = ["ray_option", "refuse_with_ray", "run_on_cluster"]
 
 ray_option = click.option(
     "--ray", "ray_address", is_flag=False, flag_value="auto", metavar="[ADDRESS]",
@@ -24,15 +24,20 @@ ray_option = click.option(
 
 _NOT_WITH = ("in_process", "budget", "shard", "rest_of")
 
+
+def refuse_with_ray(values: dict[str, Any]) -> None:
+    """Raise ``UsageError`` for an option that a run on a cluster cannot have."""
+    for name in _NOT_WITH:
+        if values["ray_address"] and values[name]:
+            raise UsageError(f"--ray and --{name.replace('_', '-')} cannot be combined; leave one of them out")
+
+
 Follow = Callable[[Prepared, dict[str, Any]], int]
 """Runs what is prepared, prints and records it, and returns the exit code."""
 
 
 def run_on_cluster(request: Request, options: Options, values: dict[str, Any], follow: Follow) -> int:
     """Run everything once for each architecture of the cluster. Returns the worst exit code."""
-    for name in _NOT_WITH:
-        if values[name]:
-            raise UsageError(f"--ray and --{name.replace('_', '-')} cannot be combined; leave one of them out")
     durations = durations_of(map(read_report, values["durations_from"])) if values["durations_from"] else None
     with connected(values["ray_address"], options) as cluster:
         ready = []

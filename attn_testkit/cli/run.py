@@ -22,7 +22,7 @@ from ..results import BAD, NO_CASE, RAN, CaseResult
 from ..running.planning.request import Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, judge_for
-from .cluster_run import ray_option, run_on_cluster
+from .cluster_run import ray_option, refuse_with_ray, run_on_cluster
 from .files import write_text
 from .options import Seconds, request_from, selection_options
 from .shards import refuse_other_shard, shard_options, sharded
@@ -103,6 +103,7 @@ def _cases_from(name: str) -> tuple[str, ...]:
 
 
 def _refuse_clashes(values: dict[str, Any]) -> None:
+    refuse_with_ray(values)
     if values["in_process"] and values["jobs"] > 1:
         raise UsageError("--in-process runs in one process; leave out --jobs")
     if values["stop_first"] and values["max_failures"]:

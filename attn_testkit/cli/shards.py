@@ -28,7 +28,7 @@ def shard_options(command: F) -> F:
         ),
         click.option(
             "--durations-from", type=click.Path(), multiple=True, metavar="FILE",
-            help="With --shard: balance by the times in this results file.",
+            help="With --shard or --ray: balance by the times in this results file.",
         ),
     ]  # fmt: skip
     for option in reversed(options):
@@ -39,9 +39,11 @@ def shard_options(command: F) -> F:
 def sharded(plan: Plan, values: dict[str, Any]) -> Plan:
     """Return the plan of the requested shard, or the whole plan if none is requested. Raises ``UsageError``."""
     shard = requested_shard(values["shard"], os.environ)
-    if shard is None:
-        return plan
     files = values["durations_from"]
+    if shard is None:
+        if files:
+            raise UsageError("--durations-from balances shards; give it with --shard, or with --ray")
+        return plan
     return shard_of(plan, shard, durations_of(map(read_report, files)) if files else None)
 
 

@@ -8,8 +8,10 @@ from collections import Counter
 
 import pytest
 
+from attn_testkit.cli import main
 from attn_testkit.cluster.judge import Cluster
 from attn_testkit.registry import UsageError
+from attn_testkit.reports.record import read_report
 from attn_testkit.results import KIT_ERROR, Status
 from attn_testkit.running.planning.request import Options, Request
 
@@ -74,6 +76,20 @@ def _name_by_label(ray, where, options, device):
     return {"in(H100)": "NVIDIA H100 sm90", "in(B200)": "NVIDIA B200 sm100"}[
         where["label_selector"]["ray.io/accelerator-type"]
     ]
+
+
+def test_the_command_has_a_verdict_and_a_results_file_for_each_architecture(nodes, monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr("attn_testkit.cluster.judge._ask_for_name", _name_by_label)
+    monkeypatch.chdir(tmp_path)
+    code = main(["run", "-b", "fake:ok,wrong", "--mode", "decode", "--device", "cuda", "--ray", "--json", "out.json"])
+    out = capsys.readouterr().out.splitlines()
+    assert code == 1
+    assert [line.partition(":")[0] for line in out if line.startswith("NOT CONFORMANT")] == ["NOT CONFORMANT"] * 2
+    assert out[-1] == "sm90: not conformant; sm100: not conformant"
+    for kind, name in (("H100", "sm90"), ("B200", "sm100")):
+        report = read_report(f"out-{name}.json")
+        assert {r.node.split()[1] for r in report.results if r.case} == {_node_id(nodes.by_type[kind])}
+        assert report.finished
 
 
 def test_types_of_one_architecture_are_one_run_on_all_of_them(nodes, monkeypatch):

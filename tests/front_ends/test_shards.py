@@ -247,6 +247,14 @@ def test_shards_that_were_cut_by_other_times_are_refused():
         merge_reports([files[0], ("2.json", doubled)])
 
 
+def test_times_without_a_shard_are_wrong_usage(call):
+    call("run", "--backend", WORDS, "--json", "whole.json")
+    code, _, err = call("run", "--backend", WORDS, "--durations-from", "whole.json")
+    assert (code, err) == (4, "attn-testkit: --durations-from balances shards; give it with --shard, or with --ray\n")
+    code, out, _ = call("run", "--backend", WORDS, "--durations-from", "whole.json", "--shard", "1/4")
+    assert (code, out.splitlines()[-1][:33]) == (0, "SHARD 1/4: 10 of 40 planned case-"), "all take equally long"
+
+
 def test_the_rest_of_another_shard_is_refused(call):
     call("run", "--backend", WORDS, "--shard", "1/2", "--json", "1.json")
     code, _, err = call("run", "--backend", WORDS, "--shard", "2/2", "--rest-of", "1.json")
