@@ -129,9 +129,9 @@ def test_foreign_property_values_are_made_plain(empty):
     assert '<property name="attn_margin" value="0.4"' in text
 
 
-def test_a_full_disk_costs_the_record_and_not_the_session(empty):
+def test_a_full_disk_costs_the_record_and_the_green_and_not_the_verdict(empty):
     found = session(empty, "--attn-backend=fake:ok", "--attn-report=/dev/full")
-    assert found.ret == 0
+    assert found.ret == 3
     found.stdout.fnmatch_lines(
         [
             "CONFORMANT: 4 of 4*",
