@@ -1,4 +1,4 @@
-"""Results files that a test changes: with the digest of their new content, or as versions without a digest wrote them."""
+"""Results files that a test changes: with the digest of the new content, or as versions without a digest wrote them."""
 
 from __future__ import annotations
 

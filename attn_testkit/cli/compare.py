@@ -42,7 +42,7 @@ def compare(old: str, new: str, as_json: bool) -> int:
     before = before or last_night(old, after)
     if before is None:
         click.echo(f"nothing to compare with: {old} has no finished run of this tier and device before NEW", err=True)
-        click.echo(verdict_of(after))
+        click.echo(verdict_of(after), err=True)
         return ending_of(after)
     if before == after:
         raise UsageError(f"{old} and {new} are the same run; nothing can have changed. Name the earlier run first")

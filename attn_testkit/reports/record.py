@@ -185,7 +185,7 @@ class Record:
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a results file; raises ``UsageError`` with one line for any other file, and for one that contradicts itself."""
+    """Read a results file; raises ``UsageError`` with one line for another file, or for one that contradicts itself."""
     path = Path(path)
     try:
         data = json.loads(path.read_bytes())
