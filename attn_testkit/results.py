@@ -343,6 +343,11 @@ class Selection:
     def __bool__(self) -> bool:
         return bool(self.by)
 
+    @property
+    def of_cases(self) -> bool:
+        """True if it takes some cases of a mode and execution, and not only whole modes and executions."""
+        return any(not text.startswith(("mode ", "execution ")) for text in self.by)
+
 
 @dataclass(frozen=True)
 class RunHeader:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from ..registry import UsageError
 from ..reports.record import read_report
 from ..reports.shards import read_merged
 
@@ -22,7 +23,8 @@ Examples:
   attn-testkit compare nights/ shard-*.json
   attn-testkit compare yesterday.json today.json --json
 \b
-Exit code 1: something newly fails, or vanished.""",
+Exit code 1: something newly fails or vanished, NEW did not finish, or NEW has another problem that OLD has not.
+Without an OLD it is that of NEW's verdict.""",
 )
 @click.argument("old", type=click.Path())
 @click.argument("new", type=click.Path(), nargs=-1, required=True)
@@ -34,15 +36,19 @@ def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
     OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
     same kind of device, real or emulated. NEW may be all shards of a run.
     """
-    from ..reports.compare import compare_reports, comparison_text
+    from ..reports.compare import compare_reports, comparison_text, ending_of
     from ..reports.history import last_night
+    from ..reports.page import verdict_of
 
     before = None if Path(old).is_dir() else read_report(old)
     after = read_merged(new)
     before = before or last_night(old, after, good=good)
     if before is None:
         click.echo(f"nothing to compare with: {old} has no finished run of this tier and device before NEW", err=True)
-        return 0
+        click.echo(verdict_of(after), err=True)
+        return ending_of(after)
+    if before == after:
+        raise UsageError(f"{old} and {new} are the same run; nothing can have changed. Name the earlier run first")
     found = compare_reports(before, after)
     click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
     return found.exit_code

@@ -18,7 +18,7 @@ import click
 from ..registry import UsageError
 from ..reports.record import Record, Report, read_report
 from ..reports.verdict import refuse_another_run
-from ..results import BAD, NO_CASE, RAN, CaseResult
+from ..results import BAD, CUT, NO_CASE, RAN, CaseResult
 from ..running.planning.request import Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, judge_for
@@ -236,6 +236,9 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
     code = final_code(header, results, problems, interrupted)
     if record:
         record.finish(code, interrupted=interrupted, problems=problems)
+    if record and record.failure and code in (0, CUT):
+        # Whoever reads the file, in this job or the next, would not see what this run found.
+        code = 3
     print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
     _warn(record)
     if values["html_file"]:

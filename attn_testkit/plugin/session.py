@@ -17,7 +17,7 @@ from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
 from ..reports.verdict import narrowed
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
+from ..results import BAD, CUT, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
 from ..running.planning.request import (
     Item,
     Judge,
@@ -211,6 +211,9 @@ class Session:
             self._record.finish(self.code, interrupted=self.interrupted, problems=self.problems)
             self._not_recorded = self._record.failure
             self._record = None
+            if self._not_recorded and self.code in (0, CUT):
+                # Whoever reads the file, in this job or the next, would not see what this session found.
+                self.code = 3
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return self.code
         return 3 if exitstatus == pytest.ExitCode.TESTS_FAILED and self.code == 3 else exitstatus

@@ -157,6 +157,10 @@ def _not_comparable(data: Any, report: Report) -> str:
     for name in ("tier", "device"):
         if header[name] != getattr(report.header, name):
             return f"is of another {name}: {header[name]}"
+    # A night of a part lacks what it left out, so that nothing of that could newly fail or vanish.
+    part = tuple(header.get("selection", {}).get("by", ()))
+    if part and part != report.header.selection.by:
+        return f"took only a part: {', '.join(part)}"
     return ""
 
 

@@ -59,7 +59,7 @@ def conclude(
     rows = list(results)
     shard_of = header.planned_in_all if header.selection.shard else 0
     code = exit_code(header.planned, rows, interrupted, problems, shard_of=shard_of)
-    if code == 0 and not header.selection.asked:
+    if code == 0 and (not header.selection.asked or _nothing_passes(header, rows)):
         code = 1
     word, text = _words(header, rows, problems, interrupted, code)
     return Verdict(word, text, code)
@@ -100,6 +100,8 @@ def _words(
     text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *besides])
     if not counts[Status.PASSED] and not shard:
         return "NOT CONFORMANT", f"{text}; nothing is known to work{cut}"
+    if places := _nothing_passes(header, rows):
+        return "NOT CONFORMANT", f"{text}; nothing is known to work in {_and(places)}{cut}"
     if problems:
         return "NOT ACCEPTED", f"{text}, but {problems[0]}{cut}"
     parts = sorted({part for run in runs for part in emulated_parts(run)})
@@ -112,6 +114,27 @@ def _words(
         undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
         return _partial(header, runs, ran, passed, undeclared + emulated)
     return "CONFORMANT", f"{text}{emulated}"
+
+
+def _nothing_passes(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
+    """Modes, executions and families in which every case-run is excused, so that nothing is known to work.
+
+    A selection of cases, or a shard, may hold only the excused ones of a place by chance. What the budget left out may
+    pass.
+    """
+    if header.selection.of_cases:
+        return []
+    places: dict[tuple[str, ...], list[CaseResult]] = {}
+    for row in rows:
+        if row.is_case_run:
+            places.setdefault((row.backend, row.mode, row.execution, *_families([row])), []).append(row)
+    several = len(header.backends) > 1
+    return [
+        " ".join(place if several else place[1:])
+        for place, group in places.items()
+        if any(row.status in (Status.KNOWN_FAILURE, Status.QUARANTINED) for row in group)
+        if not any(row.status is Status.PASSED or row.left_out for row in group)
+    ]
 
 
 def _denominator(header: RunHeader) -> str:

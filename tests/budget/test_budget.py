@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from signed import signed
 
 from attn_testkit.cli import main
 from attn_testkit.reports.outcome import Results, verdict
@@ -206,7 +207,7 @@ def cut_report(call) -> Path:
         row |= {"status": "not run here", "reason": f"{NOT_STARTED}the budget of 500 s was over", "checks": []}
     data |= {"exit_code": 7, "counts": {"passed": 2, "not run here": 2}}
     jsonschema.validate(data, schema())
-    Path("cut.json").write_text(json.dumps(data))
+    Path("cut.json").write_text(json.dumps(signed(data)))
     return Path("cut.json")
 
 

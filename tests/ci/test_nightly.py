@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from signed import signed
 
 from attn_testkit.reports.record import Record
 from attn_testkit.reports.verdict import conclude
@@ -143,8 +144,10 @@ def test_a_later_night_is_compared_with_the_last_one_and_its_page_knows_all(nigh
     (tmp_path / "nights").mkdir()
     for name, day, backends in (("a", 19, ("fake:ok",)), ("b", 18, ("fake:ok", "fake:full"))):
         results = [result for result in record["results"] if result["backend"] in backends]
-        header = {**record["header"], "started": f"2026-11-{day}T04:00:00+00:00"}
-        (tmp_path / "nights" / f"{name}.json").write_text(json.dumps({**record, "header": header, "results": results}))
+        ran = sum(bool(result["case"]) for result in results)
+        header = {**record["header"], "started": f"2026-11-{day}T04:00:00+00:00", "planned": ran}
+        night_before = {**record, "header": header, "results": results, "counts": {"passed": ran}}
+        (tmp_path / "nights" / f"{name}.json").write_text(json.dumps(signed(night_before)))
     code, printed = night("nights", ATTN_BACKENDS="fake:ok fake:wrong")
     assert code == 1, printed
     # b.json knows of fake:full, which is not there any more; the last night is a.json, whatever its name.

@@ -11,8 +11,11 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from attn_testkit.registry import BackendNotFound, UsageError
+from attn_testkit.reports.record import Record
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.request import (
@@ -35,6 +38,16 @@ def known(cases: str, check: str = "matches-oracle", kind: str = "tolerated", **
     fields = {"cases": cases, "kind": kind, "issue": ISSUE, **({"check": check} if kind == "tolerated" else {}), **more}
     until = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30)
     return "[[known]]\n" + "".join(f"{key} = {value!r}\n" for key, value in fields.items()) + f"until = {until}\n"
+
+
+def crash_record(path: Path, spec: str, cases: str, status: Status = Status.CRASHED) -> None:
+    """Write a results file in which the cases of a backend ended so: what a quarantine has to show."""
+    plan = plan_run(backends=[spec])
+    items = [item for item in plan.items if fnmatch.fnmatchcase(item.case, cases)]
+    record = Record(path, replace(plan.header, planned=len(items)))
+    for item in items:
+        record.add(result(item, status, margin=None, findings=(finding(),) if status is Status.FAILED else ()))
+    record.finish(1)
 
 
 ISSUE = "https://example.org/issues/12"

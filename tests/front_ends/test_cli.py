@@ -117,8 +117,8 @@ def test_the_record_is_valid_and_says_how_it_ended(call):
     assert "NOT CONFORMANT: 8 failed" in Path("out.html").read_text()
 
 
-@pytest.mark.parametrize(("words", "verdict"), [("ok,ok", 0), ("ok,wrong", 1)])
-def test_a_full_disk_costs_the_record_and_not_the_verdict(call, words, verdict):
+@pytest.mark.parametrize(("words", "verdict"), [("ok,ok", 3), ("ok,wrong", 1)])
+def test_a_full_disk_costs_the_record_and_the_green_and_not_the_verdict(call, words, verdict):
     code, out, err = call("run", "--backend", f"fake:{words}", "--json", "/dev/full")
     assert code == verdict
     assert "of 8 planned case-runs" in out.splitlines()[-1]
@@ -398,7 +398,9 @@ def test_compare_fails_when_something_got_worse(call):
     code, out, _ = call("compare", "old.json", "new.json")
     assert code == 1
     assert out.splitlines()[-1].startswith("WORSE: 0 newly failing, 2 vanished")
-    assert call("compare", "old.json", "old.json")[0] == 0
+    assert call("compare", "new.json", "old.json")[0] == 0
+    code, _, err = call("compare", "old.json", "old.json")
+    assert (code, err.splitlines()[-1].partition(";")[0]) == (4, "attn-testkit: old.json and old.json are the same run")
     assert json.loads(call("compare", "old.json", "new.json", "--json")[1])["exit_code"] == 1
 
 

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_runner import ISSUE, known
+from fake_runner import ISSUE, crash_record, known
 
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results import Status
@@ -129,9 +129,9 @@ def test_foreign_property_values_are_made_plain(empty):
     assert '<property name="attn_margin" value="0.4"' in text
 
 
-def test_a_full_disk_costs_the_record_and_not_the_session(empty):
+def test_a_full_disk_costs_the_record_and_the_green_and_not_the_verdict(empty):
     found = session(empty, "--attn-backend=fake:ok", "--attn-report=/dev/full")
-    assert found.ret == 0
+    assert found.ret == 3
     found.stdout.fnmatch_lines(
         [
             "CONFORMANT: 4 of 4*",
@@ -224,7 +224,8 @@ def test_a_backend_that_cannot_be_imported_is_a_failing_row_where_that_is_asked_
 
 @XDIST
 def test_quarantined_case_runs_are_never_launched(empty, workers):
-    (empty.path / "known.toml").write_text(known("*-segfault-*", kind="quarantine"))
+    crash_record(empty.path / "crash.json", "fake:ok,segfault", "*-segfault-*")
+    (empty.path / "known.toml").write_text(known("*-segfault-*", kind="quarantine", record="crash.json"))
     found = session(empty, "--attn-backend=fake:ok,segfault", "--attn-known-failures=known.toml", *workers)
     assert found.ret == 0
     found.assert_outcomes(passed=4)
@@ -282,7 +283,8 @@ def test_a_floor_that_is_not_reached_fails_the_session(empty, workers):
 
 
 def test_the_ini_says_as_much_as_the_command_line(empty):
-    (empty.path / "kf.toml").write_text(known("*-wrong-*", kind="quarantine"))
+    crash_record(empty.path / "crash.json", "fake:ok,wrong", "*-wrong-*", Status.TIMED_OUT)
+    (empty.path / "kf.toml").write_text(known("*-wrong-*", kind="quarantine", record="crash.json"))
     empty.makeini(
         "[pytest]\nstrict = true\nattn_backends =\n  fake:ok\n  fake:ok,wrong\nattn_tier = full\n"
         "attn_known_failures = kf.toml\nattn_min_cases = 25\n"

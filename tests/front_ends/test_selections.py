@@ -9,6 +9,7 @@ from pathlib import Path
 import jsonschema
 import pytest
 from fake_runner import known
+from signed import signed
 
 from attn_testkit import check_backend
 from attn_testkit.cli import main
@@ -155,8 +156,7 @@ def test_a_failure_of_one_record_is_not_hidden_by_a_pass_in_another(call):
         row |= {"status": "failed"} if row["case"] == "decode-ok-k0" and row["execution"] == "eager" else {}
     record["counts"] = {"failed": 1, "passed": 1}
     record["exit_code"] = 1
-    record.pop("digest", None)
-    Path("bad.json").write_text(json.dumps(record))
+    Path("bad.json").write_text(json.dumps(signed(record)))
     for files in (("good.json", "bad.json"), ("bad.json", "good.json")):
         code, line, _ = call("run", "--backend", "fake:ok", *(word for f in files for word in ("--rest-of", f)))
         assert (code, line) == (1, "NOT CONFORMANT: 1 failed of 4 planned case-runs")
