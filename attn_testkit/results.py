@@ -379,9 +379,9 @@ class RunHeader:
     """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
     of it are missing and done in torch."""
     plan: str = ""
-    """Of a shard: a digest of every case-run of the plan, those of other shards included."""
+    """Digest, in the record of a shard, of every case-run of the plan, those of other shards included."""
     planned_in_all: int = 0
-    """Of a shard: the number of case-runs of the plan, those of other shards included."""
+    """Number, in the record of a shard, of the case-runs of the plan, those of other shards included."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
     selection: Selection = field(default_factory=Selection)

@@ -107,7 +107,7 @@ class Cluster:
 
 @contextmanager
 def connected(address: str, options: Options) -> Iterator[Cluster]:
-    """Connect with a cluster: ``auto`` for the one of this node, ``local`` for this machine alone, or an address.
+    """Connect with a cluster: ``auto`` for the one of this node, ``local`` for only this machine, or an address.
 
     Raises ``UsageError`` if there is none.
     """

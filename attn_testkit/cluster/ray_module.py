@@ -13,7 +13,7 @@ __all__ = ["ray_module"]
 
 def ray_module() -> Any:
     """Return the package ``ray``. Raises ``UsageError`` if it is not installed."""
-    # Ray reports its usage to its makers unless it is told otherwise; a conformance run sends nothing anywhere.
+    # Ray reports its usage to its makers by default; a conformance run sends nothing anywhere.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         ray = importlib.import_module("ray")

@@ -1,4 +1,4 @@
-"""What runs on the nodes: the judge of a shard, and the actor that keeps what is finished.
+"""Tasks of the nodes: the judge of a shard, and the actor that keeps what is finished.
 
 A Ray worker process of the CPU is used for several tasks, so its judge is kept. Ray ends the worker process of a GPU
 task with the task, so that the memory of the GPU is free.

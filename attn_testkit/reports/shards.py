@@ -104,7 +104,9 @@ def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False)
     shards: dict[Shard, str] = {}
     for name, report in files:
         if not report.header.selection.shard:
-            raise UsageError(f"{name} is no shard of a run: its command was {report.header.command!r}, without --shard")
+            raise UsageError(
+                f"{name} is not a shard of a run: its command was {report.header.command!r}, without --shard"
+            )
         _refuse_other_run(first, one.header, name, report.header)
         shard = parse_shard(report.header.selection.shard, f"the shard of {name}")
         if shard in shards:

@@ -232,7 +232,7 @@ def test_a_shard_that_is_there_twice_is_refused_and_so_is_a_run_that_is_no_shard
     with pytest.raises(UsageError, match=r"shard 1/3 is in 1\.json and in again\.json"):
         merge_reports([*files, ("again.json", files[0][1])])
     whole = Report(plan_run(backends=[WORDS]).header, (), finished=True)
-    with pytest.raises(UsageError, match=r"whole\.json is no shard of a run: its command was 'attn-testkit run'"):
+    with pytest.raises(UsageError, match=r"whole\.json is not a shard of a run: its command was 'attn-testkit run'"):
         merge_reports([*files, ("whole.json", whole)])
 
 

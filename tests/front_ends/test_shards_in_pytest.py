@@ -53,7 +53,7 @@ def test_a_shard_that_is_narrowed_further_is_partial_and_does_not_merge(empty, c
     session(empty, BACKEND, "--attn-shard=2/2", "--attn-report=2.json")
     capsys.readouterr()
     assert main(["merge", "2.json", "1.json"]) == 4
-    assert "1.json is no shard of a run" in capsys.readouterr().err
+    assert "1.json is not a shard of a run" in capsys.readouterr().err
 
 
 def test_a_floor_is_one_for_all_shards(empty):

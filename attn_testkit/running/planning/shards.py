@@ -1,4 +1,4 @@
-"""Which case-runs of a plan belong to a shard, the same on every machine that makes the plan."""
+"""Shards of a plan: the same on every machine that makes the plan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Durations = Mapping[Key, float]
 
 
 def key_of(item: Item) -> tuple[str, str, str]:
-    """What names a case-run: backend, execution and case."""
+    """Name of a case-run: backend, execution and case."""
     return item.backend, item.execution, item.case
 
 
