@@ -19,7 +19,7 @@ __all__ = ["ray_option", "refuse_with_ray", "run_on_cluster"]
 
 ray_option = click.option(
     "--ray", "ray_address", is_flag=False, flag_value="auto", metavar="[ADDRESS]",
-    help="Run on a Ray cluster: that of this node, or of ADDRESS; local for this machine. Needs attn-testkit[ray].",
+    help="Run on a Ray cluster, or `local`.",
 )  # fmt: skip
 
 _NOT_WITH = ("in_process", "budget", "shard", "rest_of")

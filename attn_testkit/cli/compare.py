@@ -48,7 +48,9 @@ def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
         click.echo(verdict_of(after), err=True)
         return ending_of(after)
     if before == after:
-        raise UsageError(f"{old} and {new} are the same run; nothing can have changed. Name the earlier run first")
+        raise UsageError(
+            f"{old} and {' '.join(new)} are the same run; nothing can have changed. Name the earlier run first"
+        )
     found = compare_reports(before, after)
     click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
     return found.exit_code

@@ -50,7 +50,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Processes; they share all GPUs.",
+    help="Processes; all share the GPUs.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
@@ -58,7 +58,7 @@ Examples:
 )  # fmt: skip
 @click.option(
     "--budget", type=Seconds("budget"), metavar="S",
-    help="Start no case-run after S seconds; the most valuable ones come first. Exit code 7.",
+    help="Start none after S seconds. Exit code 7.",
 )  # fmt: skip
 @click.option(
     "--last", type=click.Path(), metavar="FILE",

@@ -24,11 +24,11 @@ def shard_options(command: F) -> F:
     """Add the options that select a shard."""
     options = [
         click.option(
-            "--shard", metavar="K/N", help="Only part K of N. Default: SHARD_INDEX/SHARD_COUNT, if they are set."
+            "--shard", metavar="K/N", help="Only part K of N, for `merge`."
         ),
         click.option(
             "--durations-from", type=click.Path(), multiple=True, metavar="FILE",
-            help="With --shard or --ray: balance by the times in this results file.",
+            help="Balance shards by these results.",
         ),
     ]  # fmt: skip
     for option in reversed(options):
