@@ -207,7 +207,12 @@ class Plan:
 
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""
-        return replace(self, header=replace(self.header, explained={}, not_covered={}, notes={}), items=(), preset=())
+        return replace(
+            self,
+            header=replace(self.header, explained={}, not_covered={}, notes={}, not_declared={}),
+            items=(),
+            preset=(),
+        )
 
 
 class Judge(Protocol):
