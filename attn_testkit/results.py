@@ -38,6 +38,7 @@ __all__ = [
     "left_lines",
     "message_of",
     "not_covered_lines",
+    "not_declared_lines",
     "note_lines",
     "program",
     "readable",
@@ -384,6 +385,8 @@ class RunHeader:
     """Number, in the record of a shard, of the case-runs of the plan, those of other shards included."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
+    not_declared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Spec -> what the backend does not declare and others do, and capabilities that it leaves at their defaults."""
     selection: Selection = field(default_factory=Selection)
     """The part of the tier that this run takes."""
 
@@ -496,6 +499,15 @@ def not_covered_lines(not_covered: Mapping[str, Sequence[str]]) -> list[str]:
     return [
         f"not covered{f' ({spec})' if len(not_covered) > 1 else ''}: {'; '.join(phrases)}"
         for spec, phrases in not_covered.items()
+        if phrases
+    ]
+
+
+def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of ``RunHeader.not_declared``: one per backend that has any."""
+    return [
+        f"not declared{f' ({spec})' if len(not_declared) > 1 else ''}: {'; '.join(phrases)}"
+        for spec, phrases in not_declared.items()
         if phrases
     ]
 

@@ -31,6 +31,7 @@ SLOW: tuple[str, ...] = (
     "backends/test_slot_index.py",
     "backends/test_reserved_names.py::test_an_adapter_with_names_of_its_own_passes_in_every_mode_and_in_graphs",
     "running/test_between_cases.py",
+    "cases/test_code_cases.py::test_a_decode_that_leaves_one_key_out_of_66_000_fails_a_case_of_core",
     "running/test_exit_codes.py",
     "running/test_what_pages_need.py",
     "emulation/test_emulated_large_memory.py",

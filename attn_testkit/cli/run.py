@@ -93,7 +93,7 @@ def _cases_from(name: str) -> tuple[str, ...]:
     would be run.
     """
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
     found = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))

@@ -17,7 +17,18 @@ from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
 from ..reports.verdict import narrowed
-from ..results import BAD, CUT, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
+from ..results import (
+    BAD,
+    CUT,
+    RAN,
+    CaseResult,
+    RunHeader,
+    format_failure,
+    left_lines,
+    not_covered_lines,
+    not_declared_lines,
+    note_lines,
+)
 from ..running.planning.request import (
     Item,
     Judge,
@@ -88,6 +99,8 @@ class Session:
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     collects_only: bool = False
+    named: bool = False
+    """The command line names a backend or a results file of the suite."""
     selected_by: str = ""
     """The arguments of pytest that select tests, as written; empty if there are none."""
     code: int = 0
@@ -197,7 +210,10 @@ class Session:
             # Workers of xdist that collect nothing report nothing.
             self.begin([])
         if self.header is None:
-            return exitstatus
+            # The session may be green, and whoever typed the option reads that as the backend's verdict.
+            asked_for_nothing = self.named and not self.collects_only and exitstatus == pytest.ExitCode.OK
+            self.refusal = self.refusal or (_NO_SUITE if asked_for_nothing else "")
+            return int(pytest.ExitCode.USAGE_ERROR) if asked_for_nothing else exitstatus
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         ran = sum(result.status in RAN for result in self.results if result.case)
         if self.shard:
@@ -220,6 +236,8 @@ class Session:
 
     def summarize(self, terminal: pytest.TerminalReporter) -> None:
         """Write the table and the verdict at the end of pytest's output."""
+        if self.header is None and self.refusal == _NO_SUITE:
+            terminal.line(_NO_SUITE, red=True)
         if self.header is None or terminal.config.option.collectonly:
             return
         terminal.section("attention conformance")
@@ -240,6 +258,8 @@ class Session:
         for line in note_lines(self.header.notes):
             terminal.line(line)
         for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered)]:
+            terminal.line(line)
+        for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
@@ -268,6 +288,12 @@ class Session:
         self.results.append(result)
         if self._record:
             self._record.add(result)
+
+
+_NO_SUITE = (
+    "attn-testkit: --attn-backend or --attn-report was given, and no test of the suite was collected, so that nothing "
+    "was tested; add --pyargs attn_testkit.suite"
+)
 
 
 def _by_a_hook(deselected: int) -> str:

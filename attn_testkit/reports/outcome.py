@@ -15,6 +15,7 @@ from ..results import (
     format_failure,
     left_lines,
     not_covered_lines,
+    not_declared_lines,
 )
 from .verdict import Verdict, conclude, verdict
 
@@ -122,6 +123,7 @@ class Results(Sequence[CaseResult]):
                     self.texts,
                     *left_lines(self.header, self.rows),
                     *not_covered_lines(self.header.not_covered),
+                    *not_declared_lines(self.header.not_declared),
                     self.verdict,
                 ),
             )

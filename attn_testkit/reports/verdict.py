@@ -56,10 +56,10 @@ def conclude(
     header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
 ) -> Verdict:
     """The verdict on the results of a run. ``problems``: what else fails the run."""
-    rows = list(results)
+    rows = list(results) if header.tier == FUZZ else _once(results)
     shard_of = header.planned_in_all if header.selection.shard else 0
     code = exit_code(header.planned, rows, interrupted, problems, shard_of=shard_of)
-    if code == 0 and (not header.selection.asked or _nothing_passes(header, rows)):
+    if code == 0 and (not header.selection.asked or _nothing_passes(header, rows) or _unplanned(header, rows)):
         code = 1
     word, text = _words(header, rows, problems, interrupted, code)
     return Verdict(word, text, code)
@@ -102,10 +102,13 @@ def _words(
         return "NOT CONFORMANT", f"{text}; nothing is known to work{cut}"
     if places := _nothing_passes(header, rows):
         return "NOT CONFORMANT", f"{text}; nothing is known to work in {_and(places)}{cut}"
+    if unplanned := _unplanned(header, rows):
+        return "NOT ACCEPTED", f"{text}, but {unplanned} case-runs have a result that nobody planned{cut}"
     if problems:
         return "NOT ACCEPTED", f"{text}, but {problems[0]}{cut}"
     parts = sorted({part for run in runs for part in emulated_parts(run)})
     emulated = f"; emulated {', '.join(parts)}: no proof about hardware" if parts else ""
+    emulated = "".join(f"; {phrase}" for phrase in _silent_backends(header, rows)) + emulated
     if code == CUT:
         return "CUT SHORT", f"{text}{cut}{emulated}"
     if header.selection:
@@ -114,6 +117,35 @@ def _words(
         undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
         return _partial(header, runs, ran, passed, undeclared + emulated)
     return "CONFORMANT", f"{text}{emulated}"
+
+
+def _once(results: Iterable[CaseResult]) -> list[CaseResult]:
+    """Keep each case-run once, the worse result: one that ran twice is not two of those that were planned."""
+    kept: dict[object, CaseResult] = {}
+    for number, row in enumerate(results):
+        key = (row.backend, row.mode, row.execution, row.case) if row.case and row.status in RAN else number
+        if key not in kept or (row.status in BAD and kept[key].status not in BAD):
+            kept[key] = row
+    return list(kept.values())
+
+
+def _unplanned(header: RunHeader, rows: Sequence[CaseResult]) -> int:
+    """Number of results beyond those that were planned: of another run, or of another plan."""
+    if header.tier == FUZZ:
+        return 0
+    return max(0, sum(row.is_case_run and row.status in RAN | {Status.QUARANTINED} for row in rows) - header.planned)
+
+
+def _silent_backends(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
+    """One phrase for each of several backends of which nothing ran: the others' results say nothing about it."""
+    ran = {row.backend for row in rows if row.is_case_run and row.status in RAN}
+    phrases = []
+    for spec in header.backends if ran else ():
+        if spec not in ran:
+            own = [row for row in rows if row.backend == spec]
+            reasons = dict.fromkeys(row.reason for row in own if row.status is Status.NOT_RUN_HERE and row.reason)
+            phrases.append(f"nothing of {spec} ran ({', '.join(reasons) or 'nothing declared or selected'})")
+    return phrases
 
 
 def _nothing_passes(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:

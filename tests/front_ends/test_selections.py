@@ -74,7 +74,7 @@ def test_a_selection_of_a_selection_keeps_the_whole_and_names_both():
         ([*rows(49), *rows(1, Status.FAILED, "decode-bad")], "NOT CONFORMANT: 1 failed of 50 selected case-runs (388"),
         (rows(49), "INCOMPLETE: 49 of 50 selected case-runs (388 planned) ran"),
         (
-            [*rows(48), *rows(2, Status.KNOWN_FAILURE, "decode-bad{}")],
+            [*rows(48), *rows(2, Status.KNOWN_FAILURE, "decode-gqa2x2-{}")],
             "PARTIAL: 50 of 388 planned case-runs ran: 48 ",
         ),
         ([*rows(50), *rows(2, Status.UNSUPPORTED, "decode-no{}")], "PARTIAL: 50 of 388 planned case-runs ran, all pa"),

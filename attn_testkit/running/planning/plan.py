@@ -24,6 +24,7 @@ from ...registry import UsageError, did_you_mean, origin_of
 from ...results import NO_CASE, CaseResult, Finding, RunHeader, Selection, Status, readable
 from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
+from .narrow import not_declared_here
 from .order import ordered
 from .request import Item, Plan, Request, selection_of, unloadable
 
@@ -61,6 +62,7 @@ def plan_run(
     preset: list[CaseResult] = []
     not_covered: dict[str, tuple[str, ...]] = {}
     notes: dict[str, tuple[str, ...]] = {}
+    undeclared: dict[str, tuple[str, ...]] = {}
     whole: set[Item] | None = set() if request.selected_by and request.counts_tier else None
     matched: set[str] = set()
     for candidate in request.candidates:
@@ -80,6 +82,7 @@ def plan_run(
                 found, rows = _of_mode(candidate.spec, declared, mode, execution, request, exact, environment, broken)
                 items += found
                 preset += rows
+        undeclared[candidate.spec] = not_declared_here(declared)
         matched |= _matched(declared, modes, request, exact)
         if whole is not None:
             whole |= _whole(candidate.spec, declared, request, environment, broken)
@@ -95,7 +98,7 @@ def plan_run(
     selection = selection_of(request, [item for item, _ in items], whole, failed)
     planned = len(items) + failed
     return Plan(
-        header=_header(request, environment, planned, not_covered, notes, selection),
+        header=_header(request, environment, planned, not_covered, notes, undeclared, selection),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
@@ -272,6 +275,7 @@ def _header(
     planned: int,
     not_covered: Mapping[str, tuple[str, ...]],
     notes: Mapping[str, tuple[str, ...]],
+    not_declared: Mapping[str, tuple[str, ...]],
     selection: Selection,
 ) -> RunHeader:
     return RunHeader(
@@ -289,5 +293,6 @@ def _header(
         not_covered=not_covered,
         notes=notes,
         explained={check.id: check.words for check in CHECKS.values()},
+        not_declared=not_declared,
         selection=selection,
     )

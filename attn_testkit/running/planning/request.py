@@ -210,7 +210,11 @@ class Plan:
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""
         return replace(
-            self, header=replace(self.header, explained={}, not_covered={}, notes={}), items=(), preset=(), elsewhere=()
+            self,
+            header=replace(self.header, explained={}, not_covered={}, notes={}, not_declared={}),
+            items=(),
+            preset=(),
+            elsewhere=(),
         )
 
 
