@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -86,7 +87,7 @@ class Cluster:
             )
         return [
             Architecture(name, tuple(kinds), 1, self._slots([node for kind in kinds for node in by_type[kind]], 1))
-            for name, kinds in found.items()
+            for name, kinds in sorted(found.items(), key=_by_number)
         ]
 
     def judge(self, architecture: Architecture) -> ClusterJudge:
@@ -103,6 +104,11 @@ class Cluster:
             for node in nodes
         ]
         return max(1, sum(rooms))
+
+
+def _by_number(found: tuple[str, list[str]]) -> list[str | int]:
+    """Put sm90 before sm100, in whichever order Ray knows its nodes."""
+    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", found[0])]
 
 
 @contextmanager
