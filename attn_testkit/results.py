@@ -330,7 +330,7 @@ class Selection:
     """
 
     by: tuple[str, ...] = ()
-    """What selected, in words, such as ``mode decode``; empty if nothing was left out."""
+    """Options and hooks that selected, in words such as ``mode decode``; empty if nothing was left out."""
     of: int = 0
     """Number of case-runs that the tier plans without the selection; 0 if nobody counted them."""
     beyond: int = 0

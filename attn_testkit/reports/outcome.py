@@ -68,7 +68,7 @@ class Results(Sequence[CaseResult]):
     @property
     def ok(self) -> bool:
         """True if the backend conforms: something passed, every planned case-run ran, and nothing failed. Of a
-        selection, only if the caller asked for it: ``partial`` says so.
+        selection, only if the caller asked for it; see ``partial``.
         """
         return self.exit_code == 0
 

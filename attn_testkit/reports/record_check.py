@@ -1,7 +1,7 @@
 """A results file is checked when it is read: its digest, its counts, its statuses and its exit code agree.
 
-The digest finds a file that was edited, merged by hand or cut. It is no signature: whoever can write the file can also
-write its digest.
+The digest finds a file that was edited, merged by hand or cut. It does not sign the file: whoever
+can write the file can also write its digest.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _canonical(part: object) -> bytes:
 
 
 def contradiction(data: Mapping[str, Any], header: RunHeader, results: Sequence[CaseResult]) -> str:
-    """What in a results file cannot be true, in words for its name to precede; empty if nothing is wrong."""
+    """Find what in a results file cannot be true, in words that its name precedes; empty if nothing is wrong."""
     # Files of the versions before the digest lack the selection, too.
     if "digest" not in data and "selection" in data["header"]:
         return "has no digest: somebody removed it"

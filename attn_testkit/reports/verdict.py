@@ -32,7 +32,7 @@ __all__ = ["MUST_AGREE", "Verdict", "conclude", "narrowed", "refuse_another_run"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says about a backend."""
+    """The conclusion of a run about its backends."""
 
     word: str
     """``CONFORMANT``, ``PARTIAL``, ``SHARD K/N``, ``NOT CONFORMANT``, ``INCOMPLETE``, ``CUT SHORT``, ``NOT ACCEPTED``,
@@ -151,8 +151,8 @@ def _silent_backends(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]
 def _nothing_passes(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
     """Modes, executions and families in which every case-run is excused, so that nothing is known to work.
 
-    A selection of cases, or a shard, may hold only the excused ones of a place by chance. What the budget left out may
-    pass.
+    A selection of cases, or a shard, may hold only the excused ones of a place by chance. Case-runs
+    that the budget left out may pass.
     """
     if header.selection.of_cases:
         return []
@@ -170,7 +170,7 @@ def _nothing_passes(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
 
 
 def _denominator(header: RunHeader) -> str:
-    """What counts are compared with: planned case-runs, or selected ones."""
+    """Name what counts are compared with: planned case-runs, or selected ones."""
     selection = header.selection
     if not selection:
         return f"of {header.planned} planned case-runs"

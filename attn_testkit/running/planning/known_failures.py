@@ -151,7 +151,7 @@ def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -
 
 
 def _crashed(report: Report) -> frozenset[tuple[str, str, str]]:
-    """What a results file shows to take its process or the device along."""
+    """Case-runs that took their process or the device along, according to a results file."""
     return frozenset(
         (row.backend, row.execution, row.case.removesuffix(f"-s{report.header.seed}"))
         for row in report.results
@@ -224,7 +224,7 @@ class Ledger:
 
     @staticmethod
     def undone(result: CaseResult) -> CaseResult | None:
-        """The result as it was before a ledger judged it, so that this one can; None where nobody knows any more."""
+        """The result as it was before a ledger evaluated it, so that this one can; None where nobody knows any more."""
         if result.status is Status.UNEXPECTEDLY_PASSED:
             return replace(result, status=Status.PASSED, reason="")
         if result.status is not Status.KNOWN_FAILURE:

@@ -1,4 +1,4 @@
-"""What a backend does not declare and others do: printed next to the verdict, because a run cannot miss it.
+"""Capabilities that a backend does not declare and others do: printed next to the verdict, which cannot show them.
 
 Somebody who leaves ``graph`` out of the capabilities, or never writes ``families``, gets a green run of less.
 """

@@ -117,7 +117,7 @@ class Request:
 
     @property
     def selected_by(self) -> tuple[str, ...]:
-        """What selects case-runs, in words; empty if nothing does."""
+        """Arguments that select case-runs, in words; empty if none does."""
         cases = f"the cases of {self.cases_from}" if self.cases_from else f"case {_few([*map(repr, self.cases)])}"
         words = (
             (self.modes, f"mode {_few(self.modes)}"),
@@ -177,7 +177,7 @@ class Item:
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
-    """What part of the tier the items are; empty if they are all of it.
+    """Compare the items with the whole tier; empty if they are all of it.
 
     ``whole``: all that the tier plans, without probes; None if nobody counted it. ``failed``: planned rows that failed
     without running.
