@@ -74,8 +74,13 @@ def phrases() -> tuple[Phrase, ...]:
 
 
 def begins_as_fragment(docstring: str) -> bool:
-    """True if a docstring begins with neither a noun nor a verb, or in lower case with a word that is not a name."""
+    """True if a docstring begins with neither a noun nor a verb, or in lower case with a word that is not a name.
+
+    A question can be read by itself: a field of the capabilities is one.
+    """
     text = docstring.lstrip()
+    if re.match(r"[^.?]*(?:\.(?! )[^.?]*)*\?", " ".join(text.split())):
+        return False
     if _FRAGMENT.match(text):
         return True
     first = _LOWER_WORD.match(text)

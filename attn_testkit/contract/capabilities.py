@@ -45,27 +45,28 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Capabilities(Declared):
-    """What a backend declares that it can do, as values. Each field answers a question.
+    """A record of what a backend can do. Each field answers a question.
 
     Any iterable of plain values may be given; strings are checked and a wrong spelling is answered with the right one
     (``ValueError``). Fields are in nine groups. True, a larger number and a longer set declare more in all of them but
-    the last, the requirements. Closed by default: what is not declared is not tried, and must be refused. Open by
-    default, so that a backend which can do less has to say so: ``any_scaling``, ``max_extend_tokens``,
+    the last, the requirements. Most fields are closed by default: the kit tries only what you declare, and the backend
+    must refuse everything else. Open by default, so that a backend which can do less declares it: ``any_scaling``,
+    ``max_extend_tokens``,
     ``max_context_len``; in ``windows``, once it has modes, ``smallest`` and ``layers``; in ``server``
     ``drafts_without_prefix``, ``eager_without_waits`` and ``overlap_scheduling``.
     """
 
     # Modes. Closed: a mode that is not listed must be refused.
     eager: Set[ForwardMode]
-    """Which modes run eagerly? One that is in ``graph`` alone is captured and replayed, and no step of it runs eagerly;
-    what holds a replay against an eager run is then not judged. It has no default: most name all of theirs."""
+    """Which modes run eagerly? A mode that is only in ``graph`` is captured and replayed, and no step of it runs
+    eagerly; then no check compares a replay with an eager run. It has no default: most backends name all modes."""
     graph: Set[ForwardMode] = frozenset()
     """Which modes run under CUDA-graph capture and replay? Default: none."""
 
     # Heads. The defaults are the usual values, and a longer set declares more.
     families: Set[str] = frozenset({"mha"})
-    """Which head layouts? ``mha`` (Hq = Hk), ``gqa``, ``mqa`` (Hk = 1), ``mla`` (latent, absorbed). Default: ``mha``
-    alone."""
+    """Which head layouts? ``mha`` (Hq = Hk), ``gqa``, ``mqa`` (Hk = 1), ``mla`` (latent, absorbed). Default: only
+    ``mha``."""
     gqa_ratios: Set[int] = frozenset({1, 2, 4, 8})
     """Which numbers of query heads for one KV head (``gqa`` and ``mqa``; for ``mla`` the number of heads)? Default: 1,
     2, 4, 8."""
@@ -113,14 +114,14 @@ class Capabilities(Declared):
     new_rows_as_given: Set[ForwardMode] = frozenset()
     """With an FP8 pool: in which modes does a forward attend its own k and v as they were given, in the model's dtype?
     Default: in none. Prefill kernels that read them where they are do so, and are more exact. In the other modes they
-    are attended as the pool stores them. What earlier forwards stored, those of the same draft and earlier chunks too,
-    is attended as the pool holds it, and so is everything where ``save_kv_cache`` is False. The oracle follows."""
+    are attended as the pool stores them. Rows of earlier forwards, also those of the same draft and of earlier chunks,
+    are attended as the pool holds them, and so is everything if ``save_kv_cache`` is False. The oracle follows."""
 
     # Pool. A longer set declares more.
     kv_dtypes: Set[str] = frozenset({"same"})
     """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales. Default: ``same``."""
     page_sizes: Set[int] = frozenset({16})
-    """Which page sizes of the KV pool, in slots? Default: 16 alone."""
+    """Which page sizes of the KV pool, in slots? Default: only 16."""
     kv_layouts: Set[str] = frozenset({"nhd"})
     """Which layouts of the KV pool in memory, of those that ``KVPool`` lists? Default: ``nhd``. With ``custom`` the
     class lays its pool out itself: ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` is that of an instance."""
@@ -173,8 +174,7 @@ class Capabilities(Declared):
     batch_invariant: bool = False
     """Does a request give the same bits whatever else is in the batch? Default: no promise."""
     lse: LogSumExp | None = None
-    """Is a log-sum-exp returned beside the output, in which form, and for which parts of a request's keys? Default:
-    none is."""
+    """Is a log-sum-exp returned with the output, in which form, and for which KV splits? Default: it is not."""
 
     # Requirements. The less is required, the more a backend can do.
     needs_cpu_seq_lens: bool = True
@@ -189,7 +189,7 @@ class Capabilities(Declared):
     requires: Requires = field(default_factory=Requires)
     """Hardware and packages that the real kernels need. Default: none."""
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
-    """What a mode needs beyond that, where one mode's kernels exist for fewer devices than the others'. Default:
+    """What does a mode need in addition, if its kernels exist for fewer devices than those of the others? Default:
     nothing."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:

@@ -42,7 +42,7 @@ class ServerConventions(Declared):
     """What may ``seq_lens`` count in target-verify? Default, ``prefix``: the keys before the step. ``all``: its new
     ones as well (vLLM). See ``Dialect``."""
     takes_none_kv: bool = False
-    """With ``save_kv_cache`` False: may k and v be None? Servers say so that the pool holds the new keys and values
+    """With ``save_kv_cache`` False: may k and v be None? Servers pass None if the pool holds the new keys and values
     already. The first layer gets None then, and the others tensors of NaN, as all do by default."""
     takes_strided_heads: bool = False
     """May the heads of new k and v be strided? They are parts of [T, H, Dk + Dv] then, as where MLA is attended as MHA
@@ -120,12 +120,12 @@ SERVERS: Mapping[str, ServerConventions] = {"sglang": SGLANG, "vllm": VLLM}
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the server around an instance says it: of each convention of the same name one value."""
+    """The conventions of the server around one instance: one value of each field of the same name."""
 
     padded_requests: str = "rows"
-    """What a padded request of a graph has. ``rows``: as many rows as it was captured with, and the fill value as
-    ``seq_lens`` (SGLang). ``nothing``: neither rows nor keys, whatever the fill value of the backend is; the batch has
-    ``query_start_loc`` (vLLM). A graph is captured on requests that have rows either way."""
+    """Rows and keys of a padded request in a graph. ``rows``: as many rows as it was captured with, and the fill value
+    as ``seq_lens`` (SGLang). ``nothing``: neither rows nor keys, whatever the fill value of the backend is; the batch
+    has ``query_start_loc`` (vLLM). A graph is captured on requests that have rows either way."""
     verify_lens: str = "prefix"
     """``seq_lens`` of target-verify. ``prefix``: keys before the step (SGLang). ``all``: with its N new ones, in
     ``spec_info`` as well (vLLM). The cells of a FULL_MASK are laid out by prefixes either way."""

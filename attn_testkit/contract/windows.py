@@ -21,14 +21,14 @@ class Windows(Declared):
     """The sliding windows that a backend takes: ``Capabilities(windows=Windows({"decode", "extend"}, smallest=1))``.
 
     Closed by default: no mode takes one. In the modes that do, all sizes and layers are open. ``Capabilities`` and
-    ``with_changes`` take the set of modes alone, too: ``windows={"decode"}``.
+    ``with_changes`` also take just the set of modes: ``windows={"decode"}``.
     """
 
     modes: Set[ForwardMode] = frozenset()
     """In which modes is ``sliding_window_size`` honoured? Default: in none."""
     smallest: int = 0
-    """What is the smallest W? A row sees itself and W keys before it. Default: 0. 1 for kernels to which a window of 0
-    is none."""
+    """What is the smallest W? A row sees itself and W keys before it. Default: 0. It is 1 for kernels to which 0 means
+    no window."""
     layers: str = "any"
     """How may the windows of a model's layers differ? Default, ``any``: each layer has its own, or none. ``one``:
     layers that have one have the same, next to layers that have none, for backends that plan by the model's window.

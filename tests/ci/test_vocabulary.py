@@ -34,6 +34,7 @@ FRAGMENTS = (
     "In the words of torch.",
     "If any.",
     "rows of a request",
+    "Which keys a row sees. Is it all?",
     "auto, cuda or cpu.",
 )
 SENTENCES = (
@@ -53,6 +54,8 @@ SENTENCES = (
     "Isolate a process.",
     "Forward one batch.",
     "Input of a layer.",
+    "Which page sizes of the KV pool, in slots? Default: 16.",
+    "With an FP8 pool: to what are queries rounded? Default: nothing.",
 )
 
 

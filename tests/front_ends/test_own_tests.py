@@ -175,7 +175,7 @@ def test_a_judge_that_dies_costs_one_test_and_the_rest_runs(own):
     found = own("'fake:ok,dies,ok', modes=['decode'], executions=['eager']")
     assert found.ret == 1
     found.assert_outcomes(passed=2, failed=1, skipped=1)
-    assert "the kit itself failed: the process that judges ended with exit code 9" in found.stdout.str()
+    assert "the kit itself failed: the judge's process ended with exit code 9" in found.stdout.str()
 
 
 def test_a_test_that_is_given_up_in_the_middle_costs_no_other(own):

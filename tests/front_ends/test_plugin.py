@@ -265,7 +265,7 @@ def test_a_judge_that_dies_is_the_kits_own_failure_and_the_rest_runs(empty):
     found = session(empty, *args)
     assert found.ret == 3
     found.assert_outcomes(passed=2, failed=1)
-    assert "the process that judges ended with exit code 9" in found.stdout.str()
+    assert "the judge's process ended with exit code 9" in found.stdout.str()
 
 
 def test_the_kits_own_exception_is_three(empty):
