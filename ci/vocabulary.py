@@ -166,9 +166,9 @@ def _markdown(source: str) -> Iterator[tuple[list[Line], bool]]:
 
 
 def _lines(source: str) -> Iterator[tuple[list[Line], bool]]:
-    """Lines of a template or table, without tags, braces and the lists of other words of the glossary."""
+    """Lines of a template or table, without tags, braces, the glossary's other words and names of faults."""
     for number, line in _numbered(source, 1):
-        words = re.sub(r"\balso = \[.*?\]|<[^>]*>|\{[{%#].*?[}%#]\}", " ", line).strip()
+        words = re.sub(r"\b(?:also|faults) = \[.*?\]|<[^>]*>|\{[{%#].*?[}%#]\}", " ", line).strip()
         if " " in words:
             yield [(number, words)], False
 

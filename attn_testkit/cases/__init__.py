@@ -1,1 +1,1 @@
-"""What is tried: cases and their ids, trees, schedules, slot layouts, data."""
+"""Cases and their ids, trees, schedules, slot layouts, data."""

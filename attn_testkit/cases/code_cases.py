@@ -16,13 +16,14 @@ _LENS = (4097, 300, 33)
 """No multiple of a tile or of a page; others are there to be read from by mistake."""
 _FEW_LENS = (1025, 33)
 _MLA_LENS = (1025, 300, 33)
-"""576 numbers a key: the longer ones are for ``full``."""
+"""Lengths for 576 numbers per key; longer ones are for ``full``."""
 _MANY_LENS = (66_001, 1500, 33)
 """Beyond 16 bits. A case of ``full``: with ordinary values nobody sees one key of so many."""
 _OPTIONS_LENS = (1500, 70, 9)
 _WINDOW, _MOST_PAGES = 700, 5
 _PAGE, _DIM = 16, 128
-"""As servers have them, where they are declared: splits begin at pages, and a code has as many channels as a value."""
+"""Page size and head dim of servers, if they are declared: splits begin at pages, and a code has as many channels as a
+value."""
 
 
 def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:

@@ -66,9 +66,9 @@ class Fields:
     head_dim: int
     """Width of a value row (MLA: of the latent part)."""
     dtype: str
-    """Of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
+    """Dtype of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     page_size: int
-    """KV slots a page."""
+    """KV slots per page."""
     prefixes: tuple[int, ...]
     """Keys of each request before this step."""
     layout: str = "shuffled"
@@ -76,11 +76,11 @@ class Fields:
     data: str = "gauss"
     """A data pattern (``dimensions/data_pattern.py``)."""
     rope_dim: int = 0
-    """MLA: width of the part of a key that is no value. 0 elsewhere."""
+    """MLA: width of the part of a key that is not a value. 0 elsewhere."""
     kv_dtype: str = "same"
-    """Of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
+    """Dtype of the KV pool: ``same`` as ``dtype``, or ``fp8_e4m3``."""
     kv_layout: str = "nhd"
-    """How the KV pool lies in memory: one of ``KV_LAYOUTS``."""
+    """Layout of the KV pool in memory: one of ``KV_LAYOUTS``."""
     window: int = -1
     """W of every second layer; the others have none, or a wider one: see ``make_layers``."""
     layer_windows: str = "any"
@@ -94,7 +94,7 @@ class Fields:
     sinks: bool = False
     """All layers have attention sinks, one logit a query head."""
     layers: Layers = field(default=Layers())
-    """How many there are, under which ids, and whether they share a KV group."""
+    """Number of layers, their ids, and whether they share a KV group."""
     parts: str = ""
     """Keys are attended in parts, each with its log-sum-exp: ``whole``, ``prefix`` for the prefix and the new rows,
     ``pagesR`` or ``tokensR`` for R ranks (``cases/kv_splits.py``). Empty: they are not."""
@@ -105,7 +105,7 @@ class Fields:
     padding: str = "prod"
     """One of ``PADDINGS`` (``dimensions/padding.py``)."""
     multi_mode: bool = False
-    """Graph drives of all declared modes share one backend instance and run interleaved."""
+    """True if graphs of all declared modes share one backend instance and run interleaved."""
     variants: frozenset[str] = frozenset()
     """Words of server variants (``ways/``); none: as all servers do it."""
     seed: int = 0
@@ -141,12 +141,12 @@ class Fields:
 
     @property
     def head_shape(self) -> HeadShape:
-        """What holds the heads of every layer: see ``cases/head_shapes.py``."""
+        """The shape that holds the heads of every layer: see ``cases/head_shapes.py``."""
         return HeadShape(self.heads.q_heads, self.heads.kv_heads, self.head_dim + self.rope_dim)
 
     @cached_property
     def head_maps(self) -> tuple[HeadMap, ...]:
-        """Where the heads of each layer lie in ``head_shape``; empty where all layers have that."""
+        """Places of each layer's heads in ``head_shape``; empty if all layers have that shape."""
         shapes = self.layers.shapes
         return tuple(HeadMap(shapes[i % PERIOD], self.head_shape) for i in range(self.layers.count)) if shapes else ()
 
@@ -223,7 +223,7 @@ class Fields:
 
     @property
     def rows_at_once(self) -> int:
-        """Rows a request in one forward of the model."""
+        """Rows per request in one forward of the model."""
         return self.draft.branches if self.draft else self.width
 
     @property
@@ -249,7 +249,7 @@ class Fields:
     def digest(self) -> int:
         """Seed of everything random in the case: 64 bits from its id, the same on every machine.
 
-        For data and slots alone; what a case decides comes from ``derived``.
+        It is only for data and slots; derived parameters come from ``derived``.
         """
         return int.from_bytes(hashlib.blake2b(first_written(self.id).encode(), digest_size=8).digest(), "little")
 

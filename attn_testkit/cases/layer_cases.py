@@ -31,7 +31,7 @@ _WINDOW = 7
 
 
 def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Without options, and with all that are declared; made of ``small``, which has little work for each row."""
+    """Cases without options, and with all declared ones; made of ``small``, which has little work for each row."""
     minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
     window = nearest_declared(declared, replace(small, window=_WINDOW)).window
     options = replace(
@@ -41,7 +41,7 @@ def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     minimal = without_options(declared, minimal)
     yield from dict.fromkeys((minimal, options))
     page = min((page for page in declared.page_sizes if page > 1), default=1)
-    # A windowed group has let go of whole pages of the first two requests.
+    # A windowed group has freed whole pages of the first two requests.
     lens = (2 * page + window, 4 * page + window - 1, 6)
     pages = dict.fromkeys(replace(each, page_size=page, prefixes=lens) for each in (minimal, options))
     if declared.kv_groups and not small.draft:
@@ -78,5 +78,5 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
-    """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
+    """``case`` with two alternating layer shapes, and the heads and head dim that hold both."""
     return replace(case, **fields_with_shapes(case.layers, shapes))

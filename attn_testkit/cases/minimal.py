@@ -1,4 +1,4 @@
-"""The plainest case of a mode: one request, and the least of everything that is declared."""
+"""The minimal case of a mode: one request, and the least of everything that is declared."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
 
 
 def minimal_cases(declared: Capabilities, mode: ForwardMode) -> Iterator[Case]:
-    """The plainest case, and what stands in for it where that one fails: the same with some keys before the step."""
+    """The minimal case, and a replacement if that one fails: the same with some keys before the step."""
     minimal = minimal_case(declared, mode)
     for keys in (*minimal.prefixes, _FEW_KEYS, _SOME_KEYS):
         yield replace(minimal, prefixes=(keys,))

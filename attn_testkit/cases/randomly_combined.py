@@ -29,7 +29,7 @@ from .trees import Tree, chain
 __all__ = ["randomly_combined", "randomly_varied"]
 
 _DRAWS = 60
-"""Of each case. Twice as many meet hardly more."""
+"""Draws for each case. Twice as many cover hardly more."""
 _FEWEST = 12
 _PARTS = {"whole": ("whole",), "prefix": ("prefix",), "pages": ("pages2", "pages3"), "tokens": ("tokens3", "tokens2")}
 _DATA = ("gauss", "shifted", "peaked", "one_hot")
@@ -52,9 +52,9 @@ _Feature = tuple[str, Any]
 
 
 def randomly_combined(declared: Capabilities, cases: Sequence[Case]) -> Iterator[Case]:
-    """Each of ``cases``, which are of one mode, with what meets most that none before it has together.
+    """Each of ``cases``, which are of one mode, with the settings that cover most pairs that no case before it has.
 
-    What they have of heads, head dims, dtypes, page sizes, layouts of the pool and options stays.
+    Their heads, head dims, dtypes, page sizes, pool layouts and options stay.
     """
     met: set[tuple[_Feature, _Feature]] = set()
     layouts: set[str] = set()
@@ -218,7 +218,7 @@ def _width(rows: Any) -> int:
 
 
 def _changed(declared: Capabilities, case: Case, drawn: Mapping[str, Any]) -> Case | None:
-    """None where that is no case, or more than is declared."""
+    """``case`` with the drawn values; None if that is not a case, or is not declared."""
     prefixes = _batches(case)[drawn.get("batch", "own")]
     parts, own_merge = drawn.get("parts", (case.parts, case.own_merge))
     try:

@@ -138,7 +138,7 @@ def qlen_only_mask(trees: Sequence[Tree]) -> Bools:
 
 
 def bit_packed(trees: Sequence[Tree]) -> npt.NDArray[np.unsignedinteger]:
-    """QLEN_ONLY_BITPACKING: [bs * N], one item a row, bit c set if node c is visible; uint8, uint16 or uint32 by N.
+    """QLEN_ONLY_BITPACKING: [bs * N], one item per row, bit c set if node c is visible; uint8, uint16 or uint32 by N.
 
     Raises ``ValueError`` for trees of more than 32 nodes.
     """

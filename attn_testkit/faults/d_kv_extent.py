@@ -190,7 +190,7 @@ class TableRowWidthFromMaxLen(DenseBackend):
     modelled="the kernel's assertion is raised while the replay is planned",
 )
 class StaticQAgainstLiveIndex(DenseBackend):
-    """The index tensor is sized for the live tokens while q is padded to the bucket, and the kernel wants them
+    """The index tensor is sized for the live tokens while q is padded to the bucket, and the kernel needs them
     equal.
     """
 

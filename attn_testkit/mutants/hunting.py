@@ -179,7 +179,7 @@ class _Party:
 
         try:
             for done, (mutant, verdict) in enumerate(merged([verdicts(r) for r in runners], end), start=1):
-                # What an earlier stage has said of it in full is kept until this one has.
+                # Keep the full verdict of an earlier stage until this one has its own.
                 if verdict.status != OPEN or self._status(mutant) in ("", OPEN):
                     self.journal.evaluated(mutant.id, verdict, _readable(mutant))
                 self.see(f"{verdict.status}: {mutant.path}:{mutant.line} {mutant.operator}", done, len(mutants))

@@ -154,7 +154,7 @@ class Session:
         header = prepared.plan.header
         not_covered = dict(header.not_covered)
         if deselected:
-            # Which values those cover is not known here, without torch.
+            # The values that those cover are not known here, without torch.
             not_covered = {
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()

@@ -163,7 +163,7 @@ _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         *_MADE_UP,
         (r"\b(eager|graph):[\w.-]+", "another case-run"),
         (r"the \d+ case-runs that repro names", "another case-run"),
-        # What to look at depends on the case's features.
+        # The advice depends on the case's features.
         (r": look at .*", ""),
         (r"(over a million times|just|[\d.]+x) over the limit", "over the limit"),
         (rf"(?<![\w.]){_NUMBER}(?![\w])(?:(?:, | and |\.\.|-){_NUMBER}(?![\w]))*", "N"),

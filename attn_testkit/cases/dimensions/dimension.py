@@ -56,7 +56,7 @@ class Word:
     spelled: tuple[str, ...] = ()
     """Spellings that an error may suggest for an unknown word."""
     always: bool = False
-    """Whether every id has it."""
+    """True if every id has the word."""
     current: Callable[[], str] | None = None
     """The pattern as it is now, where it follows from a table that may grow."""
 
@@ -82,7 +82,7 @@ class Asked:
     """One question about what a backend declares."""
 
     words: Callable[[Fields], str]
-    """What the case needs."""
+    """Needs of the case in words."""
     declared: Callable[[Capabilities, Fields], bool]
 
 
@@ -91,7 +91,7 @@ class Columns:
     """Columns that a dimension has in the covering array of a mode, and the fields that a row of it gives."""
 
     values: Callable[[Capabilities, ForwardMode, str], Mapping[str, Sequence[Any]]]
-    """(capabilities, mode, tier) -> name of a column -> its values, the plainest first. Empty: no column."""
+    """(capabilities, mode, tier) -> name of a column -> its values, the minimal one first. Empty: no column."""
     fields: Callable[[Capabilities, Row, Changes], Changes] = lambda declared, row, so_far: {}
     """(capabilities, row, fields of the dimensions before): the dimension's. A column that has the name of a field is
     that field, and needs nothing here."""
@@ -103,7 +103,7 @@ class Covered:
 
     name: str
     words: str
-    """Before its values; of a bound, behind its number."""
+    """Words before the values; of a bound, after its number."""
     declared: Callable[[Capabilities, ForwardMode], Iterable[Value]]
     """Every value that is declared in a mode; of a bound the largest only."""
     tried: Callable[[Capabilities, Fields], Value | None]
@@ -111,20 +111,20 @@ class Covered:
     make: Callable[[Capabilities, Fields, Any], Changes] | Without
     """(capabilities, case, value): what makes the case try the value."""
     largest_first: bool = False
-    """Whether small cases are made for large values first, so that one of them has the most rows."""
+    """True if small cases are made for large values first, so that one of them has the most rows."""
     bound: bool = False
     """A larger value that is tried covers the smaller ones."""
     most: int | None = None
-    """Of a bound: no case is made for more."""
+    """Largest value of a bound for which a case is made."""
 
     def covers(self, found: Value | None, value: Value) -> bool:
-        """Whether a case that tries ``found`` tries ``value``."""
+        """True if a case that tries ``found`` tries ``value``."""
         if self.bound and isinstance(found, int) and isinstance(value, int):
             return found >= value
         return found == value
 
     def capped(self, value: Value) -> Value:
-        """As much of a bound as cases are made of."""
+        """The value, or the largest one for which a case is made."""
         return min(value, self.most) if self.most is not None and isinstance(value, int) else value
 
 
@@ -156,7 +156,7 @@ def nothing_simpler(declared: Capabilities, case: Fields, minimal: Fields) -> It
 
 @dataclass(frozen=True)
 class Simpler:
-    """How a failing case comes nearer to the minimal case of its mode (``minimal``) in this dimension."""
+    """Steps by which a failing case comes nearer to the minimal case of its mode (``minimal``) in this dimension."""
 
     value: Callable[[Fields], str]
     """The value for people, in a word or two."""
@@ -181,12 +181,12 @@ def of_fields(*names: str, **more: Any) -> Simpler:
 
 
 def of_flag(name: str) -> Simpler:
-    """The same if the field is True or False."""
+    """Steps for a field that is True or False."""
     return of_fields(name, value=lambda case: "yes" if getattr(case, name) else "no")
 
 
 def of_number(*names: str, **more: Any) -> Simpler:
-    """The same where the first field is a number."""
+    """Steps for fields of which the first is a number."""
     values: dict[str, Any] = {
         "value": lambda case: str(getattr(case, names[0])),
         "size": lambda case, minimal: (abs(getattr(case, names[0]) - getattr(minimal, names[0])),),
@@ -223,7 +223,7 @@ class Draws(Protocol):
 
 @dataclass(frozen=True)
 class OnLayers:
-    """What the dimension changes of the attention layers."""
+    """Changes that the dimension makes to the attention layers."""
 
     of_layers: Callable[[Fields], Sequence[Changes]]
     """Fields of ``AttentionLayer``, layer by layer."""
@@ -231,7 +231,7 @@ class OnLayers:
 
 @dataclass(frozen=True)
 class OnSteps:
-    """What the dimension changes of the steps of a schedule."""
+    """Changes that the dimension makes to the steps of a schedule."""
 
     plans: Callable[[Fields, list[Plan]], list[Plan]]
 
@@ -244,19 +244,19 @@ class Dimension:
 
     name: str
     fields: tuple[str, ...] | Without
-    """Of the record, which the dimension's word says."""
+    """Fields of the record that the dimension's word gives."""
     words: tuple[Word, ...] | Without
-    """How they are written in a case id."""
+    """Words of the fields in a case id."""
     describe: Callable[[Fields], Mapping[str, str]] | Without
     """Label -> phrase for people, empty for what the case does not have."""
     declared: tuple[Asked, ...] | Without
     """Does a backend declare this value?"""
     fit: Callable[[Capabilities, Fields], Changes] | Without
-    """What brings a case to the nearest declared value; empty if it has a declared one."""
+    """Changes that bring a case to the nearest declared value; empty if it has a declared one."""
     values: Columns | Without
-    """What the covering array of a tier tries."""
+    """Columns of the covering array of a tier."""
     covered: tuple[Covered, ...] | Without
-    """Which declared values a case tries, and a small case for each that no other case tries."""
+    """Declared values that a case tries, and a small case for each that no other case tries."""
     simpler: Simpler | Without
     """Steps of a failing case toward the minimal case."""
     undeclared: tuple[Outside, ...] | Without
@@ -264,9 +264,9 @@ class Dimension:
     random: Callable[[Draws, Capabilities, Changes], Changes] | Without
     """(draws, capabilities, fields so far): random fields, for fuzzing."""
     varies: Literal["instance", "layer", "step"]
-    """What may have a value of its own: only a backend instance, each layer of it, or each step."""
+    """Scope of a value: the backend instance, each of its layers, or each step."""
     apply: tuple[OnLayers | OnSteps, ...] | Without
-    """What the value means for layers or steps. ``Without`` names the file that knows."""
+    """Effect of the value on layers or steps. ``Without`` names the file that has it."""
 
     def __post_init__(self) -> None:
         for name in self.fields:

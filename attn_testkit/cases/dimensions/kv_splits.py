@@ -21,7 +21,7 @@ def _kind(case: Fields) -> str:
 
 
 def splits_of(case: Fields) -> tuple[KVSplit, ...]:
-    """In the order in which they are attended. The first stores the new rows, and has the sinks."""
+    """KV splits in the order in which they are attended. The first stores the new rows, and has the sinks."""
     kind = _kind(case)
     if kind == "prefix":
         # As servers do it: the new rows first.
@@ -109,5 +109,5 @@ KV_SPLITS = Dimension(
     undeclared=Without("No context asks for undeclared parts so far."),
     random=_random,
     varies="instance",
-    apply=Without("runner_modes/kv_splits.py stands between model and backend, asks for each part and merges."),
+    apply=Without("runner_modes/kv_splits.py is between model and backend, asks for each part and merges."),
 )

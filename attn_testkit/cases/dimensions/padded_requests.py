@@ -10,7 +10,7 @@ from .padding import PADDINGS
 __all__ = ["PADDED_REQUESTS"]
 
 _MOST_SLACK = 4
-"""Of a random case."""
+"""Most padded requests of a random case."""
 
 
 def _padded(case: Fields) -> int:

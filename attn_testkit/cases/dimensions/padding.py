@@ -1,4 +1,4 @@
-"""What fills the rows between live requests and the bucket; see ``cases/schedule.py``."""
+"""Contents of the rows between live requests and the bucket; see ``cases/schedule.py``."""
 
 from __future__ import annotations
 

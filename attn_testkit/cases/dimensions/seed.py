@@ -15,7 +15,7 @@ SEED = Dimension(
         ),
     ),
     describe=lambda case: {"seed": str(case.seed or "")},
-    values=Without("Whoever runs a tier says it, for all cases."),
+    values=Without("The caller of a tier gives it, for all cases."),
     simpler=of_number("seed"),
     random=lambda draws, declared, so_far: {"seed": draws.number(0, 99)},
     varies="instance",

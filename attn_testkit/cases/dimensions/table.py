@@ -1,4 +1,4 @@
-"""The table of dimensions, in the order of the words of a case id. A dimension that is added stands in it once."""
+"""The table of dimensions, in the order of the words of a case id. A new dimension is one entry."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ DIMENSIONS: tuple[Dimension, ...] = (
 
 
 def forgotten(dimensions: tuple[Dimension, ...]) -> set[str]:
-    """Fields that no dimension has. ``host`` is the case whose instance this one shares, and is no word of an id."""
+    """Fields that no dimension has. ``host`` is the case whose instance this one shares, and not a word of an id."""
     return set(Fields.__dataclass_fields__) - {"host"} - {name for each in dimensions for name in each.fields}
 
 
