@@ -53,7 +53,9 @@ class Layers:
         if self.groups and self.count < PERIOD:
             raise ValueError(f"{self.count} layer has no two KV groups")
         if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
-            raise ValueError(f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's")
+            raise ValueError(
+                f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's"
+            )
 
     def __str__(self) -> str:
         return f"layers{self.count}from{self.first}{'groups' * self.groups}{shapes_word(self.shapes)}"

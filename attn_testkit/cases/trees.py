@@ -87,13 +87,13 @@ def chain(n: int) -> Tree:
 
 
 def random_tree(n: int, topk: int, depth: int, rng: np.random.Generator) -> Tree:
-    """n nodes, at most ``topk`` children a node, at most ``depth`` levels below the root.
+    """n nodes, at most ``topk`` children per node, at most ``depth`` levels below the root.
 
     Raises ``ValueError`` when no such tree exists.
     """
     room = sum(topk**level for level in range(depth + 1))
     if room < n:
-        raise ValueError(f"no tree of {n} nodes has at most {topk} children a node and {depth} levels")
+        raise ValueError(f"no tree of {n} nodes has at most {topk} children per node and {depth} levels")
     parents: list[int] = []
     depths, children = [0], [0]
     for node in range(1, n):

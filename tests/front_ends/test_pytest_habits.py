@@ -134,7 +134,7 @@ def test_the_mark_takes_what_the_decorator_takes(run):
         ("'fake:ok', mode=['decode']", "got an unexpected keyword argument 'mode'"),
         ("'fake:ok', mode=['decode']", " (arguments: backends, tier, device,"),
         ("'fake:ok', modes='decode'", "modes, executions and cases are lists of names: write modes=['decode']"),
-        ("'fake:ok', known_failures='no.toml'", "/no.toml; where none is known, leave it out"),
+        ("'fake:ok', known_failures='no.toml'", "/no.toml; if no failure is known, leave it out"),
     ],
 )
 def test_a_mark_that_asks_for_nonsense_is_an_error_of_collecting(run, given, message):

@@ -98,8 +98,8 @@ def _not_shown(count: int, tried: int) -> str:
     record = "the case-run" if tried == 1 else f"the {tried} case-runs"
     more = f" (of {count})" if count > tried else ""
     return (
-        f"right in a fresh process, and there also after {record} before it{more}: something of the process is kept "
-        "that this does not bring back, or it fails now and then; the repro below may pass"
+        f"right in a fresh process, and there also after {record} before it{more}: probably it needs other "
+        "state of the process, or it fails only sometimes; the repro below may pass"
     )
 
 

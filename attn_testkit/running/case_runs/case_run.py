@@ -199,8 +199,8 @@ def run_case(
 
 
 _GIVEN_UP = (
-    "torch.compile gave a function up, and runs it uncompiled: it compiled it as often as "
-    "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles says why"
+    "torch.compile runs a function uncompiled, since it recompiled it more often than "
+    "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles shows the reasons"
 )
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies

@@ -157,7 +157,7 @@ def _said(
         return []
     generated, loop = record.generated, make_loop(case, modes)
     if generated is None or not ran_to_its_end(generated, loop):
-        return [Finding("completes", "the lossless loop was due and did not run to its end")]
+        return [Finding("completes", "the greedy-equivalence loop did not run to its end")]
     products = schedule_for(case, declared).matmul_dtype
     return lossless(
         generated,
@@ -233,7 +233,7 @@ def _missing(
     if not absent:
         return []
     names = ", ".join(f"{'replay of ' if replay else ''}{step}" for _, step, replay in absent[:3])
-    return [Finding("completes", f"{len(absent)} steps that were due did not run: {names}")]
+    return [Finding("completes", f"{len(absent)} expected steps did not run: {names}")]
 
 
 def _due(
@@ -277,7 +277,7 @@ def _keys_of_all_rows(case: Case, declared: Capabilities) -> int:
     return case.width if counts_rows else 1
 
 
-_ONE_KEY_IN_SPLITS = "; or of a part without keys, as all parts but one are here, comes something else than 0 and -inf"
+_ONE_KEY_IN_SPLITS = "; or a KV split without keys (here all but one) does not give 0 and -inf"
 
 
 def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities) -> list[Finding]:

@@ -154,7 +154,7 @@ def resolve_candidate(candidate: Candidate) -> type[Any]:
     found = load_backend(candidate.spec)
     if candidate.fingerprint and fingerprint_of(found) != candidate.fingerprint:
         raise UsageError(
-            f"class {candidate.spec!r} is another one in this process than what importing it gives (it was changed "
+            f"class {candidate.spec!r} differs in this process from the one that an import gives (it was changed "
             "after its import, or its file was): reload it, or give the changed class a name of its own"
         )
     return found

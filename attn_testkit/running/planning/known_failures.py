@@ -83,7 +83,7 @@ def load_known(path: str | Path, today: datetime.date | None = None) -> tuple[Kn
         data = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise UsageError(
-            f"there is no file of known failures {path.absolute()}; where none is known, leave it out"
+            f"there is no file of known failures {path.absolute()}; if no failure is known, leave it out"
         ) from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error

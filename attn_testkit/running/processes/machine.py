@@ -190,7 +190,7 @@ def _of_memory(found: Resources, emulated: bool) -> str:
     what = "this container may use" if found.limited else "this machine has"
     return (
         f"{what} {found.memory / GIGABYTE:.1f} GB of memory: room for {found.jobs} of {found.usable} workers in core; "
-        "more of them are ended by the system"
+        "the system ends further ones"
     )
 
 
