@@ -155,7 +155,8 @@ _USUAL_RANGE = 256.0
 
 
 def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of at most ``most``; ``held``: and exactly held by FP8, as kernels that round theirs need it."""
+    """Scale q and k so that queries are at most ``most``. ``held``: make FP8 hold them exactly, for kernels that round
+    queries to FP8."""
     shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / most)))
     q = q / shift
     return q.to(torch.float8_e4m3fn).float() if held else q, k * shift

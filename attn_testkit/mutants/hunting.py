@@ -264,7 +264,7 @@ class _Party:
 
 
 def _stable(value: object) -> str:
-    """A ``repr`` that is the same in every process; that of a set is not."""
+    """Text of a value that is the same in every process. The ``repr`` of a set differs between processes."""
     if is_dataclass(value) and not isinstance(value, type):
         return f"({', '.join(f'{each.name}={_stable(getattr(value, each.name))}' for each in fields(value))})"
     if isinstance(value, Set):

@@ -138,7 +138,7 @@ RESTATES_THE_CHECK = (
     "it is right when no other mode and no eager step uses the instance",
     "data of padded rows reach real ones",
     "on a fresh instance, without graphs, the same eager step is right",
-    "something of an earlier step is kept",
+    "state of an earlier step is kept",
 )
 """Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""
 
