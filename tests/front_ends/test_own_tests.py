@@ -133,7 +133,7 @@ def test_a_backend_of_which_nothing_runs_fails_one_test_and_says_why(own, given)
     [
         ("'nofake'", "attn-testkit: unknown backend 'nofake'; did you mean 'fake:ok'?"),
         ("'fake:ok', cases=['nope-*']", "attn-testkit: no case matches 'nope-*'"),
-        ("'fake:ok', known_failures='none.toml'", "none.toml; where none is known"),
+        ("'fake:ok', known_failures='none.toml'", "none.toml; if no failure is known"),
         ("", "no backend is named; write conformance_cases('module:Class')"),
         ("3", "expected a backend class or its spec, got an instance of int"),
     ],

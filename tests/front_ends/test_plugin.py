@@ -175,7 +175,7 @@ def test_nothing_selected_is_five(empty, workers):
         (("--attn-backend=fake:ok", "--attn-seed=-1"), "seed is '-1'; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-min-cases=-1"), "min-cases is '-1'; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-case=nope-*"), "no case matches 'nope-*'"),
-        (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml; where none is known"),
+        (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml; if no failure is known"),
         (("--attn-backend=fake:ok", "--attn-report=/proc/nope/x.json"), "cannot write /proc/nope/x.json"),
     ],
 )

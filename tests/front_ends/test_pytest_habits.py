@@ -173,7 +173,7 @@ def test_the_fixture_finds_known_failures_beside_the_test(run):
     test = "def test_it(attn_check):\n    attn_check('fake:ok', known_failures='none.toml')\n"
     found = run(test=test)
     said = found.stdout.str()
-    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml; where none is known" in said
+    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml; if no failure is known" in said
     assert ">       attn_check('fake:ok', known_failures='none.toml')" in said
     assert "known_failures.py" not in said
     assert "own_tests.py" not in said
