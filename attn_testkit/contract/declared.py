@@ -78,7 +78,7 @@ class Declared:
 
 
 def is_whole(value: object) -> bool:
-    """True for a whole number. True and False do not count as one."""
+    """Return True for a whole number. True and False do not count as numbers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
