@@ -81,8 +81,8 @@ def page() -> str:
     lines = [
         "# Glossary",
         "",
-        "What the words of case ids, failures and tables mean. `attn-testkit explain WORD` prints an entry, and",
-        "`attn-testkit explain --list` all words. Numbers in words are examples.",
+        "The words of case ids, failures and tables, and their meaning. `attn-testkit explain WORD` prints an entry,",
+        "and `attn-testkit explain --list` all words. Numbers in words are examples.",
     ]
     title = ""
     for entry in all_entries():

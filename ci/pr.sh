@@ -12,6 +12,7 @@ browser=$!
 echo "== style"
 "$python" -m ruff check .
 "$python" -m ruff format --check --quiet .
+"$python" ci/vocabulary.py --check
 
 echo "== wheel: complete, and typed as it ships"
 # setuptools puts what an earlier build left there into the wheel, modules that have moved too.

@@ -103,7 +103,7 @@ def run_graphs(
     if len(schedules) > 1:
         seen += _modes_by_turns(graphs, schedules, clock, options)
     return GraphRun(
-        # What replays show is reported first.
+        # Findings of replays are reported first.
         observed=(*seen, *early),
         fill=graphs[0].fill,
         not_finite_in_warm_up=tuple(each.schedule for each in graphs if not each.warm_up_finite),

@@ -15,8 +15,8 @@ class RunOptions:
     """Numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``). Question: which KV tokens did
     a row attend to, and whose result does it hold?"""
     poison_allocated: bool = True
-    """Poison, before every replay, memory that the backend allocated while a graph was captured: a graph must write it
-    before it reads it. Question if False: is the replay right if that memory keeps its numbers?"""
+    """Poison memory that the backend allocated while a graph was captured, before every replay: a graph must write it
+    before it reads it. With False, diagnosis asks whether the replay is right if that memory keeps its numbers."""
     watch_replaced: bool = False
     """Compare the backend's tensors before and after each plan for a replay. Question: which of them did it replace?"""
     copy_into_replaced: bool = False

@@ -2,7 +2,7 @@
 
 One wrapper for each kind of layer: scale, window and soft cap belong to a plan, not to a run. So do lengths, and a
 draft-decode has a wrapper for each of its forwards. In a graph each bucket has wrappers of its own over shared
-persistent buffers, planned anew outside the graph before every replay.
+persistent buffers, planned again outside the graph before every replay.
 """
 
 from __future__ import annotations

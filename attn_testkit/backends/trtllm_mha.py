@@ -273,7 +273,7 @@ class TRTLLMMHABackend(AttentionBackend):
         return self._step(common, metadata, layer)
 
     def _query(self, q: torch.Tensor, layer: AttentionLayer, fp8: bool) -> torch.Tensor:
-        """[T, Hq, D], contiguous: XQA reads past strides. trtllm-gen wants FP8 queries for FP8 keys."""
+        """[T, Hq, D], contiguous: XQA reads past strides. trtllm-gen needs FP8 queries for FP8 keys."""
         q = q.reshape(-1, layer.tp_q_head_num, layer.head_dim)
         if fp8 and not self._uses_xqa:
             return q.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)

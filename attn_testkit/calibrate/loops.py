@@ -143,7 +143,7 @@ class MetadataReallocated(Correct):
     """Metadata are new tensors at a replay, instead of copies into the captured ones."""
 
     def plan_replay(self, batch: Batch) -> None:
-        """Allocate metadata anew; the old tensors die."""
+        """Allocate new metadata; the old tensors die."""
         old = self.graphs[len(batch.new)]
         self.metadata = self.graphs[len(batch.new)] = self.new_metadata(len(batch.new), old.slots.numel())
         self.fill(self.metadata, batch)
@@ -226,7 +226,7 @@ class BranchesOnHostLength(Correct):
         self._note(batch)
 
     def plan_eager(self, batch: Batch) -> None:
-        """Remember the longest length; in eager the branch is taken anew."""
+        """Remember the longest length; in eager the branch is decided again."""
         super().plan_eager(batch)
         self._note(batch)
 

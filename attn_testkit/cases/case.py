@@ -1,4 +1,4 @@
-"""A case is data with a readable name, and the name alone rebuilds it."""
+"""A case is data with a readable name, which is enough to rebuild it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .server_variants import excluded
 __all__ = ["CODES", "DATA", "EXTREME_DATA", "LAYOUTS", "PADDINGS", "WORDS", "Case", "Heads", "parse_case"]
 
 WORDS = tuple(word for dimension in DIMENSIONS for word in dimension.words)
-"""Every word of an id, in the order in which they stand."""
+"""Every word of an id, in order."""
 _NEEDED = (
     "rows",
     *(d.fields[0] for d in DIMENSIONS for word in d.words if word.always and isinstance(d.fields, tuple)),
@@ -56,12 +56,12 @@ class Case(Fields):
 
     @property
     def inference_mode(self) -> bool:
-        """Whether it runs under ``torch.inference_mode`` or, as the other half does, under ``torch.no_grad``."""
+        """True if it runs under ``torch.inference_mode``. The other half of the cases run under ``torch.no_grad``."""
         return self.derived("grad-mode") == 1
 
     @property
     def strided_heads(self) -> bool:
-        """Whether the heads of new k and v are strided, for a backend that declares ``takes_strided_heads``."""
+        """True if the heads of new k and v are strided, for a backend that declares ``takes_strided_heads``."""
         return (
             self.mode is ForwardMode.EXTEND and not self.heads.layout.values_in_keys and self.derived("kv-memory") == 1
         )
@@ -70,7 +70,7 @@ class Case(Fields):
         """The value 0 .. n - 1 of a choice of ``cases/derived_parameters.py``: a hash of the case's id and the choice's
         name.
 
-        ``n`` comes from the table, and is passed for choices alone whose values the asker counts. Raises ``ValueError``
+        ``n`` comes from the table. It is passed only for choices whose values the caller counts. Raises ``ValueError``
         for a name that the table lacks, a choice that does not apply to this case, and an ``n`` that is not the
         table's.
         """

@@ -1,4 +1,4 @@
-"""Cases that stand beside another: those of the other modes on its instance, and that of another instance."""
+"""Co-resident cases of a case: those of the other modes on its instance, and that of another instance."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def declared_co_residents(declared: Capabilities, case: Case, modes: Set[Forward
 
 
 def co_resident_of(declared: Capabilities, case: Case) -> Case:
-    """The case of another instance in the process, as a draft model has one beside its target's.
+    """The case of another instance in the process, such as a draft model's next to its target's.
 
-    It has other heads and other pages, where others are declared.
+    It has other heads and other pages, if others are declared.
     """
     own = case.heads
     layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]

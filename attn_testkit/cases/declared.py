@@ -1,4 +1,4 @@
-"""What a backend declares of a case that no catalogue made from its capabilities."""
+"""Comparison of a case that no catalogue made with what a backend declares."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["not_declared", "within_declared"]
 
 
 def within_declared(declared: Capabilities, case: Case) -> bool:
-    """Whether the case, and all cases that share its instance, keep within what is declared of lengths and windows."""
+    """True if the case, and all cases that share its instance, keep within the declared lengths and windows."""
     if not all(asked.declared(declared, case) for asked in WINDOW.declared):
         return False
     others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.multi_mode else []
@@ -21,7 +21,7 @@ def within_declared(declared: Capabilities, case: Case) -> bool:
 
 
 def not_declared(declared: Capabilities, case: Case) -> str:
-    """What of ``case`` is not declared, in words, the first in the order of an id's words; empty if all of it is."""
+    """The first value of ``case`` that is not declared, in words, in the order of an id's words; empty if all are."""
     asked = (asked for dimension in DIMENSIONS for asked in dimension.declared)
     found = next((each.words(case) for each in asked if not each.declared(declared, case)), "")
     return found or ("" if within_declared(declared, case) else "as many tokens of context")

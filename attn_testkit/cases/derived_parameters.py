@@ -1,4 +1,4 @@
-"""What a case decides without saying so in its id: one table, and every choice a hash of (id, name of the choice).
+"""Derived parameters of a case, which its id does not show: one table, each a hash of (id, name of the parameter).
 
 Hashes of different names have nothing in common, so over many cases every value of one choice meets every value of
 another; ``tests/cases/test_derived_parameters.py`` counts. ``attn-testkit explain CASE`` shows what a case chose. A
@@ -34,9 +34,9 @@ class DerivedParameter:
 
     name: str
     about: str
-    """What is decided, in plain words."""
+    """The parameter in plain words."""
     values: tuple[Value, ...]
-    """In the order of what ``derived`` returns. Empty: whoever asks says how many there are."""
+    """Values in the order of what ``derived`` returns. Empty: the caller gives their number."""
     applies: Callable[[Fields], bool] = lambda case: True
     execution: Execution | None = None
     """The only execution that it changes; None: both."""
@@ -70,7 +70,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "how q, k and v lie in memory",
         (Value("strided views of one packed tensor"), Value("contiguous tensors")),
     ),
-    # Where MLA is attended as MHA, a prompt's k or v is a part of what one projection gives for each head (kv_b_proj).
+    # If MLA is attended as MHA, a prompt's k or v is a part of what one projection gives for each head (kv_b_proj).
     DerivedParameter(
         "kv-memory",
         "how k and v of new tokens lie in memory",
@@ -95,10 +95,10 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("layer 0"), Value("layer 1")),
         lambda case: case.logit_cap > 0,
     ),
-    # Where a request fills the context, the context need not be whole pages.
+    # If a request fills the context, the context need not be whole pages.
     DerivedParameter(
         "context-room",
-        "max_context_len beside the longest request",
+        "max_context_len compared with the longest request",
         (Value("at least a page longer, whole pages", 3), Value("filled to the last token")),
     ),
     DerivedParameter(
@@ -122,7 +122,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         Execution.GRAPH,
     ),
     # Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
-    # stride of S + 1 is right for chains alone (sglang #27545).
+    # stride of S + 1 is right only for chains (sglang #27545).
     DerivedParameter(
         "draft-depth",
         "S of the draft tree whose nodes are the rows",
@@ -157,14 +157,14 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         lambda case: case.mode.is_speculative() or case.multi_mode or case.rounds > 0,
         Execution.GRAPH,
     ),
-    # What grows on demand in it still grows under the graphs.
+    # Buffers that grow on demand still grow under the graphs.
     DerivedParameter(
         "eager-before-graphs",
         "an eager step on the instance before it captures",
         (Value("none"), Value("the step with the fewest rows")),
         execution=Execution.GRAPH,
     ),
-    # What a backend keeps by the lengths is right for all steps but the first of these. The others are labels of steps.
+    # State that a backend keeps by the lengths is right for all steps but the first of these. The others label steps.
     DerivedParameter(
         "second-step",
         "the step after the first, on the same instance",
@@ -176,7 +176,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
             Value("own batch, elsewhere", 2),
             Value("same lengths, other requests", 2),
             Value("lengths in another order", 2),
-            Value("long beside short", 2),
+            Value("long and short", 2),
             Value("other bucket, padded", 2),
             Value("more requests than any graph", 2),
         ),
@@ -188,7 +188,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
         execution=Execution.EAGER,
     ),
-    # What is kept by shapes has the strides of the call that it was made for (flashinfer #4270).
+    # State that is kept by shapes has the strides of the call that it was made for (flashinfer #4270).
     DerivedParameter(
         "second-step-memory",
         "how q, k and v of the second step lie in memory",

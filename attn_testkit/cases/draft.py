@@ -16,7 +16,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Draft:
-    """K branches of S tokens a request. Its rows are those that go through the model, branch by branch: K * (S - 1).
+    """K branches of S tokens per request. Its rows are those that go through the model, branch by branch: K * (S - 1).
 
     Raises ``ValueError`` for fewer than 1 branch or 2 steps, in which there is no forward.
     """
@@ -35,12 +35,12 @@ class Draft:
 
     @property
     def forwards(self) -> int:
-        """Forwards of the model, each of K rows a request."""
+        """Forwards of the model, each of K rows per request."""
         return self.steps - 1
 
     @cached_property
     def depths(self) -> tuple[int, ...]:
-        """Forward of each row, which is how far behind the prefix it stands."""
+        """Forward of each row, which is its distance from the prefix."""
         return tuple(range(self.forwards)) * self.branches
 
     @cached_property

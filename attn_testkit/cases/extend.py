@@ -1,7 +1,7 @@
 """Extend: how many new tokens the requests of each step have, and the chunks in which a prompt comes.
 
-Requests are ragged: prompts of several pages beside rows that decode. A graph has room for so many tokens, and not for
-so many of each request: a case's ``width`` is the room for each request of a bucket, and a step shares it out. Chunks
+Requests are ragged: prompts of several pages next to rows that decode. A graph has room for a number of tokens, and not
+for a number per request: a case's ``width`` is the room for each request of a bucket, and a step shares it out. Chunks
 are steps that follow each other: the prefix of one is what the one before it wrote.
 """
 

@@ -1,9 +1,9 @@
-"""Layers that differ in head counts and head dims: which shapes they have by turns, and where their heads lie.
+"""Layers that differ in head counts and head dims: their two alternating shapes, and the places of their heads.
 
-Everything that holds numbers of all layers at once has one shape, the case's own: data, answers, limits, what was seen.
-A layer lies in it as a part, and what it lacks is zeros. Its query heads come first, and so do its dims. A KV head
-stands wherever query heads of the layer look for theirs, once or several times. So attention on the whole is attention
-on the parts, bit for bit: zeros add nothing to a product, and give nothing as values.
+All tensors for all layers at once have one shape, the case's own: data, answers, limits, observations. A layer is a
+part of it, and the rest is zeros. Its query heads come first, and so do its dims. A KV head is repeated wherever query
+heads of the layer look for theirs. So attention on the whole is attention on the parts, bit for bit: zeros add nothing
+to a product, and give nothing as values.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ __all__ = ["SHAPES_WORD", "HeadMap", "declared_shapes", "read_shapes", "shapes_w
 
 @dataclass(frozen=True)
 class HeadMap:
-    """Where the heads of a layer lie among those of its case."""
+    """Places of a layer's heads among those of its case."""
 
     layer: HeadShape
     case: HeadShape
 
     @cached_property
     def _kv_heads(self) -> list[int]:
-        """Of the layer: the first of the case's KV heads that holds each."""
+        """The first of the case's KV heads that holds each KV head of the layer."""
         each, of_case = (shape.num_qo_heads // shape.num_kv_heads for shape in (self.layer, self.case))
         return [head * each // of_case for head in range(self.layer.num_kv_heads)]
 
@@ -62,7 +62,7 @@ class HeadMap:
 
 
 def wrong_with_shapes(case: HeadShape, shapes: Sequence[HeadShape]) -> str:
-    """Why layers of these shapes do not lie in one of ``case``; empty if they do."""
+    """Reason why layers of these shapes do not fit into that of ``case``; empty if they do."""
     if case.num_qo_heads != max(shape.num_qo_heads for shape in shapes):
         return "the case has as many query heads as the layer with most of them"
     if case.head_dim != max(shape.head_dim for shape in shapes):
@@ -76,16 +76,16 @@ def wrong_with_shapes(case: HeadShape, shapes: Sequence[HeadShape]) -> str:
 
 _SHAPE = r"\d+x\d+d\d+"
 SHAPES_WORD = rf"(?:by({_SHAPE})\.({_SHAPE}))?"
-"""What follows the word of the layers: two groups, which match nothing where all layers have the case's shape."""
+"""Pattern after the word of the layers: two groups, which match nothing if all layers have the case's shape."""
 
 
 def read_shapes(words: Sequence[str | None]) -> tuple[HeadShape, ...]:
-    """What the groups of ``SHAPES_WORD`` say."""
+    """Shapes of the groups of ``SHAPES_WORD``."""
     return tuple(HeadShape(*map(int, re.findall(r"\d+", word))) for word in words if word)
 
 
 def shapes_word(shapes: Sequence[HeadShape]) -> str:
-    """As a case id has it: ``by8x4d64.8x2d128``, query heads, KV heads and head dim."""
+    """Word of a case id: ``by8x4d64.8x2d128``, query heads, KV heads and head dim."""
     each = (f"{shape.num_qo_heads}x{shape.num_kv_heads}d{shape.head_dim}" for shape in shapes)
     return f"by{'.'.join(each)}" if shapes else ""
 
@@ -94,14 +94,14 @@ _KV_HEADS = (4, 2, 1)
 
 
 def declared_shapes(declared: Capabilities) -> list[tuple[HeadShape, HeadShape]]:
-    """Pairs that layers may have by turns, none where all that is declared is one shape.
+    """Pairs that layers may alternate between; empty if only one shape is declared.
 
     The first layer has many KV heads and a narrow head dim, the other fewer and a wide one, as windowed and full layers
     have; then the first has less of everything, as a draft's layers have.
     """
     dims = sorted(declared.head_dims)
     narrow, wide = dims[0], dims[min(1, len(dims) - 1)]
-    # Where one has the fewest query heads for a KV head, and most of both, the case has its heads.
+    # If one has the fewest query heads per KV head, and the most of both, the case has its heads.
     pairs = [
         (a, b)
         for a, b in product(_heads(declared), repeat=2)
@@ -110,7 +110,7 @@ def declared_shapes(declared: Capabilities) -> list[tuple[HeadShape, HeadShape]]
     found = [(HeadShape(*a, narrow), HeadShape(*b, wide)) for a, b in _cheapest(p for p in pairs if p[0][0] == p[1][0])]
     found += [(HeadShape(*b, narrow), HeadShape(*a, wide)) for a, b in _cheapest(p for p in pairs if p[0][0] > p[1][0])]
     found = [pair for pair in found if pair[0] != pair[1]]
-    # Where there is one pair alone, the other way round too.
+    # If there is only one pair, the other way round too.
     return found if len(found) != 1 else [found[0], found[0][::-1]]
 
 
@@ -123,7 +123,7 @@ def _ratio(heads: _Heads) -> int:
 
 
 def _heads(declared: Capabilities) -> list[_Heads]:
-    """What is declared, of few KV heads."""
+    """Declared heads, with few KV heads."""
     found = [(kv, kv) for kv in _KV_HEADS if "mha" in declared.families]
     groups = sorted(declared.gqa_ratios - {1})[:3]
     family = {1: "mqa"}
@@ -131,7 +131,7 @@ def _heads(declared: Capabilities) -> list[_Heads]:
 
 
 def _cheapest(pairs: Iterable[tuple[_Heads, _Heads]]) -> list[tuple[_Heads, _Heads]]:
-    """At most one: both with several query heads for each of several KV heads, KV heads that differ, few heads."""
+    """The cheapest pair, if any: several query heads for each of several KV heads in both, different KV heads."""
 
     def cost(pair: tuple[_Heads, _Heads]) -> tuple[int, int, int]:
         minimal = sum((_ratio(heads) == 1) + (heads[1] == 1) for heads in pair)

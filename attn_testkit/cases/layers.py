@@ -12,12 +12,12 @@ __all__ = ["LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting"]
 
 
 class Setting(NamedTuple):
-    """What a layer has of its own."""
+    """Settings of one layer."""
 
     factor: float
-    """Its scaling, over 1/sqrt(width)."""
+    """Scaling of the layer, over 1/sqrt(width)."""
     k_scale: float
-    """Of an FP8 pool, as is ``v_scale``."""
+    """Scale of K in an FP8 pool; ``v_scale`` is that of V."""
     v_scale: float
     sink: float
     """Mean of its sinks."""
@@ -26,12 +26,12 @@ class Setting(NamedTuple):
 SETTINGS = (Setting(0.5, 0.25, 0.5, 1.0), Setting(1.5, 0.5, 2.0, -0.5), Setting(0.75, 1.0, 0.25, 0.25))
 """Layer by layer. No two have one of them in common: what repeats after two layers is wrong in the third."""
 PERIOD = 2
-"""Layers after which windows and soft caps repeat, as in models whose layers have windows by turns."""
+"""Layers after which windows and soft caps repeat, as in models in which every second layer has a window."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """How many attention layers, and their ids. Raises ``ValueError`` for none, more than three, or a negative id.
+    """Number of attention layers, and their ids. Raises ``ValueError`` for none, more than three, or a negative id.
 
     Also for shapes that are not two, or of one layer.
 
@@ -45,7 +45,7 @@ class Layers:
     """Two KV groups, whose layers take turns: the windowed ones and the others. Without it all share one."""
 
     shapes: tuple[HeadShape, ...] = ()
-    """Of their heads, by turns. Empty: all have those of the case."""
+    """Alternating shapes of their heads. Empty: all have those of the case."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
@@ -53,28 +53,30 @@ class Layers:
         if self.groups and self.count < PERIOD:
             raise ValueError(f"{self.count} layer has no two KV groups")
         if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
-            raise ValueError(f"{self}: layers have two shapes of heads by turns, which differ, or none of their own")
+            raise ValueError(
+                f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's"
+            )
 
     def __str__(self) -> str:
         return f"layers{self.count}from{self.first}{'groups' * self.groups}{shapes_word(self.shapes)}"
 
     @property
     def words(self) -> str:
-        """For those who read."""
-        groups = ", in two KV groups by turns" if self.groups else ""
+        """Description of the layers for people."""
+        groups = ", alternately in two KV groups" if self.groups else ""
         heads = " and ".join(
             f"{shape.num_qo_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}" for shape in self.shapes
         )
-        shapes = f", with {heads} by turns" if heads else ""
+        shapes = f", alternately with {heads}" if heads else ""
         return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}{shapes}"
 
     @property
     def turns(self) -> str:
-        """Which layers have an option that layers have by turns."""
+        """Layers that have an option of every second layer."""
         return "one layer" if self.count <= PERIOD else "every second layer"
 
     def name(self, place: int) -> str:
-        """Of the layer that runs as number ``place``, from 0 on: as messages have it, by its id."""
+        """Name of the layer that runs as number ``place``, from 0 on, as in messages: by its id."""
         return f"layer {self.first + place}"
 
 

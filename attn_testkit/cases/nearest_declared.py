@@ -1,4 +1,4 @@
-"""What capabilities that are narrower than usual change of every case, whoever makes it."""
+"""Changes of every case for capabilities that are narrower than usual."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Plan:
     rotated: int | None = None
     """Lengths are those of the step before, rotated by so many places."""
     exact: bool = False
-    """As many requests as the bucket has."""
+    """True for a step with as many requests as the bucket has."""
     new: tuple[int, ...] = ()
     """Extend: new tokens of each request. Empty elsewhere."""
     follows: bool = False

@@ -1,4 +1,4 @@
-"""How many requests of which lengths each step of a case has, and how long the context must be for them."""
+"""Requests and lengths of each step of a case, and the context that they need."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .server_variants import variant_of
 __all__ = ["context_len", "context_len_of", "lens_of", "make_plans"]
 
 _MAX_OTHER_TOKENS = 512
-"""Steps beside the case's own batch have at most this many prefix tokens, so that one long request stays one."""
+"""Most prefix tokens of steps other than the case's own batch, so that one long request stays the only one."""
 
 
 def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...], list[Plan]]:
-    """Buckets, largest first, and the steps of a drive; last the eager one with more requests than any graph.
+    """Buckets, largest first, and the steps of a case-run; last the eager one with more requests than any graph.
 
     ``rng`` is drawn from in a fixed order: the same state, the same lengths.
     """
@@ -44,7 +44,7 @@ def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...],
         Plan("other bucket", small, others(small, lambda k: k // 2 + 1)),
         Plan("own batch, elsewhere", big, own[::-1], eager_too=True),
         Plan(
-            "long beside short",
+            "long and short",
             big,
             others(max(1, big - 1), lambda k: int(rng.integers(0, k + 2 * page + 2))),
             eager_too=True,

@@ -1,7 +1,7 @@
 """Words of case ids that were renamed, once: an old one is answered with the present one.
 
-What is drawn for a case follows from its id. A renamed word changes none of it: the hash is that of the words as they
-were first written.
+The random draws of a case follow from its id. A renamed word changes none of them: the hash is that of the words as
+they were first written.
 """
 
 from __future__ import annotations

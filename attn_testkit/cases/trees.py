@@ -87,13 +87,13 @@ def chain(n: int) -> Tree:
 
 
 def random_tree(n: int, topk: int, depth: int, rng: np.random.Generator) -> Tree:
-    """n nodes, at most ``topk`` children a node, at most ``depth`` levels below the root.
+    """n nodes, at most ``topk`` children per node, at most ``depth`` levels below the root.
 
     Raises ``ValueError`` when no such tree exists.
     """
     room = sum(topk**level for level in range(depth + 1))
     if room < n:
-        raise ValueError(f"no tree of {n} nodes has at most {topk} children a node and {depth} levels")
+        raise ValueError(f"no tree of {n} nodes has at most {topk} children per node and {depth} levels")
     parents: list[int] = []
     depths, children = [0], [0]
     for node in range(1, n):
@@ -138,7 +138,7 @@ def qlen_only_mask(trees: Sequence[Tree]) -> Bools:
 
 
 def bit_packed(trees: Sequence[Tree]) -> npt.NDArray[np.unsignedinteger]:
-    """QLEN_ONLY_BITPACKING: [bs * N], one item a row, bit c set if node c is visible; uint8, uint16 or uint32 by N.
+    """QLEN_ONLY_BITPACKING: [bs * N], one item per row, bit c set if node c is visible; uint8, uint16 or uint32 by N.
 
     Raises ``ValueError`` for trees of more than 32 nodes.
     """

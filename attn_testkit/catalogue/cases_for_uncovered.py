@@ -21,11 +21,12 @@ from .not_covered import DECLARED_VALUES, Value, is_tried, not_covered
 __all__ = ["MOST_VALUES", "cases_for_uncovered", "two_request_case"]
 
 MOST_VALUES = 16
-"""Of one capability that are all tried in core. Of more powers of two are, the ends, and what the other cases try."""
+"""Most values of one capability that core tries all. Of more it tries powers of two, the ends, and those that other
+cases have."""
 _MOST_WORK = 1 << 21
 """Multiplications of queries with keys, beyond which a case takes no second value."""
 _MOST_WORK_OF_ROWS = 1 << 25
-"""The same for the case with the most rows: with a wide group it shows more than either alone."""
+"""Most work for the case with the most rows: with a wide group it shows more than either by itself."""
 
 _Entry = tuple[str, Value]
 
@@ -89,7 +90,7 @@ def _work(case: Case) -> int:
 
 
 def two_request_case(declared: Capabilities, mode: ForwardMode) -> Case:
-    """What values are put into: two requests, of the cheapest that is declared."""
+    """Base of the small cases: two requests with the cheapest values that are declared."""
     page = min(declared.page_sizes)
     only_latent = not per_head(declared)
     rows, topk = min(4, most_rows(declared, mode)), min(2, declared.max_topk)

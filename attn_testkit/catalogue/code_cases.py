@@ -16,7 +16,7 @@ _LENS = (4097, 300, 33)
 """No multiple of a tile or of a page; others are there to be read from by mistake."""
 _FEW_LENS = (1025, 33)
 _MLA_LENS = (1025, 300, 33)
-"""576 numbers a key: the longer ones are for ``full``, but for one in each mode."""
+"""Lengths for 576 numbers per key: longer ones are for ``full``, except one in each mode."""
 _MLA_LONG = (4096, 300, 33)
 _MANY_LENS = (66_001, 1500, 33)
 """Beyond 16 bits. With ordinary values nobody sees one key of so many."""
@@ -25,7 +25,8 @@ _LONGEST, _LONGEST_OF_MLA = (66_000,), {ForwardMode.DECODE: (16_384,)}
 _OPTIONS_LENS = (1500, 70, 9)
 _WINDOW, _MOST_PAGES = 700, 5
 _PAGE, _DIM, _FEW_CHANNELS = 16, 128, 64
-"""As servers have them, where they are declared: splits begin at pages, and a code has as many channels as a value."""
+"""Page size and head dims of servers, if they are declared: splits begin at pages, and a code has as many channels as a
+value."""
 
 
 def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:

@@ -1,4 +1,4 @@
-"""Covering arrays: rows in which each combination of values of two, or of three, dimensions stands together.
+"""Covering arrays: rows in which each combination of values of two, or of three, dimensions occurs together.
 
 The greedy choice is covertable's, and so is the order in which combinations are looked at: rows decide case ids, and a
 test compares them with covertable's own. The library counts in Python, combination by combination and row by row, which
@@ -86,7 +86,7 @@ def _best(order: Ints, free: npt.NDArray[np.bool_], tables: list[Counts], filled
 
 
 def _completed(order: Ints, free: npt.NDArray[np.bool_], tables: list[Counts]) -> Ints:
-    """How many combinations that are missing a row has with the free values of each of ``order``, and not without."""
+    """Number of missing combinations that a row gains with the free values of each of ``order``."""
     found = np.zeros(order.shape[1], dtype=np.int64)
     for count, table in enumerate(tables, start=1):
         for places in combinations(range(len(tables)), count):

@@ -1,4 +1,4 @@
-"""Pairs of capabilities that the covering array lacks, because it has some values of each alone: few head dims and
+"""Pairs of capabilities that the covering array lacks, because it has only some values of each: few head dims and
 groups."""
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ _SEVERAL_SPLITS = (1025, 33)
 _PAGE, _WINDOW = 16, 40
 _FAR_MODES, _NARROW = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}), 11
 _FAR = (66_000, 32_769)
-"""Its last KV tokens lie on both sides of 2^15: where 16 bits are signed, and 40,000 of them would all be off alike."""
+"""Two requests whose last KV tokens lie on both sides of 2^15, for signed 16-bit numbers; with one of 40,000 all
+positions would be off by the same amount."""
 _GROUPS, _MLA_HEADS = (2, 4, 5, 6, 7, 8, 12, 16, 32), (8, 16, 32, 64, 128)
 _NOISY = (600, 513, 700, 431) * 3
 _MANY_HEADS, _USUAL_DIM, _MOST_DIMS = 32, 128, 8
@@ -51,7 +52,7 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
     """Another kernel, or another layout of rows, for a group and a pool of FP8: 32 heads of MLA were folded to rows of
-    16 in FP8 alone (vLLM #46952), which one row of one request does not show. FP8 dtypes take turns. Some groups have
+    16 only in FP8 (vLLM #46952), which one row of one request does not show. FP8 dtypes take turns. Some groups have
     it in many lengths (``page_counts.py``).
     """
     groups: list[tuple[Heads, int]] = []
@@ -68,7 +69,7 @@ def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
 
 
 def _groups_with_options(declared: Capabilities, one: Case) -> Iterator[Case]:
-    """A kernel is chosen by the group, and its options with it: sinks of the first 16 heads alone."""
+    """A kernel is chosen by the group, and its options with it: one had sinks only for the first 16 heads."""
     if not (declared.sinks or declared.logit_cap) or one.heads.layout.values_in_keys or "gqa" not in declared.families:
         return
     usual = [group for group in _GROUPS if group in declared.gqa_ratios]

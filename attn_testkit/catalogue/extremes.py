@@ -10,7 +10,7 @@ from ..contract import FP8_PRODUCTS, Capabilities, ForwardMode
 __all__ = ["extreme_cases"]
 
 _MANY_KEYS = 4096
-"""As many small terms as a 16-bit sum loses for certain: in each of 16 splits too, a large one among them."""
+"""Number of small terms that a 16-bit sum loses for certain, in each of 16 splits too, with a large one among them."""
 
 _MANY_PARTS = 16_384
 """Keys of sixteen parts of 1,024, whose sum is rounded sixteen times where it is kept in bf16 (FastDeploy #5541)."""
@@ -19,11 +19,11 @@ _FAINT_KEYS = 1500
 """Several runs of keys that weigh little, behind a key each that weighs much."""
 
 _FEW_KEYS = (70, 20)
-"""More than the smallest tiles, beside a request of little more than one."""
+"""Lengths of a request with more keys than the smallest tiles, and of one with little more than one tile."""
 
 
 def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """What is declared of them, made of ``small``, a case with as little work for each key as is declared."""
+    """Declared extreme cases, made of ``small``, a case with as little work for each key as is declared."""
     one = small.of_requests((_MANY_KEYS,))
     two = (small.page_size + 1, 2 * small.page_size)
     fp8 = small.of_requests(two, kv_dtype="fp8_e4m3")

@@ -16,7 +16,7 @@ _LENS = (9, 70)
 
 
 def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Where ``mha`` is declared; made of ``small``, a case with little work for each row."""
+    """Cases of one head, if ``mha`` is declared; made of ``small``, a case with little work for each row."""
     if "mha" in declared.families:
         head_dim = min(declared.head_dims) if small.heads.layout.values_in_keys else small.head_dim
         yield small.of_requests(_LENS, padded=1).with_changes(
@@ -25,7 +25,7 @@ def one_head_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def three_kv_heads_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """With the smallest group that is declared; made of ``small``, a case with little work for each row."""
+    """Cases of the smallest declared group; made of ``small``, a case with little work for each row."""
     groups = sorted(declared.gqa_ratios - {1}) if "gqa" in declared.families else []
     if not groups and "mha" not in declared.families:
         return

@@ -24,11 +24,10 @@ _PROMPT, _MOST_WIDTH_OF_PROMPTS = 70, 128
 
 
 def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Made of ``small``, a case with as little work for each row as is declared.
+    """Cases made of ``small``, a case with as little work for each row as is declared.
 
-    Of each kind of part: requests that leave a part without keys, the first of all too; and everything that is declared
-    beside it, where keys are many, merged by the backend where it can. Of one kind of each mode: logits far from zero,
-    and other heads.
+    Of each kind of part: requests that leave a part without keys, the first of all too; and all other declared options
+    with many keys, merged by the backend if it can. Of one kind in each mode: logits far from zero, and other heads.
     """
     kinds = declared.lse.kinds(small.mode) if declared.lse else ()
     for kind in kinds:
@@ -66,8 +65,8 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _of_many_heads(declared: Capabilities, small: Case, parts: str, page: int, own: bool) -> Case:
-    """Many heads of the widest head dim and, in extend, prompts beside a row that decodes: log-sum-exps are a small
-    array of their own, whose strides and launches are those of no output.
+    """Many heads of the widest head dim and, in extend, prompts next to a row that decodes: log-sum-exps are a small
+    array of their own, with other strides and launches than the output.
     """
     heads = many_heads(declared, small.heads, _MANY_MLA_HEADS if small.heads.layout.wide_rows else _MANY_HEADS)
     prompts = small.mode is ForwardMode.EXTEND
@@ -116,7 +115,7 @@ def _like(small: Case, page: int, prefixes: tuple[int, ...], parts: str) -> Case
 
 
 def _with_options(declared: Capabilities, case: Case, own: bool) -> Case:
-    """Everything that is declared beside it, at a length at which keys are split."""
+    """All other declared options, at a length at which keys are split."""
     as_given = case.mode in declared.new_rows_as_given
     return with_options(
         declared, with_other_heads(declared, _like(case, case.page_size, (1500, 70), case.kv_splits)), 60
@@ -128,7 +127,7 @@ def _with_options(declared: Capabilities, case: Case, own: bool) -> Case:
 
 
 def _other_heads(declared: Capabilities, small: Case) -> Iterator[dict[str, Any]]:
-    """MLA beside other families, and groups of heads beside single ones: fields of a case."""
+    """Fields of cases with MLA if the others have another family, and with groups if the others have single heads."""
     groups = sorted(declared.gqa_ratios - {1})
     if not small.heads.layout.values_in_keys and latent(declared) and declared.mla_rope_dims:
         few = max([group for group in groups if group <= 4], default=1)

@@ -1,6 +1,6 @@
 """Sizes of batches: more requests times heads, and more rows, than one side of a CUDA grid holds; as many keys as long
-contexts have; a large batch of long requests for whoever declares batch invariance; both sides of the sizes at which a
-backend says that its kernel changes.
+contexts have; a large batch of long requests for backends that declare batch invariance; both sides of the sizes at
+which a backend says that its kernel changes.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ __all__ = ["batch_mates_cases", "large_cases", "switch_cases", "too_large_for_a_
 _GRID = 65_535
 """The largest y and z of a grid: a launch with more fails, and what it was to write stays as it was (sglang #34941)."""
 _KEYS = 130_900
-"""Of 131,072 tokens of context; the others are new ones."""
+"""Keys of a context of 131,072 tokens; the others are new tokens."""
 _MANY_HEADS, _MOST_HEADS = 32, 128
 _ROWS = 65
 _PREFIXES = (1, 3, 9)
 _COMPANY, _OF_EACH = (3, 40, 77, 114, 151, 188), 11
-"""Of up to a few tiles, in more than 64 requests."""
+"""Lengths of up to a few tiles, and how often each occurs: more than 64 requests."""
 _BY_BITS = ("fp32", "fp16", "bf16")
 """An output of more bits shows a sum of another order more often."""
 _SPLIT_OR_NOT = (9, 70, 1, 33)
@@ -38,7 +38,7 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
     if tier == "full":
         long = one.with_changes(heads=many_heads(declared, small.heads, _MANY_HEADS), data="one_hot")
         yield long.of_requests((_KEYS, 70))
-    # Rows of MLA have 576 numbers a head: minutes of comparing.
+    # Rows of MLA have 576 numbers per head: minutes of comparing.
     if (tier == "full" or small.mode is ForwardMode.DECODE) and not wide:
         yield _beyond_a_grid(one.with_changes(heads=many_heads(declared, small.heads, _MOST_HEADS)))
     if tier == "full" and small.mode is ForwardMode.EXTEND and not wide:
@@ -49,12 +49,12 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
 
 
 def too_large_for_a_cpu(case: Case) -> bool:
-    """Backends in torch and fakes hold every row against every key: 17 GB for each head."""
+    """True for a case in which every row with every key takes 17 GB per head, as in torch backends and fakes."""
     return sum(case.new) > _GRID
 
 
 def _beyond_a_grid(wide: Case) -> Case:
-    """So many requests that with the query heads they are just more than a grid holds."""
+    """Case with just more requests times query heads than a grid holds."""
     requests = _GRID // wide.heads.q_heads + 1
     lens = tuple(sorted((_PREFIXES * requests)[:requests]))
     return wide.of_requests(lens)

@@ -31,7 +31,7 @@ _WINDOW = 7
 
 
 def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Without options, and with all that are declared; made of ``small``, which has little work for each row."""
+    """Cases without options, and with all declared ones; made of ``small``, which has little work for each row."""
     minimal = small.of_requests(_LENS, padded=1, data="gauss", layers=_RANK)
     window = nearest_declared(declared, small.with_changes(window=_WINDOW)).window
     options = with_options(declared, with_other_heads(declared, minimal), window).with_changes(
@@ -41,7 +41,7 @@ def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     minimal = without_options(declared, minimal)
     yield from dict.fromkeys((minimal, options))
     page = min((page for page in declared.page_sizes if page > 1), default=1)
-    # A windowed group has let go of whole pages of the first two requests.
+    # A windowed group has freed whole pages of the first two requests.
     lens = (2 * page + window, 4 * page + window - 1, 6)
     pages = dict.fromkeys(each.with_changes(page_size=page, prefixes=lens) for each in (minimal, options))
     if declared.kv_groups and not small.draft:

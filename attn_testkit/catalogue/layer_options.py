@@ -13,13 +13,13 @@ from ..contract import Capabilities
 __all__ = ["takes_window", "with_options", "without_options"]
 
 _CAP = 1.5
-"""Of the size of the logits that the data give."""
+"""Soft cap in units of the size of the data's logits."""
 _TREE = Tree((0, 0, 1, 2))
 """Two branches of two nodes."""
 
 
 def takes_window(declared: Capabilities, case: Case) -> bool:
-    """Whether a window is declared for the mode of ``case``, and beside its tree."""
+    """True if a window is declared for the mode of ``case``, and together with its tree."""
     return case.mode in declared.windows.modes and (case.topk < 2 or declared.windows.in_trees)
 
 
@@ -34,12 +34,12 @@ def with_options(declared: Capabilities, case: Case, window: int) -> Case:
 
 
 def without_options(declared: Capabilities, case: Case) -> Case:
-    """``case`` as the plain twin of ``with_options``, which has the tree where a window keeps the other from it."""
+    """``case`` without options, to go with ``with_options``. It has the tree if a window keeps the other from it."""
     return _branching(declared, case) if _windows_chains_alone(declared, case) else case
 
 
 def _with_branches(declared: Capabilities, case: Case) -> Case:
-    """With a tree, where that takes no window away."""
+    """``case`` with a tree, if that does not cost the window."""
     return case if _windows_chains_alone(declared, case) else _branching(declared, case)
 
 
@@ -48,7 +48,7 @@ def _windows_chains_alone(declared: Capabilities, case: Case) -> bool:
 
 
 def _branching(declared: Capabilities, case: Case) -> Case:
-    """With a tree that branches in place of a short chain, where that is declared."""
+    """``case`` with a tree that branches in place of a short chain, if that is declared."""
     nodes = len(_TREE)
     supported = declared.max_topk >= _TREE.topk and declared.max_q_rows >= nodes >= case.width
     if case.tree is None or case.topk > 1 or not supported or variant_of(case).gives_none:

@@ -25,7 +25,7 @@ _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
 
 
 def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
-    """What the named cases are made of. MLA is too slow for the longest; in the older modes ids say which it is."""
+    """Base of the named cases. MLA is too slow for the longest; in the older modes the ids show which base it is."""
     newer = mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
     cheap = [case for case in cases if newer and not case.heads.layout.wide_rows]
     return (*cheap, *cases)[0]
@@ -47,7 +47,7 @@ def without_options_of(declared: Capabilities, base: Case) -> Case:
 def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case) -> Iterator[Case]:
     """Cases that no covering array is sure to meet."""
     minimal = without_options_of(declared, base)
-    # In smoke once, not once a mode: it costs as much as all other graph cases of a mode together.
+    # In smoke once, not once per mode: it costs as much as all other graph cases of a mode together.
     supported = declared.graph if len(declared.graph) > 1 else declared.graph | declared.eager
     hosts = supported - {ForwardMode.DRAFT_DECODE}
     alone = tier == "smoke" and mode is not min(hosts, default=mode)
@@ -72,7 +72,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     yield minimal.of_requests((300, 70), rows=minimal.rows.counted((minimal.width, 1)), data="rising_logits")
     yield _many_requests(declared, minimal)
     if not minimal.heads.layout.wide_rows or tier == "full":
-        # 576 numbers a key: minutes without a device.
+        # 576 numbers per key: minutes without a device.
         yield _beyond_16_bits(declared, minimal)
     yield from _wide_heads(declared, minimal)
     if mode is ForwardMode.TARGET_VERIFY:
@@ -95,7 +95,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
 
 
 def _long_with_options(declared: Capabilities, minimal: Case) -> Case:
-    """Everything that is declared, at a length where kernels take another path (split keys), beside a short request."""
+    """All declared options, at a length where kernels take another path (split keys), next to a short request."""
     optional = with_options(declared, minimal, 700)
     return optional.of_requests(
         (1500, 70),
@@ -176,7 +176,7 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
 
 
 def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:
-    """Groups of more query heads than the array tries: the largest declared, and one that is no power of two."""
+    """Groups of more query heads than the array tries: the largest declared, and one that is not a power of two."""
     wide = sorted(r for r in declared.gqa_ratios if r > MOST_USUAL_RATIO) if "gqa" in declared.families else []
     odd = [r for r in wide if r & (r - 1)]
     for ratio in dict.fromkeys([*wide[-1:], *odd[-1:]]):

@@ -1,4 +1,4 @@
-"""Which declared values a list of cases tries, counted from the cases themselves.
+"""Declared values that a list of cases tries, counted from the cases themselves.
 
 A value is tried by a case that would show a backend which is wrong at that value: a page size by a request of more than
 one page, a number of query rows by a request of that many. It is tried in each mode, because kernels are chosen by it.
@@ -32,7 +32,7 @@ DECLARED_VALUES: Mapping[str, Covered] = {
 
 
 def is_tried(covered: Covered, declared: Capabilities, case: Case, value: Value) -> bool:
-    """Whether ``case`` tries ``value``. Data that show no error of a query or a key try nothing."""
+    """True if ``case`` tries ``value``. Data that show no error of a query or a key try nothing."""
     return case.data not in EQUAL_LOGITS and covered.covers(covered.tried(declared, case), value)
 
 
@@ -54,8 +54,8 @@ def not_covered(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]
 def describe_not_covered(
     declared: Capabilities, modes: Sequence[ForwardMode], cases: Sequence[Case]
 ) -> tuple[str, ...]:
-    """What ``not_covered`` finds in ``modes``, in words: one phrase for the values of a capability that the same modes
-    lack."""
+    """Values that ``not_covered`` finds in ``modes``, in words: one phrase for the values of a capability that the same
+    modes lack."""
     lacking: dict[tuple[str, Value | None], list[ForwardMode]] = {}
     for mode in modes:
         own = [case for case in cases if case.mode is mode]
@@ -72,7 +72,7 @@ def describe_not_covered(
 
 
 def _words(declared: Capabilities, capability: Covered, value: Value, own: Sequence[Case]) -> tuple[str, Value | None]:
-    """What is lacking, and the value where others may stand beside it."""
+    """The missing value in words, and the value itself if others may be listed with it."""
     if not capability.bound:
         return capability.words, value
     numbers = (capability.tried(declared, case) for case in own if case.data not in EQUAL_LOGITS)

@@ -1,5 +1,5 @@
-"""What a layer has, windows and caps and sinks, together with what is mostly tried alone: outputs that the caller
-gives, pools of many elements; each with other heads, head dims and numbers too. And a context that is full.
+"""Options of layers (windows, caps, sinks) together with things that are mostly tried by themselves: outputs that the
+caller gives, pools of many elements; each with other heads, head dims and numbers too. And a context that is full.
 
 A path that is chosen by the layer has its own addresses and its own stores (vLLM #33759, vllm-ascend #6558).
 """
@@ -27,13 +27,13 @@ _SHORT = 300
 """Tokens of context that all cases have anyway."""
 _DRAWS = 40
 _PAGES_BELOW = 6
-"""A draft has a region of pages for each branch beside its prefix."""
+"""Pages below the full context: a draft has a region of pages for each branch next to its prefix."""
 
 
 def options_together_cases(declared: Capabilities, small: Case, arrays: Sequence[Case]) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key, which has one KV head where that is declared.
 
-    What one of ``arrays`` has together, with several KV heads, has no case of its own.
+    Combinations that a case of ``arrays`` has with several KV heads get no case here.
     """
     there = {_together(case) for case in arrays if case.heads.kv_heads > 1}
     small = small.with_changes(page_size=usual_page(declared), data="gauss")
@@ -60,7 +60,7 @@ def _together(case: Case) -> tuple[frozenset[str], bool, bool, bool, bool]:
 
 
 def _with_options(declared: Capabilities, minimal: Case) -> Case:
-    """With all options of a layer that are declared, in some of two layers; without a window where nothing is
+    """``minimal`` with all declared options of a layer, in some of two layers; without a window if nothing is
     causal."""
     optional = with_options(declared, minimal.with_changes(layers=Layers()), _WINDOW)
     return optional.with_changes(window=-1) if not variant_of(minimal).causal else optional
@@ -68,7 +68,7 @@ def _with_options(declared: Capabilities, minimal: Case) -> Case:
 
 def _full_context(declared: Capabilities, small: Case) -> Iterator[Case]:
     """A request of as many tokens as is declared, where no other case comes near, and one of five eighths, whose keys
-    are no multiple of a power of two: masks and tables of a fixed size end or come round there (vllm-ascend #6803).
+    are not a multiple of a power of two: masks and tables of a fixed size end or wrap there (vllm-ascend #6803).
     """
     most = declared.max_context_len
     if most <= _SHORT or (most > _LONG_OF_MLA if small.heads.layout.wide_rows else most > _LONG):

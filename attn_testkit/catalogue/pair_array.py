@@ -60,7 +60,7 @@ def pair_array_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def layout_array_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
-    """The same in another mode than decode, for the layouts that only few cases have where there are any. Made of
+    """Array of a mode other than decode, for layouts that only few cases have, if there are any. Made of
     ``minimal``, three requests with its rows; pages that lie in no order.
     """
     layouts = other_layouts(declared)
@@ -100,7 +100,7 @@ def layout_array_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
 
 
 def _first_or_other(values: Sequence[_T], other: int, number: int) -> _T:
-    """The first value or, by turns, one of the others: each layout meets the first and another one, in two thirds of
+    """The first value or, alternately, one of the others: each layout meets the first and another one, in two thirds of
     the cases that every pair of three values would take.
     """
     return values[1 + number % (len(values) - 1)] if other else values[0]
@@ -124,7 +124,7 @@ def _families(
 
 @lru_cache(maxsize=64)
 def _pairs(sizes: tuple[int, ...], salt: str = "pairs") -> list[list[int]]:
-    """Rows of indices into dimensions of so many values, in which each two values of two dimensions meet.
+    """Rows of indices into dimensions of these sizes, in which every two values of two dimensions meet.
 
     ``salt``: other rows for the same sizes.
     """

@@ -1,4 +1,4 @@
-"""Cases for what a backend declares of how the KV pool lies in memory, beside those of the usual layout."""
+"""Cases for the declared layouts of the KV pool, in addition to those of the usual layout."""
 
 from __future__ import annotations
 

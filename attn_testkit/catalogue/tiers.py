@@ -1,9 +1,8 @@
 """Cases that a tier tries: a covering array over what a backend declares, and a few named cases in addition.
 
 ``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
-hold only what is declared, so that a capability is tried and nothing else is; and of long capabilities some values
-alone. From core on the other values get a small case each (``cases_for_uncovered.py``); what is left even so is named
-(``not_covered.py``).
+hold only declared values, and of long capabilities only some of them. From core on the other values get a small case
+each (``cases_for_uncovered.py``); values that no case covers are named (``not_covered.py``).
 """
 
 from __future__ import annotations
@@ -110,7 +109,7 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
 
 
 def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
-    """What stands behind all others: made of ``base``, which has little work for each row and key."""
+    """Cases that come after all others: made of ``base``, which has little work for each row and key."""
     if tier != "smoke":
         yield from variant_cases(declared, base)
         yield from randomly_varied(declared, list(split_cases(declared, base)))

@@ -45,7 +45,7 @@ def uniform_batch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
-    """As few query heads each as are declared."""
+    """Many KV heads, with as few query heads each as are declared."""
     groups = sorted(declared.gqa_ratios - {1})
     if not like.layout.wide_rows and as_many(declared):
         return Heads(as_many(declared)[0].name, _MANY_KV_HEADS, _MANY_KV_HEADS)
@@ -55,7 +55,7 @@ def _many_kv_heads(declared: Capabilities, like: Heads) -> Heads:
 
 
 def _without_prefix(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """Prompts alone: new rows are attended as they are given, by another kernel (vllm-ascend #5397)."""
+    """Prompts only: new rows are attended as they are given, by another kernel (vllm-ascend #5397)."""
     new = tuple(min(count, declared.max_extend_tokens) for count in _PROMPTS)
     minimal = small.of_requests((0,) * len(new), padded=1, rows=Extend(new, room_for(new)))
     yield minimal
@@ -76,8 +76,8 @@ def _without_prefix(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _of_one_length(declared: Capabilities, small: Case) -> Iterator[Case]:
-    """In decode with several groups of heads: a kernel for many heads a KV head split keys from 1,024 on, and read
-    those of the first request where nothing was masked (mlx #4431). In the other modes with one.
+    """Requests of one length; in decode with several groups of heads, in the other modes with one. A kernel for many
+    heads per KV head split keys from 1,024 on, and read those of the first request if nothing was masked (mlx #4431).
     """
     one = small.with_changes(layers=Layers(1))
     if small.mode is not ForwardMode.DECODE:

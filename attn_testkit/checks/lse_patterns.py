@@ -153,8 +153,7 @@ MISTAKES: Sequence[tuple[Callable[[LseEvidence], torch.Tensor | None], str]] = (
     ),
     (
         _base_e_twice,
-        "it is ln 2 times the value in base e, which is declared: it is multiplied by ln 2 twice, or was natural "
-        "before",
+        "it is ln 2 times the declared value in base e: it is multiplied by ln 2 twice, or was in base e before",
     ),
     (
         _merged_in_the_other_base,

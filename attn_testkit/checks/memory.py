@@ -57,7 +57,7 @@ def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: boo
     differs = (got != want).flatten(3).any(-1)
     inputs = observed.inputs
     if inputs is not None and inputs.new_limit is not None:
-        # What is computed is compared within its limit, and all else that was written in bits.
+        # Computed values are compared within their limit, and everything else that was written in bits.
         computed = observed.pool[:, :, inputs.new_slots]
         wrong_rows = beyond(computed, inputs.new_rows, inputs.new_limit).flatten(3).any(-1)
         differs[:, :, inputs.new_slots - page] = wrong_rows

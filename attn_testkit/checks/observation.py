@@ -158,7 +158,7 @@ class Observation:
     schedule: Schedule = field(repr=False)
     step: Step
     label: str
-    """Name of the step: empty for a single eager step, else ``replay 4 of 7 (long beside short), bucket 4, 3 live``."""
+    """Name of the step: empty for a single eager step, else ``replay 4 of 7 (long and short), bucket 4, 3 live``."""
     copies: Copies
     ran_before: RanBefore = ""
     """Other work on the instance before an eager run: nothing, other eager steps, or graphs."""

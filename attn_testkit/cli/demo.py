@@ -39,7 +39,13 @@ Examples:
 Exit code 0: the four runs went as described. 1: one of them did not.""",
 )
 @click.option(
-    "--html", "page", type=click.Path(), default=_PAGE, show_default=True, metavar="FILE", help="The report as a page."
+    "--html",
+    "page",
+    type=click.Path(),
+    default=_PAGE,
+    show_default=True,
+    metavar="FILE",
+    help="Write the report as a page.",
 )
 @device_option
 def demo(page: str, device: str) -> int:

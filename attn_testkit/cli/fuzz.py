@@ -69,7 +69,9 @@ Exit code 0: nothing found, which does not mean CONFORMANT. 1: found. 2: interru
     metavar="FOLDER", help="Folder that remembers failures; they are retried first.",
 )  # fmt: skip
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
-@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Of one case-run.")
+@click.option(
+    "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Time limit of one case-run."
+)
 def fuzz(backend: str, minutes: float, database: Path, json_file: str | None, timeout: float, **values: Any) -> int:
     """Run random cases over everything that a backend declares, and minimize failures: one case per mode and check,
     with as few non-default values as possible.

@@ -44,7 +44,9 @@ Exit code 1: it fails, and was minimized. 0: it passes. 2: interrupted. 5: it do
     "--seconds", type=Seconds("seconds"), default=600.0, show_default=True, metavar="S",
     help="Start no case-run after S seconds.",
 )  # fmt: skip
-@click.option("--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Of one case-run.")
+@click.option(
+    "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S", help="Time limit of one case-run."
+)
 def minimize(
     backend: str,
     case: str,

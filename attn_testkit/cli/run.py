@@ -190,7 +190,7 @@ def _rest_of(prepared: Prepared, earlier: Mapping[str, Report]) -> tuple[Prepare
 
 
 def _is_no_case(row: CaseResult) -> bool:
-    """True for the row of a mode or a backend as a whole, which planning makes anew."""
+    """True for the row of a mode or a backend as a whole, which planning makes again."""
     return row.case.endswith(NO_CASE)
 
 
@@ -237,7 +237,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
     if record:
         record.finish(code, interrupted=interrupted, problems=problems)
     if record and record.failure and code in (0, CUT):
-        # Whoever reads the file, in this job or the next, would not see what this run found.
+        # Readers of the file, in this job or the next, would not see the findings of this run.
         code = 3
     print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
     _warn(record)

@@ -108,7 +108,7 @@ class BackendContext:
         windows = {layer.sliding_window_size for layer in self.layers} - {-1}
         if len(windows) > 1:
             raise ValueError(
-                f"layers have windows of {_counted(windows)}, and a context has no one window: look at each layer's, "
+                f"layers have windows of {_counted(windows)}, so the context has no single window: use each layer's, "
                 "or declare windows=Windows(..., layers='one')"
             )
         return max(windows, default=-1)

@@ -208,7 +208,7 @@ class Capabilities(Declared):
         self._check_modes("eager", "graph", "new_rows_as_given", "non_causal")
         causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
         if causal:
-            raise ValueError(f"Capabilities.non_causal is of extend and target-verify, got {', '.join(causal)}")
+            raise ValueError(f"Capabilities.non_causal may hold only extend and target-verify, got {', '.join(causal)}")
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
         for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             self._check_words(name, known)
@@ -235,7 +235,7 @@ class Capabilities(Declared):
             raise ValueError(
                 "Capabilities declare target-verify, and max_topk=0 declares no draft tree; write max_topk=1 for "
                 "chains, "
-                "max_topk=K for trees of up to K children a node, or leave target-verify out"
+                "max_topk=K for trees of up to K children per node, or leave target-verify out"
             )
 
     def _check_sparse(self) -> None:

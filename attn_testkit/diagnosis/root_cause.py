@@ -188,7 +188,7 @@ _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
         "steps-independent",
-        "something of an earlier step is kept: as the first step of a fresh instance it is right",
+        "state of an earlier step is kept: as the first step of a fresh instance it is right",
     ),
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
     "modes": ("steps-independent", _NO_OTHER_MODE),

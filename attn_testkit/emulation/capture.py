@@ -76,7 +76,7 @@ class Capture:
                 del self._live[key]
                 block.dead = True
                 if not self.ended:
-                    # What moved is nowhere to be read any more.
+                    # The tensors that moved cannot be read any more.
                     poison = not self._share_memory(block) and self.policy.poison_temporaries
                     self.nodes.append(DropNode("end of a temporary", block.place, [block], poison))
 

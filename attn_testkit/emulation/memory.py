@@ -86,7 +86,7 @@ class Block:
 
     @property
     def raw(self) -> torch.UntypedStorage:
-        """A storage on the address, which it does not own; not for memory of no bytes."""
+        """A storage at the address that does not own its memory. Not for memory of 0 bytes."""
         if self._raw is None:
             self._raw = raw_storage(self.address, self.nbytes)
         return self._raw

@@ -39,5 +39,5 @@ class Rule:
     syncs: bool = True
     invalidates: bool = True
     eager: bool = False  # refused outside captures too
-    says_whom: bool = False  # whoever refuses by it tells the account of streams what the host waits for
+    says_whom: bool = False  # a refusal by it reports to the account of streams what the host waits for
     crosses: bool = False  # only where host and device memory meet

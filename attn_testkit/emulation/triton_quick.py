@@ -1,6 +1,6 @@
 """Shorter ways to what a call of the interpreter computes: the one NumPy function that it comes down to.
 
-The interpreter decides anew in every call what its operands are; of a call in a path that is known once. And an operand
+The interpreter decides in every call what its operands are; here a call in a path is decided once. And an operand
 that was spread over a block need not be: NumPy does it on the way. A shorter way is taken if it gave the very same
 array, laid out the same in memory, when the path was noted down, so that sums over it add up in the same order.
 """

@@ -24,7 +24,7 @@ def row_limit(limit: torch.Tensor, dtype: str, alike: bool = False) -> torch.Ten
     in every channel of a row).
     """
     norm: torch.Tensor = torch.linalg.vector_norm(limit, dim=-1)
-    # What is flushed to zero is flushed in all channels alike.
+    # Values that are flushed to zero are flushed in all channels alike.
     flushed: float = FLUSHED * limit.shape[-1] ** 0.5
     return norm / (1 if alike else 2) + (2 * SMALLEST[dtype] + flushed)
 

@@ -33,7 +33,7 @@ class GraphsAlone(PlannedBackend):
     modes=_ALL,
     executions=("graph",),
     checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="declared in graphs alone",
+    hint="declared only in graphs",
 )
 class CapturedLengthsInGraphsAlone(GraphsAlone):
     """Lengths stay those of the capture, and there is no eager run to compare with."""

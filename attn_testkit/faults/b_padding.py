@@ -307,7 +307,7 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
     modes=_DECODE,
     executions=_GRAPH,
     checks=("buckets-independent", "padding-inert"),
-    hint="no other mode|bucket of exactly|alone",
+    hint="no other mode|bucket of exactly",
     modelled="state by place in the batch; upstream it is that of requests, and the layers are Mamba's",
 )
 class StaleRequestStateFakesPrefill(PlannedBackend):

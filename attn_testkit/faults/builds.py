@@ -116,7 +116,7 @@ class RegisterRowsBackend(PlannedBackend):
         row = (meta.cu_seqlens_q[:-1, None] + offset).clamp(0, len(self.new[0]) - 1)
         mine = ((offset >= 0) & (offset < meta.cu_seqlens_q.diff()[:, None]))[:, :, None, None]
         k, v = (new.reshape(len(new), layer.tp_k_head_num, -1)[row].float() for new in self.new)
-        # What is gathered is multiplied by the scales of an FP8 pool further on.
+        # Gathered rows are multiplied by the scales of an FP8 pool further on.
         k, v = k / layer.k_scale, v / layer.v_scale
         return torch.where(mine, k, keys), torch.where(mine, v, values)
 

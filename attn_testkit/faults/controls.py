@@ -41,7 +41,7 @@ class PlanOutsideTheGraph(PlannedBackend):
 
 @control("fill-value-zero")
 class FillValueZero(PlannedBackend):
-    """Padded requests have no key at all; FlashInfer wants them so (sglang #1094)."""
+    """Padded requests have no key at all, as FlashInfer requires (sglang #1094)."""
 
     capabilities = _in("decode", "target-verify")
 

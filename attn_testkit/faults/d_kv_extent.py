@@ -147,7 +147,7 @@ class BlockTableIndexedByToken(DenseBackend):
     source="flashinfer #3022",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="a page or tile is looked up twice|a page or a split is skipped",
+    hint="a page or a split is skipped",
 )
 class VTilePageNotAdvanced(DenseBackend):
     """Head dim 256 needs two V loads for a tile of 64 keys, and the second still uses the page ids of the first."""
@@ -190,7 +190,7 @@ class TableRowWidthFromMaxLen(DenseBackend):
     modelled="the kernel's assertion is raised while the replay is planned",
 )
 class StaticQAgainstLiveIndex(DenseBackend):
-    """The index tensor is sized for the live tokens while q is padded to the bucket, and the kernel wants them
+    """The index tensor is sized for the live tokens while q is padded to the bucket, and the kernel needs them
     equal.
     """
 
@@ -339,7 +339,7 @@ class BatchIndexInsteadOfPoolRow(DenseBackend):
     source="general",
     modes=(ForwardMode.DECODE,),
     checks=("matches-oracle",),
-    hint="the last KV token is missing|shifted by -1",
+    hint="the last KV token is missing",
 )
 class DecodeMissesItsOwnKey(DenseBackend):
     """seq_lens is taken for the prefix, and the token of this step is not among its own keys."""

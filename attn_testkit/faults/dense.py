@@ -112,7 +112,7 @@ class DenseBackend(AttentionBackend):
         self.kv_lens = self.kv_lengths(batch, self.counts)
         offset = torch.arange(width, device=self.starts.device)
         tokens = batch.input_ids.shape[0]
-        # Rows are packed request by request; attention wants [B, W]. Places past a request's count are computed on
+        # Rows are packed request by request; attention needs [B, W]. Places past a request's count are computed on
         # another request's row and dropped. Rows past the last request are padding and get any result.
         self.row = (self.starts[:, None] + offset).clamp(max=tokens - 1)
         row = torch.arange(tokens, device=self.starts.device)

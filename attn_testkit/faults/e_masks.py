@@ -22,7 +22,7 @@ _EXTENDS = _VERIFY + _CAUSAL
     modes=_CAUSAL,
     executions=("graph",),
     checks=("buckets-independent", "matches-oracle"),
-    hint="alone",
+    hint="no other mode and no eager step",
 )
 class CustomMaskStaleWhenNone(DenseBackend):
     """The mask of a verified tree stays in force for later causal batches of the instance."""

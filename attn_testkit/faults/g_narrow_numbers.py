@@ -35,7 +35,7 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
         buffers = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         for buffer, rows, scale in zip(buffers, (k, v), (layer.k_scale, layer.v_scale), strict=True):
             rows = (rows.float() / scale).reshape(-1, *buffer.shape[1:])
-            # What such a cast gives differs between devices, and between releases of torch.
+            # The result of such a cast differs between devices, and between releases of torch.
             stored = rows.to(_E4M3).view(torch.uint8).masked_fill(rows.abs() > 448, 0x7F)
             buffer.view(torch.uint8)[meta.slots] = stored
 

@@ -54,7 +54,7 @@ class TilesOfRowsBeginAtARow(PlannedBackend):
         start = packed // self.tile_of_rows * self.tile_of_rows
         taken = (start // group + (packed - start) // group).view(width, group)
         row = torch.arange(width, device=found.device)[:, None]
-        # Where that is the row before, the last key that the row may see is masked.
+        # If that is the row before, the last key that the row may see is masked.
         meta = self.metadata
         assert meta is not None
         last = self.row_positions(meta)

@@ -136,7 +136,7 @@ class WriterComputesThePageStride(StridedBackend):
     hint="was not written",
 )
 class WrittenToAReshapedCopy(StridedBackend):
-    """The writer wants pages in one dimension and reshapes them, which copies where layers share a block."""
+    """The writer needs pages in one dimension and reshapes them, which copies if layers share a block."""
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 

@@ -76,7 +76,7 @@ class OutputBufferOfTheFirstLayer(ByLayerBackend):
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         rows = out.flatten(1)
-        # What of a row is behind the first layer's width is written over by the next row.
+        # The part of a row past the first layer's width is written over by the next row.
         kept = min(self.row, rows.shape[1])
         self.output[: len(rows) * self.row].view(-1, self.row)[:, :kept] = rows[:, :kept]
         return self.output.as_strided(rows.shape, (self.row, 1)).clone().view(out.shape)

@@ -28,7 +28,7 @@ def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
     modes=(ForwardMode.TARGET_VERIFY,),
     executions=_EAGER,
     checks=("steps-independent",),
-    hint="something of an earlier step is kept",
+    hint="state of an earlier step is kept",
 )
 class PlanCacheKeyWithoutMask(PlannedBackend):
     """Plans are kept by their lengths, and a plan holds the tree mask, which is not in the key."""
@@ -53,7 +53,7 @@ class PlanCacheKeyWithoutMask(PlannedBackend):
     modes=_ALL,
     executions=_EAGER,
     checks=("steps-independent",),
-    hint="something of an earlier step is kept",
+    hint="state of an earlier step is kept",
 )
 class PageTableKeptWhileLengthsAgree(PlannedBackend):
     """The page table is uploaded only when a length changed, and other requests of the same lengths get it."""
@@ -74,7 +74,7 @@ class PageTableKeptWhileLengthsAgree(PlannedBackend):
     modes=_ALL,
     executions=_EAGER,
     checks=("steps-independent",),
-    hint="something of an earlier step is kept",
+    hint="state of an earlier step is kept",
     modelled="columns that do not fit read as page 0",
 )
 class PageTableSizedByFirstBatch(PlannedBackend):
@@ -99,7 +99,7 @@ class PageTableSizedByFirstBatch(PlannedBackend):
     modes=_ALL,
     executions=_EAGER,
     checks=("steps-independent",),
-    hint="something of an earlier step is kept",
+    hint="state of an earlier step is kept",
     modelled="a shorter request is noticed as a new one",
 )
 class PageTableKeptByPoolRow(PlannedBackend):

@@ -119,7 +119,7 @@ class WorkspaceGrowsAfterCapture(PlannedBackend):
     hint="allocate it once",
 )
 class WorkspaceReplacedAtEachCapture(PlannedBackend):
-    """Each bucket's capture makes the workspace anew, and frees the one that larger buckets recorded."""
+    """Each bucket's capture makes a new workspace, and frees the one that larger buckets recorded."""
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:

@@ -20,7 +20,7 @@ from .dense import DenseBackend
     modelled="a tuner of Triton takes the place of torch.compile, which compiles nothing where CUDA is emulated",
 )
 class TunedForEveryLength(DenseBackend):
-    """The longest length is one of a tuner's keys, so that a kernel is tuned anew at every step."""
+    """The longest length is one of a tuner's keys, so that a kernel is tuned again at every step."""
 
     capabilities = DenseBackend.capabilities.with_changes(
         eager={ForwardMode.DECODE}, graph=(), needs_cpu_seq_lens=True, requires=Requires(packages=("triton>=3.6",))

@@ -19,7 +19,7 @@ def _copy(source, target, count, key, BLOCK: tl.constexpr):  # type: ignore[no-u
 
 
 def tuned_copy(tensor: torch.Tensor, key: int) -> torch.Tensor:
-    """Copy numbers to other memory, by a kernel that is tuned anew for every ``key``."""
+    """Copy numbers to other memory, by a kernel that is tuned again for every ``key``."""
     source = tensor.contiguous()
     copied, count = torch.empty_like(source), source.numel()
 

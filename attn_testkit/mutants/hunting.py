@@ -179,7 +179,7 @@ class _Party:
 
         try:
             for done, (mutant, verdict) in enumerate(merged([verdicts(r) for r in runners], end), start=1):
-                # What an earlier stage has said of it in full is kept until this one has.
+                # Keep the full verdict of an earlier stage until this one has its own.
                 if verdict.status != OPEN or self._status(mutant) in ("", OPEN):
                     self.journal.evaluated(mutant.id, verdict, _readable(mutant))
                 self.see(f"{verdict.status}: {mutant.path}:{mutant.line} {mutant.operator}", done, len(mutants))
@@ -264,7 +264,7 @@ class _Party:
 
 
 def _stable(value: object) -> str:
-    """A ``repr`` that is the same in every process; that of a set is not."""
+    """Text of a value that is the same in every process. The ``repr`` of a set differs between processes."""
     if is_dataclass(value) and not isinstance(value, type):
         return f"({', '.join(f'{each.name}={_stable(getattr(value, each.name))}' for each in fields(value))})"
     if isinstance(value, Set):

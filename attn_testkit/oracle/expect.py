@@ -1,4 +1,4 @@
-"""What a step should give: attention outputs, the model's outputs, and the limit of each."""
+"""Expected results of a step: attention outputs, the model's outputs, and the limit of each."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class _Answer:
 
 @dataclass(frozen=True, eq=False)
 class Expected(_Answer):
-    """Float64, host. L layers, T live rows, R output rows (T, or one a request where requests are ragged)."""
+    """Float64, host. L layers, T live rows, R output rows (T, or one per request if requests are ragged)."""
 
     data: StepData
-    """What it is the answer to."""
+    """Inputs of the step."""
 
 
 def expect(schedule: Schedule, step: Step, pattern: str | None = None) -> Expected:
     """The answer for one step of a schedule, and the limits. ``pattern``: see ``Family.data``.
 
-    The answer is cached, because eager, graph and every backend are judged by the same numbers. The data are not kept
-    by it: those of long requests are larger by far.
+    The answer is cached, because eager, graph and every backend are compared with the same numbers. The cache does not
+    keep the data: those of long requests are larger by far.
     """
     return Expected(
         **vars(_answer(schedule, step, pattern)), data=family_of(schedule.case).data(schedule, step, pattern)

@@ -176,7 +176,7 @@ class Session:
         header = prepared.plan.header
         not_covered = dict(header.not_covered)
         if deselected:
-            # Which values those cover is not known here, without torch.
+            # The values that those cover are not known here, without torch.
             not_covered = {
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()
@@ -210,7 +210,7 @@ class Session:
             # Workers of xdist that collect nothing report nothing.
             self.begin([])
         if self.header is None:
-            # The session may be green, and whoever typed the option reads that as the backend's verdict.
+            # The session may be green, and the user who typed the option reads that as the backend's verdict.
             asked_for_nothing = self.named and not self.collects_only and exitstatus == pytest.ExitCode.OK
             self.refusal = self.refusal or (_NO_SUITE if asked_for_nothing else "")
             return int(pytest.ExitCode.USAGE_ERROR) if asked_for_nothing else exitstatus
@@ -228,7 +228,7 @@ class Session:
             self._not_recorded = self._record.failure
             self._record = None
             if self._not_recorded and self.code in (0, CUT):
-                # Whoever reads the file, in this job or the next, would not see what this session found.
+                # Readers of the file, in this job or the next, would not see the findings of this session.
                 self.code = 3
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return self.code

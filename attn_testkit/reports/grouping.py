@@ -138,7 +138,7 @@ RESTATES_THE_CHECK = (
     "it is right when no other mode and no eager step uses the instance",
     "data of padded rows reach real ones",
     "on a fresh instance, without graphs, the same eager step is right",
-    "something of an earlier step is kept",
+    "state of an earlier step is kept",
 )
 """Beginnings of hints that every failure of a check has: they repeat why diagnosis chose that check."""
 
@@ -163,7 +163,7 @@ _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         *_MADE_UP,
         (r"\b(eager|graph):[\w.-]+", "another case-run"),
         (r"the \d+ case-runs that repro names", "another case-run"),
-        # What to look at depends on the case's features.
+        # The advice depends on the case's features.
         (r": look at .*", ""),
         (r"(over a million times|just|[\d.]+x) over the limit", "over the limit"),
         (rf"(?<![\w.]){_NUMBER}(?![\w])(?:(?:, | and |\.\.|-){_NUMBER}(?![\w]))*", "N"),

@@ -1,7 +1,7 @@
 """A results file is checked when it is read: its digest, its counts, its statuses and its exit code agree.
 
-The digest finds a file that was edited, merged by hand or cut. It does not sign the file: whoever
-can write the file can also write its digest.
+The digest finds a file that was edited, merged by hand or cut. It does not sign the file: a program
+that can write the file can also write its digest.
 """
 
 from __future__ import annotations

@@ -32,16 +32,16 @@ def check_backend(
     in_process: bool = False,
     known_failures: str | Path | None = None,
 ) -> Results:
-    """Check a backend: ``print(check_backend(MyBackend))``. What comes back is true only if the backend conforms.
+    """Check a backend: ``print(check_backend(MyBackend))``. The result is true only if the backend conforms.
 
     ``backend``: a spec, or the class itself. A class that no import gives (of a notebook, a local one) travels by value
     to the process that runs it. ``modes``, ``executions``, ``cases``: as on the command line; empty means all.
     ``timeout_s``: seconds for one case-run. ``known_failures``: a TOML file of failures that are tolerated.
-    ``in_process``: run the backend in this process, for a debugger; what it says is then no gate, because the backend
-    could change what judges it.
+    ``in_process``: run the backend in this process, for a debugger. Do not gate on such a result: the backend could
+    change the code that evaluates it.
 
     Raises ``UsageError`` for a request that makes no sense, for a backend that cannot be imported, and for a class that
-    cannot be taken to another process as it is here; ``JudgeError`` where the process that judges died.
+    cannot be taken to another process as it is here; ``JudgeError`` if the judge's process died.
     """
     options = Options(jobs=jobs, timeout_s=timeout_s, in_process=in_process)
     request = Request(

@@ -64,7 +64,7 @@ VOCAB = 48
 def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
     """The layers of the test model. They differ in everything that a layer may differ in.
 
-    ``sinks`` are host tensors; the drive moves copies of them to the device.
+    ``sinks`` are host tensors; the worker moves copies of them to the device.
     """
     case = case.instance_of or case
     layers: list[dict[str, Any]] = [{} for _ in range(case.layers.count)]
@@ -77,7 +77,7 @@ def make_layers(case: Fields) -> tuple[AttentionLayer, ...]:
 
 
 KEPT_BYTES = 1 << 27
-"""How much of what is asked again is kept, of each kind. One long request in float64 may be 100 MB."""
+"""Most bytes of cached data of each kind. One long request in float64 may be 100 MB."""
 
 
 def bytes_in(made: object) -> int:
@@ -129,7 +129,7 @@ class StepData:
 
     @property
     def keys(self) -> torch.Tensor:
-        """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Made anew: large, and asked once."""
+        """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Not cached: it is large, and needed once."""
         return dequantised(self.stored_keys, self.kv_scales[0])
 
     @property
@@ -156,11 +156,12 @@ def _fp8_numbers(dtype: torch.dtype) -> npt.NDArray[np.float64]:
 
 
 _USUAL_RANGE = 256.0
-"""Queries beside an FP8 pool are made no larger, but for the patterns that are about it."""
+"""Largest query with an FP8 pool, except in patterns that test larger ones."""
 
 
 def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Queries of at most ``most``; ``held``: and exactly held by FP8, as kernels that round theirs need it."""
+    """Scale q and k so that queries are at most ``most``. ``held``: make FP8 hold them exactly, for kernels that round
+    queries to FP8."""
     shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / most)))
     q = q / shift
     return q.to(torch.float8_e4m3fn).float() if held else q, k * shift
@@ -222,7 +223,7 @@ def _drawn(
         )
         q, k, v = _of_pattern(case.layers.count, case.head_shape, dv, step, pattern, rng, q_scale)
     if case.heads.layout.values_in_keys:
-        # The latent row is key and value at once; its rope part is the key's alone.
+        # The latent row is key and value at once; its rope part belongs only to the key.
         k = torch.cat([v, k[..., dv:]], -1)
         if pattern == "one_hot":
             q = torch.cat([torch.zeros_like(q[..., :dv]), q[..., dv:]], -1)
@@ -273,7 +274,7 @@ def _of_pattern(
 def _drawn_by_layer(
     case: Case, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """As ``_of_pattern``, where each layer has a pattern of its own width, in the shape of the case."""
+    """Draw as ``_of_pattern`` does, but each layer with a pattern of its own width, in the shape of the case."""
     found = []
     for each in case.head_maps:
         q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng, q_scale)
@@ -430,7 +431,7 @@ def pool_image(
         one = _bytes_if_fp8(torch.ones((), dtype=dtype))
         image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
     for layer, each in enumerate(schedule.case.head_maps):
-        # What a layer lacks is zeros here too, whatever its slots hold.
+        # Heads and dims that a layer lacks are zeros here too, whatever its slots hold.
         image[layer] = each.kv_whole(each.kv_part(image[layer]))
     owned, rows = stored_kv(schedule, step, data, after=after)
     raw = image.view(torch.uint8).numpy()
@@ -439,7 +440,7 @@ def pool_image(
 
 
 def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
-    """As ``held_kv``, with large finite numbers where a windowed KV group has let go of pages."""
+    """Return ``held_kv`` with large finite numbers in pages that a windowed KV group has freed."""
     slots, rows = held_kv(step, data, after=after)
     windows = tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
     for layers, gone in outgrown(schedule, step, windows):
@@ -457,10 +458,10 @@ def _filler(dtype: torch.dtype) -> torch.Tensor:
 
 
 def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
-    """What live requests have in the KV pool before or ``after`` a step, as it is stored.
+    """Contents of the KV pool for live requests before or ``after`` a step, as stored.
 
-    Their slots [n], those of shared pages once a request and those of copied ones once a copy, and the bytes of their
-    rows [L, 2 or 1, n, bytes].
+    Their slots [n], those of shared pages once per request and those of copied ones once per copy, and the bytes of
+    their rows [L, 2 or 1, n, bytes].
     """
     runs: list[tuple[int, int, Ints]] = []
     for b, request in enumerate(step.requests):
@@ -478,13 +479,13 @@ def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArr
 
 
 def forget_data() -> None:
-    """Let go of every step's numbers that are kept."""
+    """Free all cached numbers of steps."""
     make_step_data.cache_clear()
     pool_image.cache_clear()
 
 
 def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step stores: its slots [n] int64, ascending, and [L, 2 or 1, n, Hk, Dqk] in the pool's dtype for them."""
+    """New slots of a step [n] int64, ascending, and their values [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
     b, at = data.row_request, data.row_key
     stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
     rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)

@@ -1,8 +1,8 @@
-"""The lossless loop of a case: what is said, in which slots it is kept, and how much of each draft is left as proposed.
+"""The greedy-equivalence loop of a case: its tokens, their slots, and how much of each draft is left as proposed.
 
 Requests go on from a prompt, round after round, over a vocabulary whose numbers are known: a token's q, k and v follow
 from its id. A request has two rows of the request table, one for the target's KV and one for the draft's, as a draft
-model has KV of its own. What a round writes is what the next one reads.
+model has KV of its own. Each round reads what the one before it wrote.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXTENDS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 @dataclass(frozen=True, eq=False)
 class Vocabulary:
-    """Host tensors in the model's dtype, but for ``hidden``, which is float32. One entry a token id."""
+    """Host tensors in the model's dtype, but for ``hidden``, which is float32. One entry per token id."""
 
     q: torch.Tensor
     """[L, VOCAB, Hq, Dqk]."""
@@ -46,7 +46,7 @@ class Loop:
     """Everything that is known of a loop before it runs."""
 
     schedules: tuple[Schedule, ...]
-    """Of draft-decode, target-verify, and each draft-extend that is declared, with the loop's sizes."""
+    """Schedules of draft-decode, target-verify, and each draft-extend that is declared, with the loop's sizes."""
     prompts: tuple[tuple[int, ...], ...]
     """Token ids of each request; the last of them has no KV yet."""
     kept: npt.NDArray[np.int64]
@@ -84,7 +84,7 @@ class Loop:
 
 
 def stage_name(number: int, mode: ForwardMode) -> str:
-    """Of a round, from 0 on: ``round 2, target-verify``."""
+    """Name of a round, from 0 on: ``round 2, target-verify``."""
     return f"round {number + 1}, {mode}"
 
 
@@ -155,7 +155,7 @@ def make_vocabulary(case: Case) -> Vocabulary:
 
 
 def data_of_tokens(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
-    """What plain decode computes of these tokens: a row for each, which sees those before it. The oracle's input."""
+    """Input of the oracle for plain decode of these tokens: a row for each, which sees those before it."""
     words, lens = make_vocabulary(case), [len(each) for each in tokens]
     longest = max(lens)
     ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in tokens])

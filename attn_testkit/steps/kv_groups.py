@@ -1,4 +1,4 @@
-"""Where the slots of a schedule lie in the pools of a backend: in each KV group, and in a pool that is mostly unused.
+"""Places of a schedule's slots in the pools of a backend: in each KV group, and in a pool that is mostly unused.
 
 A schedule numbers slots once. The pool of each further group has the same pages in another order: the judge knows one
 numbering, and a backend meets one for each group. In a large pool half of the pages lie at its far end.
@@ -49,8 +49,8 @@ def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:
 def table_of_group(schedule: Schedule, step: Step, window: int) -> npt.NDArray[np.int32]:
     """[rows, max_context_len] of a group with this window: slots as the schedule numbers them.
 
-    A page that every second request has let go of is one that it has still, as a pool gives pages again to whom it had
-    them from (vLLM #30915).
+    Every second request owns a page that it has freed once more, as a pool gives pages back to the request that freed
+    them (vLLM #30915).
     """
     table, page = step.req_to_token, schedule.case.page_size
     if window < 0:
@@ -70,7 +70,7 @@ def _first_kept(prefix: int, window: int, page: int) -> int:
 
 
 def outgrown(schedule: Schedule, step: Step, windows: tuple[int, ...]) -> Iterator[tuple[slice, Ints]]:
-    """Layers of a group, and the slots that it has let go of: whole pages that no row of the step sees.
+    """Layers of a group, and the slots that it has freed: whole pages that no row of the step sees.
 
     ``windows``: of each layer. Slots as the schedule numbers them; pages that another request still sees are kept.
     """

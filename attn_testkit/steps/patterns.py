@@ -108,7 +108,7 @@ def _one_hot(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Draw
 
 def _rising_logits(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     # One channel of the keys is a ramp from -1 to 1, and that of a query +-size: scaled by 0.5 and 1.5 / sqrt(D), the
-    # logits span 100 and 300. Rows and heads climb and fall by turns.
+    # logits span 100 and 300. Rows and heads climb and fall alternately.
     size = 100 * math.sqrt(q[-1])
     queries, keys = normals(q, rng).clone(), normals(k, rng).clone()
     keys[..., -1] = torch.linspace(-1, 1, k[2]).view(1, 1, -1, 1)
@@ -136,7 +136,7 @@ def _large_and_small_values(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Gene
 
 def _large_queries(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
     queries, keys, values = (normals(shape, rng).clone() for shape in (q, k, v))
-    # The last channel: that of MLA is no value as well.
+    # The last channel: that of MLA is not a value too.
     last = queries[..., -1]
     queries[..., -1] = torch.where(last < 0, -1.0, 1.0) * (LARGEST_FP8 - 64 * last.abs()).clamp(min=256.0)
     keys[..., -1] *= math.sqrt(q[-1]) / LARGEST_FP8
@@ -171,7 +171,7 @@ def _beyond_fp16(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _
 
 
 def _small_weights(q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator) -> _Drawn:
-    # The last channel alone: that of MLA is no value as well. It gives logits of 7.25 in the first layer.
+    # Only the last channel: that of MLA is not a value too. It gives logits of 7.25 in the first layer.
     queries, keys, values = torch.zeros(q), torch.zeros(k), normals(v, rng) + 3.0
     queries[..., -1], keys[:, :, ::FAINT_RUN, :, -1] = 4.0, 7.25 / (4.0 * 0.5) * math.sqrt(q[-1])
     values[:, :, ::FAINT_RUN] *= -1
@@ -226,7 +226,7 @@ def draw(pattern: str, q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator
 
 
 def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
-    """Which key each channel carries in ``one_hot`` data: [min(length, dim)] key indices."""
+    """The key that each channel carries in ``one_hot`` data: [min(length, dim)] key indices."""
     if length <= dim:
         return np.roll(np.arange(length), -int(rng.integers(0, length)))
     tail, front = np.arange(length - dim // 2, length), np.arange(dim // 4)

@@ -2,8 +2,8 @@
 
 A kernel that scales queries divides them by the largest |q| of a group over 448 (or by the next power of two), rounds
 to e4m3, and multiplies the logits by that scale. Every head of every row has a largest |q| of 448 times a power of two
-here. So the scale of any group of them is a power of two, whatever the group is, and where all numbers of the group are
-e4m3 numbers times that scale nothing is rounded: limits need no room for it, and whoever has another scale is wrong.
+here. So the scale of any group of them is a power of two, whatever the group is, and if all numbers of the group are
+e4m3 numbers times that scale nothing is rounded: limits need no room for it, and a kernel with another scale is wrong.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["E4M3", "LARGEST_FP8", "group_largest", "held_queries", "large_or_sma
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
-"""Of e4m3fn."""
+"""Largest number of e4m3fn."""
 _SHARED = {"per_token_head": (3,), "per_token": (2, 3), "per_tensor": (1, 2, 3)}
 """Dimensions of [L, T, Hq, D] whose numbers have one scale, by ``Capabilities.q_scale``."""
 
@@ -38,8 +38,8 @@ def held_queries(q: torch.Tensor, q_scale: str) -> torch.Tensor:
 def large_or_small(q: torch.Tensor, q_scale: str, rng: np.random.Generator) -> torch.Tensor:
     """Leave each row of ``q`` [L, T, Hq, D] its last channel, which is large, or the others, which are small.
 
-    Rows of one scale are alike, and their neighbors are not. Where a tensor has one scale it is all large, all small,
-    or has both: small rows may vanish then.
+    Rows of one scale are alike, and the rows next to them are not. If a tensor has one scale it is all large, all
+    small, or has both: small rows may vanish then.
     """
     layer, row, head = (torch.arange(count) for count in q.shape[:3])
     layer, row, head = layer[:, None, None], row[:, None], head

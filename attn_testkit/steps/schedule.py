@@ -1,13 +1,13 @@
-"""From a case to the steps that are run: the lengths of ``plans.py`` become requests, slots, pages and trees.
+"""Schedule of a case: the lengths of ``plans.py`` become steps with requests, slots, pages and trees.
 
-Eager runs the first step, the same again, and another one, on one instance. A graph drive captures the buckets,
+Eager runs the first step, the same again, and another one, on one instance. A graph run captures the buckets,
 largest first, and then replays every step: larger batches, then smaller; exact and padded; the other bucket; the first
 batch again with other slots, pool rows and data. Capture sees none of these lengths (servers capture with the fill
 value).
 
-Plans that are kept because a key looks the same fail on neighbours that agree in the key and in nothing else: a step
-whose lengths are those of the step before, with other requests, slots, trees and data, and one that has them in another
-order.
+A plan that is kept because a key looks the same fails on adjacent steps that agree in the key and in nothing else: a
+step whose lengths are those of the step before, with other requests, slots, trees and data, and one that has them in
+another order.
 """
 
 from __future__ import annotations
@@ -78,25 +78,25 @@ class Step:
     index: int
     """Place among the steps that were laid out, from 0 on; accepted counts and trees follow it."""
     label: str
-    """What it is for, in words; for reports."""
+    """Purpose of the step, in words; for reports."""
     bucket: int
     """Batch size of the graph that replays it."""
     requests: tuple[Request, ...]
     req_to_token: npt.NDArray[np.int32]
     """[rows, max_context_len]: live rows, then foreign slots in every tail and every unused row; row 0 is zeros."""
     seed: int
-    """Of its random numbers."""
+    """Seed of its random numbers."""
     part_of: tuple[Step, tuple[int, ...]] | None = None
     """Another step, and the requests of it that this step holds, with the same numbers in the same slots."""
     chunk_of: Step | None = None
     """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
     the same numbers in the same slots."""
     eager_too: bool = False
-    """At a replay, an eager run of the same step follows; where it has no request, for a backend that takes that."""
+    """True if an eager run of the step follows its replay; without a request only if the backend takes that."""
     layout: str = ""
-    """How its tokens lie in the KV pool: one of ``LAYOUTS``."""
+    """Order of its tokens in the KV pool: one of ``LAYOUTS``."""
     padding: str = ""
-    """What fills the rows behind its live ones: one of ``PADDINGS``."""
+    """Contents of the rows after its live ones: one of ``PADDINGS``."""
     stored: bool = False
     """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
     other_strides: bool = False
@@ -104,7 +104,7 @@ class Step:
 
     @property
     def own_variations(self) -> tuple[str, ...]:
-        """How its forward differs from those of other steps, in words."""
+        """Differences of its forward from those of other steps, in words."""
         stored = ("save_kv_cache=False",) * self.stored
         return (*stored, *("q, k and v in another memory layout",) * self.other_strides)
 
@@ -125,7 +125,7 @@ class Step:
 
     @cached_property
     def parts(self) -> dict[tuple[int, ...], Step]:
-        """What ``part`` has made of it."""
+        """Steps that ``part`` has made of it."""
         return {}
 
 
@@ -136,7 +136,7 @@ def part(step: Step, indices: Sequence[int]) -> Step:
     """
     chosen = tuple(indices)
     if chosen not in step.parts:
-        which = f"request {chosen[0]} alone" if len(chosen) == 1 else f"requests {' '.join(map(str, chosen))}"
+        which = f"only request {chosen[0]}" if len(chosen) == 1 else f"requests {' '.join(map(str, chosen))}"
         requests = tuple(step.requests[index] for index in chosen)
         made = replace(step, name=f"{step.name}, {which}", label=which, requests=requests, part_of=(step, chosen))
         step.parts[chosen] = made
@@ -157,7 +157,7 @@ class Schedule:
     """Descending."""
     steps: tuple[Step, ...]
     second: Step
-    """What an eager run does after the first step."""
+    """The step that an eager run has after the first one."""
     oversized: Step
     """More requests than the largest graph holds; eager only."""
     max_context_len: int
@@ -192,7 +192,7 @@ class Schedule:
         return self.numerics.q_scale
 
     def with_numerics(self, **changes: Any) -> Schedule:
-        """The same steps under other numerics."""
+        """Return the steps under other numerics."""
         return replace(self, numerics=replace(self.numerics, **changes))
 
     @property
@@ -217,7 +217,7 @@ class Schedule:
 
     @property
     def most_requests(self) -> int:
-        """Of any batch, eager ones included."""
+        """Most requests of any batch, eager ones included."""
         return max(self.max_bs, self.oversized.bs)
 
     @property
@@ -231,7 +231,7 @@ class Schedule:
         return self.most_requests * self.case.width
 
     def runs_eagerly(self, step: Step, declared: Capabilities) -> bool:
-        """Whether an eager run follows the replay of a step, on a backend with these capabilities."""
+        """True if an eager run follows the replay of a step, on a backend with these capabilities."""
         supported = self.case.mode in declared.eager
         return supported and step.eager_too and (declared.server.takes_empty_batches or bool(step.requests))
 
@@ -243,7 +243,7 @@ class Schedule:
         named = {step.name: step for step in (*self.steps, self.second, self.oversized)}
         if name in named:
             return named[name]
-        found = re.fullmatch(r"(.+), requests? (\d+(?: \d+)*)(?: alone)?", name)
+        found = re.fullmatch(r"(.+), (?:only )?requests? (\d+(?: \d+)*)", name)
         if found is None:
             raise KeyError(f"{self.case.id} has no step {name!r}; it has {', '.join(map(repr, named))}")
         whole, indices = self.step_named(found[1]), [int(index) for index in found[2].split()]
@@ -290,9 +290,9 @@ def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Genera
 
 
 def _shared_pages(case: Case, prefixes: tuple[int, ...]) -> list[int]:
-    """How many pages of each request are common to it and others: whole pages of a prefix, from the first on.
+    """Number of pages of each request that it shares with others: whole pages of a prefix, from the first on.
 
-    Of other requests of its step, or of other steps. In half of the cases prefixes part before the shortest one ends.
+    The others are requests of its step, or of other steps. In half of the cases prefixes part before the shortest ends.
     """
     if case.layout != "shared":
         return [0] * len(prefixes)
@@ -454,4 +454,4 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
 
 
 forget_schedules = _made.cache_clear
-"""Let go of every schedule that was made: the next one is another object."""
+"""Function that frees every cached schedule: the next one is another object."""

@@ -1,7 +1,7 @@
-"""What differs from replay to replay inside a case, beside lengths and numbers: where tokens lie, what padding holds.
+"""Differences between replays of a case, in addition to lengths and numbers: order of slots, contents of padding.
 
 A replay costs a tenth of a capture, so that one capture meets every layout and every padding, whichever the case names.
-The first two steps are as the case says: an eager run has the first, and what fails in them needs nothing else.
+The first two steps are as the case says: an eager run has the first, and a failure in them needs nothing else.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _PADDINGS = tuple(padding for padding in PADDINGS if padding != "small")
 
 
 def layout_at(case: Fields, index: int) -> str:
-    """How tokens lie in step ``index``; a shared layout stays one."""
+    """Order of slots in step ``index``; a shared layout stays one."""
     if case.layout not in _LAYOUTS or index < _AS_NAMED:
         return case.layout
     return _turned(_LAYOUTS, case.layout, index, backwards=case.derived("layout-turns") == 1)
 
 
 def padding_at(case: Fields, index: int) -> str:
-    """What fills the rows behind the live ones of step ``index``; ``small`` has none and stays so."""
+    """Contents of the rows after the live ones of step ``index``; ``small`` has none and stays so."""
     if case.padding not in _PADDINGS or index < _AS_NAMED:
         return case.padding
     return _turned(_PADDINGS, case.padding, index, backwards=case.derived("padding-turns") == 1)

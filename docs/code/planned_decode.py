@@ -11,7 +11,7 @@ from attn_testkit.contract import AttentionBackend, BackendContext, Capabilities
 
 @dataclass(frozen=True)
 class Metadata:
-    """What the kernel reads in one step."""
+    """Tensors that the kernel reads in one step."""
 
     slots: torch.Tensor  # [bs, max_context_len] int64: KV slot of each key
     kv_lens: torch.Tensor  # [bs] int64: keys of each request, this step's included
@@ -70,7 +70,7 @@ class PlannedDecode(AttentionBackend):
         return self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 1
 
     def lens(self, batch: ForwardBatch) -> torch.Tensor:
-        # In decode seq_lens counts the new token; in target-verify it is the prefix alone.
+        # In decode seq_lens counts the new token; in target-verify it is only the prefix.
         new = self.width(batch) if batch.forward_mode.is_target_verify() else 0
         return batch.seq_lens[: batch.batch_size] + new
 

@@ -42,10 +42,10 @@ def test_no_adversarial_backend_gets_a_green_and_without_the_cheat_it_does(
 ENDINGS = {
     "answers-the-next-question-with-the-last-answer": "the process spoke for itself: it sent an answer to another",
     "asks-the-oracle": "failed: completes",
-    "claims-of-two-faces": "its capabilities are no plain values",
+    "claims-of-two-faces": "its capabilities are not plain values",
     "claims-other-things-once-described": "failed: no-host-lengths",
     "drops-steps-of-its-drive": "failed: completes",
-    "ends-the-judge": "the process that judges ended",
+    "ends-the-judge": "the judge's process ended",
     "exits-in-forward": "crashed: the process ended itself with exit code 0",
     "forges-a-drive-of-nothing-but-its-first-step": "failed: completes",
     "forges-the-answer-to-the-question": "failed: completes",
@@ -57,7 +57,7 @@ ENDINGS = {
     "reads-memory-left-behind": "failed: output-written",
     "replaces-the-judge": "failed: matches-oracle",
     "right-for-the-cases-it-knows": "failed: matches-oracle",
-    "sends-an-empty-answer": "the process spoke for itself: it sent a RunRecord, which is no answer",
+    "sends-an-empty-answer": "the process spoke for itself: it sent a RunRecord, which is not an answer",
     "sends-code-to-the-judge": "the process spoke for itself: it sent posix._exit",
 }
 """What stops those that others could take for luck."""

@@ -67,7 +67,7 @@ for function in (*held, attention.attend):
     try:
         function(None, None)
     except RuntimeError as error:
-        assert "answers the judge alone" in str(error)
+        assert "answers only the judge" in str(error)
     else:
         raise SystemExit(f"{function} answered")
 from attn_testkit.cases.case import parse_case
@@ -130,10 +130,10 @@ class Answers:
         (worker_process.RunRecord(), ""),
         ((7, worker_process.RunRecord()), "it sent an answer to another question"),
         (("7", worker_process.RunRecord()), "it sent an answer to another question"),
-        (7, "it sent a int, which is no answer"),
-        ((1, 2, 3), "it sent a tuple, which is no answer"),
-        (worker_process.RunRecord(stage=6), "it sent a drive that came as far as 6"),
-        (worker_process.RunRecord(stage=-1), "it sent a drive that came as far as -1"),
+        (7, "it sent a int, which is not an answer"),
+        ((1, 2, 3), "it sent a tuple, which is not an answer"),
+        (worker_process.RunRecord(stage=6), "it sent a run record with the unknown stage 6"),
+        (worker_process.RunRecord(stage=-1), "it sent a run record with the unknown stage -1"),
         (worker_process.RunRecord(stage=5), ""),
     ],
 )

@@ -55,7 +55,7 @@ def test_every_step_is_found_again_by_its_name(case: Case) -> None:
     assert (schedule.second.name, schedule.oversized.name) == ("second", "oversized")
     every = [*steps, *(only(step, index) for step in steps for index in range(step.bs))]
     assert len({step.name for step in every}) == len(every)
-    assert only(schedule.second, 0).name == "second, request 0 alone"
+    assert only(schedule.second, 0).name == "second, only request 0"
     for step in every:
         assert schedule.step_named(step.name) is step
 
@@ -64,8 +64,8 @@ def test_every_step_is_found_again_by_its_name(case: Case) -> None:
     ("name", "message"),
     [
         ("step 99", "has no step 'step 99'; it has 'step 0', 'step 1', .*'second', 'oversized'"),
-        ("third, request 0 alone", "has no step 'third'"),
-        ("step 0, request 3 alone", "'step 0' has 3 requests, and none of number 3"),
+        ("third, only request 0", "has no step 'third'"),
+        ("step 0, only request 3", "'step 0' has 3 requests, and none of number 3"),
     ],
 )
 def test_a_step_that_is_not_there_is_a_key_error_with_the_names_there_are(name: str, message: str) -> None:

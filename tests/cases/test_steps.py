@@ -65,7 +65,7 @@ def test_the_lengths_of_every_step() -> None:
 def test_long_beside_short_reaches_from_nothing_to_two_pages_more() -> None:
     case = parse_case("decode-mha2-d64-bf16-p4-k3x8-shuffled-gauss-b8prod")
     steps = [make_schedule(case.with_seed(seed)).steps[6] for seed in range(40)]
-    assert {step.label for step in steps} == {"long beside short"}
+    assert {step.label for step in steps} == {"long and short"}
     lens = {length for step in steps for length in prefixes(step)}
     assert lens == set(range(3 + 2 * 4 + 2))
 

@@ -81,7 +81,7 @@ def test_random_trees_use_all_the_room_they_are_allowed() -> None:
     assert (max(tree.topk for tree in trees), max(tree.depth for tree in trees)) == (3, 4)
     full = random_tree(7, topk=2, depth=2, rng=rng)
     assert sorted(full.depths) == [0, 1, 1, 2, 2, 2, 2]
-    with pytest.raises(ValueError, match="no tree of 8 nodes has at most 2 children a node and 2 levels"):
+    with pytest.raises(ValueError, match="no tree of 8 nodes has at most 2 children per node and 2 levels"):
         random_tree(8, topk=2, depth=2, rng=rng)
 
 

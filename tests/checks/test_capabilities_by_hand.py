@@ -230,7 +230,7 @@ def test_a_model_has_one_window_where_its_windowed_layers_agree() -> None:
         return context(layers=tuple(replace(context().layers[0], sliding_window_size=window) for window in windows))
 
     assert [of(-1, -1).sliding_window_size, of(-1, 7).sliding_window_size, of(0, 0).sliding_window_size] == [-1, 7, 0]
-    with pytest.raises(ValueError, match="layers have windows of 4 and 11, and a context has no one window"):
+    with pytest.raises(ValueError, match="layers have windows of 4 and 11, so the context has no single window"):
         _ = of(11, -1, 4).sliding_window_size
 
 

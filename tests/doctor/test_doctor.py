@@ -60,7 +60,7 @@ def test_where_the_plain_backend_does_not_pass_the_kit_cannot_run(call):
 def test_where_the_judge_ends_the_kit_cannot_run_and_the_machine_is_still_described(call):
     code, out, _ = call(backends=("fake:dies",))
     assert code == 1
-    assert "the kit cannot run here: the process that judges ended with exit code 9" in out
+    assert "the kit cannot run here: the judge's process ended with exit code 9" in out
     assert "\npackages\n  torch " in out
 
 

@@ -112,7 +112,7 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
         "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
         "data of padded rows reach real ones, by a sum: in a bucket of exactly 3 it is right",
         "on a fresh instance, without graphs, the same eager step is right",
-        "something of an earlier step is kept: as the first step of a fresh instance it is right",
+        "state of an earlier step is kept: as the first step of a fresh instance it is right",
     ],
 )
 def test_each_reason_to_blame_a_check_is_known(why):

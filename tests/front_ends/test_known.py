@@ -87,11 +87,11 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"check": '"matchs-oracle"'}, "no check 'matchs-oracle'; did you mean 'matches-oracle'?"),
         ({"cases": "3"}, "cases must be text"),
         ({"execution": '"graphs"'}, "execution = 'graphs'; did you mean 'graph'?"),
-        ({"issue": '"#12"'}, "entry 1: issue = '#12' is no address; write where it is followed up: https://..."),
-        ({"issue": '"see https://example.org/12"'}, "is no address"),
-        ({"issue": '"https://"'}, "is no address"),
+        ({"issue": '"#12"'}, "entry 1: issue = '#12' is not an address; write where it is followed up: https://..."),
+        ({"issue": '"see https://example.org/12"'}, "is not an address"),
+        ({"issue": '"https://"'}, "is not an address"),
         ({"until": "2999-01-01"}, "entry 1: until = 2999-01-01 is more than a year ahead; write 2"),
-        ({"when": '"on hopper"'}, "when: 'on hopper' is none of smNN, cuda, emulated, PACKAGE<version"),
+        ({"when": '"on hopper"'}, "when: 'on hopper' is not one of smNN, cuda, emulated, PACKAGE<version"),
     ],
 )
 def test_a_malformed_entry_is_named_with_its_field(tmp_path, changes, message):

@@ -133,7 +133,7 @@ def test_a_backend_of_which_nothing_runs_fails_one_test_and_says_why(own, given)
     [
         ("'nofake'", "attn-testkit: unknown backend 'nofake'; did you mean 'fake:ok'?"),
         ("'fake:ok', cases=['nope-*']", "attn-testkit: no case matches 'nope-*'"),
-        ("'fake:ok', known_failures='none.toml'", "none.toml; where none is known"),
+        ("'fake:ok', known_failures='none.toml'", "none.toml; if no failure is known"),
         ("", "no backend is named; write conformance_cases('module:Class')"),
         ("3", "expected a backend class or its spec, got an instance of int"),
     ],
@@ -175,7 +175,7 @@ def test_a_judge_that_dies_costs_one_test_and_the_rest_runs(own):
     found = own("'fake:ok,dies,ok', modes=['decode'], executions=['eager']")
     assert found.ret == 1
     found.assert_outcomes(passed=2, failed=1, skipped=1)
-    assert "the kit itself failed: the process that judges ended with exit code 9" in found.stdout.str()
+    assert "the kit itself failed: the judge's process ended with exit code 9" in found.stdout.str()
 
 
 def test_a_test_that_is_given_up_in_the_middle_costs_no_other(own):

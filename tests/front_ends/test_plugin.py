@@ -175,7 +175,7 @@ def test_nothing_selected_is_five(empty, workers):
         (("--attn-backend=fake:ok", "--attn-seed=-1"), "seed is '-1'; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-min-cases=-1"), "min-cases is '-1'; expected a whole number from 0 up"),
         (("--attn-backend=fake:ok", "--attn-case=nope-*"), "no case matches 'nope-*'"),
-        (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml; where none is known"),
+        (("--attn-backend=fake:ok", "--attn-known-failures=nope.toml"), "nope.toml; if no failure is known"),
         (("--attn-backend=fake:ok", "--attn-report=/proc/nope/x.json"), "cannot write /proc/nope/x.json"),
     ],
 )
@@ -266,7 +266,7 @@ def test_a_judge_that_dies_is_the_kits_own_failure_and_the_rest_runs(empty):
     found = session(empty, *args)
     assert found.ret == 3
     found.assert_outcomes(passed=2, failed=1)
-    assert "the process that judges ended with exit code 9" in found.stdout.str()
+    assert "the judge's process ended with exit code 9" in found.stdout.str()
 
 
 def test_the_kits_own_exception_is_three(empty):

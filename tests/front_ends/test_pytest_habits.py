@@ -134,7 +134,7 @@ def test_the_mark_takes_what_the_decorator_takes(run):
         ("'fake:ok', mode=['decode']", "got an unexpected keyword argument 'mode'"),
         ("'fake:ok', mode=['decode']", " (arguments: backends, tier, device,"),
         ("'fake:ok', modes='decode'", "modes, executions and cases are lists of names: write modes=['decode']"),
-        ("'fake:ok', known_failures='no.toml'", "/no.toml; where none is known, leave it out"),
+        ("'fake:ok', known_failures='no.toml'", "/no.toml; if no failure is known, leave it out"),
     ],
 )
 def test_a_mark_that_asks_for_nonsense_is_an_error_of_collecting(run, given, message):
@@ -173,7 +173,7 @@ def test_the_fixture_finds_known_failures_beside_the_test(run):
     test = "def test_it(attn_check):\n    attn_check('fake:ok', known_failures='none.toml')\n"
     found = run(test=test)
     said = found.stdout.str()
-    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml; where none is known" in said
+    assert "test_the_fixture_finds_known_failures_beside_the_test0/none.toml; if no failure is known" in said
     assert ">       attn_check('fake:ok', known_failures='none.toml')" in said
     assert "known_failures.py" not in said
     assert "own_tests.py" not in said

@@ -131,7 +131,7 @@ class CopiesThePool(MinimalBackend):
 def test_a_backend_that_copies_the_pool_is_not_run_and_takes_no_memory_of_the_machine(execution: Execution) -> None:
     before = _resident()
     record = run_case(CopiesThePool, RunCase(CASE, execution), resolve("cpu"), CopiesThePool.capabilities)
-    assert record.not_here.startswith("no room beside a KV pool of more than 2^31 elements: ")
+    assert record.not_here.startswith("no room in addition to a KV pool of more than 2^31 elements: ")
     assert not record.findings
     assert _resident() - before < 1 << 29
     torch.empty(6 << 30, dtype=torch.uint8)  # there is no limit any more

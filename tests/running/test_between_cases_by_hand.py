@@ -48,7 +48,7 @@ def test_it_is_looked_for_no_further_back_than_so_many() -> None:
     assert tried == [0, 1, 2, 4, 8, 16, 32, MOST_PREDECESSORS]
     assert hint_of(found).startswith(
         f"right in a fresh process, and there also after the {MOST_PREDECESSORS} case-runs before it "
-        f"(of {3 * MOST_PREDECESSORS}): something of the process is kept that this does not bring back"
+        f"(of {3 * MOST_PREDECESSORS}): probably it needs other state of the process"
     )
     _, tried = search(MOST_PREDECESSORS, 0)
     assert tried[-1] == MOST_PREDECESSORS

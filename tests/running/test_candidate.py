@@ -163,7 +163,7 @@ def test_in_this_process_the_class_itself_is_taken() -> None:
 
 def test_a_class_that_was_changed_after_its_import_is_refused() -> None:
     changed = Candidate(SPEC, fingerprint="0" * 32)
-    with pytest.raises(UsageError, match=f"class '{SPEC}' is another one in this process than what importing it gives"):
+    with pytest.raises(UsageError, match=f"class '{SPEC}' differs in this process from the one that an import gives"):
         resolve_candidate(changed)
     assert resolve_candidate(Candidate(SPEC)) is TorchNativeBackend
 

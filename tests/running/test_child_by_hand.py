@@ -108,7 +108,7 @@ def test_one_that_is_gone_already_is_lost_when_it_is_reported_something(started:
 def test_what_is_no_message_is_read_as_a_crash(started: Any) -> None:
     error = lost(started(), ("bytes", b"junk"))
     assert error.status is Status.CRASHED
-    assert error.reason.startswith("the process spoke for itself: it sent 4 bytes that are no message")
+    assert error.reason.startswith("the process spoke for itself: it sent 4 bytes that are not a message")
     error = lost(started(), ("bytes", pickle.dumps(os.getcwd)))
     assert error.reason == "the process spoke for itself: it sent posix.getcwd, which no message holds"
 

@@ -159,7 +159,7 @@ def test_a_step_that_was_due_and_is_missing_is_no_pass(execution: Execution, sta
             continue
         assert checks(result)[:1] == ["completes"]
         assert result.findings[0].headline.endswith(f" did not run: {'replay of ' if replay else ''}{name}")
-        assert result.findings[0].headline.startswith("1 steps that were due")
+        assert result.findings[0].headline.startswith("1 expected steps did not run")
 
 
 def test_of_many_missing_steps_three_are_named() -> None:
@@ -276,7 +276,7 @@ def test_what_was_left_behind_is_reported_from_the_import_and_from_the_drive() -
     described, *rest = with_run_record(recorded(), changed=("b", "c", "d", "e", "f"))
     (finding,) = evaluated((replace(described, changed=("a",)), *rest)).findings
     assert finding.check == "leaves-process-alone"
-    assert finding.headline.endswith("did not put it back: a")
+    assert finding.headline.endswith("did not restore it: a")
     assert finding.where.splitlines() == ["a", "b", "c", "d", "e"]
     assert evaluated(with_run_record(recorded(), changed=("b",))).status is Status.FAILED
 

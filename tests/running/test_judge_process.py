@@ -71,7 +71,7 @@ def test_wrong_usage_and_faults_of_the_kit_are_reported_apart_and_the_next_quest
 
 def test_a_judge_that_ends_is_an_error_with_its_exit_code_and_never_the_end_of_the_results(judge: Made) -> None:
     one, seen = judge(), list[str]()
-    with pytest.raises(JudgeError, match=r"^the process that judges ended with exit code 9; what it printed stands"):
+    with pytest.raises(JudgeError, match=r"^the judge's process ended with exit code 9; its output is printed above"):
         seen.extend(one.run("", ["a", "dies", "b"]))
     assert seen == ["a"]
     gone, theirs = Pipe()

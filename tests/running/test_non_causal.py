@@ -64,7 +64,7 @@ def test_a_chunk_does_not_see_the_next_one() -> None:
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.DRAFT_DECODE])
 def test_it_is_a_capability_of_extend_and_of_verify_alone(mode: ForwardMode) -> None:
-    with pytest.raises(ValueError, match=f"non_causal is of extend and target-verify, got {mode}$"):
+    with pytest.raises(ValueError, match=f"non_causal may hold only extend and target-verify, got {mode}$"):
         CAPABILITIES.with_changes(non_causal={EXTEND, mode})
 
 

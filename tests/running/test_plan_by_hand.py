@@ -116,8 +116,8 @@ def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> N
         (phrases,) = planned(declared=declared, tier="smoke", **fields).header.not_covered.values()
         return [phrase for phrase in phrases if "replays" in phrase]
 
-    assert said() == ["replays against eager runs (decode, target-verify: declared in graphs alone)"]
-    assert said(modes=("decode",)) == ["replays against eager runs (decode: declared in graphs alone)"]
+    assert said() == ["replays against eager runs (decode, target-verify: declared only in graphs)"]
+    assert said(modes=("decode",)) == ["replays against eager runs (decode: declared only in graphs)"]
     assert said(modes=("extend",)) == said(executions=("eager",)) == []
 
 

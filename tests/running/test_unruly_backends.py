@@ -124,7 +124,7 @@ def test_a_class_that_was_changed_after_its_import_is_refused_and_never_another_
     from attn_testkit.registry import UsageError
 
     monkeypatch.setattr(unruly_backends.Wrong, "forward", unruly_backends.TorchNativeBackend.forward)
-    with pytest.raises(UsageError, match="is another one in this process than what importing it gives"):
+    with pytest.raises(UsageError, match="differs in this process from the one that an import gives"):
         verdict(unruly_backends.Wrong)
 
 

@@ -79,5 +79,5 @@ def test_nothing_is_called_and_nothing_is_imported_for_a_worker(function: object
 
 
 def test_bytes_that_are_no_pickle_are_said_so() -> None:
-    with pytest.raises(Unreadable, match="4 bytes that are no message"):
+    with pytest.raises(Unreadable, match="4 bytes that are not a message"):
         read(b"junk")

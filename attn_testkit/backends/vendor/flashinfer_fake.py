@@ -56,7 +56,7 @@ _GROUP_SIZES = (1, 2, 3, 4, 6, 8, 16)  # DISPATCH_GQA_GROUP_SIZE of the kernels 
 def _int32(name: str, *tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.dtype != torch.int32:
-            # What TVM_FFI_ICHECK_EQ raises.
+            # The error of TVM_FFI_ICHECK_EQ.
             raise RuntimeError(f"Inconsistency of Tensor type: {name} is {tensor.dtype}, the kernel reads torch.int32")
 
 

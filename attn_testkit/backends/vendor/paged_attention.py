@@ -56,7 +56,7 @@ def keys_of_pages(indptr: torch.Tensor, pages: torch.Tensor, lens: torch.Tensor,
     offset = at - bounds[request]
     # Offsets of a part of a batch do not begin at 0: what lies before is another's.
     valid = (offset >= 0) & (at < bounds[-1]) & (offset < lens.long()[request])
-    # What lies past a request in the table is anybody's page id, or none.
+    # Entries of the table past a request may be any page id, or no page id at all.
     slot = pages.long()[at // page_size] * page_size + at % page_size
     return Keys(request, offset, valid, torch.where(valid, slot, 0))
 

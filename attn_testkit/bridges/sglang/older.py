@@ -40,7 +40,7 @@ _KEPT = "sglang"
 
 
 def _make_runner(context: BackendContext) -> SimpleNamespace:
-    # What `initialize_model_parallel` sets if there is one rank.
+    # The settings of `initialize_model_parallel` for one rank.
     parallel_state._ATTN_TP = SimpleNamespace(world_size=1, rank_in_group=0)
     first, window = context.layers[0], context.sliding_window_size
     rows, _ = context.req_to_token.shape

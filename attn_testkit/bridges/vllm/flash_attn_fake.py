@@ -60,7 +60,7 @@ def fwd(
     assert cu_seqlens_k is None
     assert cp_world_size == 1
     bs, blocks = page_table.shape
-    # What a grid of the largest row count and key count reaches.
+    # Rows and keys that a grid of the largest row count and key count reaches.
     blocks = min(blocks, -(-max_seqlen_k // k.shape[1]))
     bounds = torch.arange(bs + 1, dtype=torch.int32, device=q.device) * blocks
     rows = paged.rows_of_requests(cu_seqlens_q, q.shape[0])

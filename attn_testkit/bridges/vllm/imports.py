@@ -66,7 +66,9 @@ def prepare(declared: BridgeCapabilities) -> Machine:
         import vllm.triton_utils
 
         if not vllm.triton_utils.HAS_TRITON:
-            raise RuntimeError("vLLM was imported before the bridge, and has switched Triton off for want of a driver")
+            raise RuntimeError(
+                "vLLM was imported before the bridge, and has switched Triton off because it found no driver"
+            )
     fakes.put_in_place()
     return Machine(True)
 

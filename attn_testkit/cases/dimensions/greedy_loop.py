@@ -1,4 +1,4 @@
-"""Draft-decode: the greedy-equivalence loop, whose rounds run beside the steps."""
+"""Draft-decode: the greedy-equivalence loop, whose rounds run in addition to the steps."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ GREEDY_LOOP = Dimension(
             lambda case: f"loop{case.rounds}" if case.rounds else "",
         ),
     ),
-    describe=lambda case: {"rounds": f"{case.rounds} of a lossless loop, beside the steps" if case.rounds else ""},
+    describe=lambda case: {
+        "rounds": f"{case.rounds} of a greedy-equivalence loop after the steps" if case.rounds else ""
+    },
     declared=(Asked(lambda case: "a lossless loop of this draft", _loop_declared),),
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     combined=Without("A loop costs as much as a mode."),
@@ -47,7 +49,7 @@ GREEDY_LOOP = Dimension(
             changed_rows(case.rows, rounds=rounds) for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
         ),
     ),
-    undeclared=Without("A loop follows from the modes, and is no capability of its own."),
+    undeclared=Without("A loop follows from the modes, and is not a capability of its own."),
     random=Without("A loop costs as much as a mode."),
     varies="instance",
     apply=Without("steps/greedy_loop.py lays the rounds out."),

@@ -26,7 +26,7 @@ def typical_heads(declared: Capabilities) -> list[Heads]:
     heads: list[Heads] = []
     heads += [Heads(layout.name, 2, 2) for layout in as_many(declared)]
     if "gqa" in declared.families and ratios:
-        # The smallest, one that is no power of two, and one large enough to matter.
+        # The smallest, one that is not a power of two, and one large enough to matter.
         odd = [r for r in ratios if r & (r - 1) and r <= MOST_USUAL_RATIO]
         large = [r for r in ratios if r <= MOST_USUAL_RATIO]
         heads += [Heads("gqa", 2 * r, 2) for r in dict.fromkeys([*ratios[:1], *odd[:1], *large[-1:]])]
@@ -113,7 +113,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def _grouped(declared: Capabilities) -> str:
-    """The family whose cases try groups: with more KV heads than one a group can also be the wrong one."""
+    """The family whose cases try groups: with several KV heads a query head can also have the wrong one."""
     return next((family for family in ("gqa", "mqa") if family in declared.families), "")
 
 
@@ -127,7 +127,7 @@ def _group_of(declared: Capabilities, case: Fields) -> int | None:
 
 
 def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
-    """With what goes with a family, as ``like`` has it: MLA has a rope width and a scaling of its own."""
+    """Changes that give a case these heads and what their family needs: MLA has a rope width and its own scaling."""
     if heads.layout.values_in_keys or not case.heads.layout.values_in_keys:
         return {"heads": heads}
     return {"heads": heads, "rope_dim": 0, "usual_scaling": like.usual_scaling}

@@ -1,4 +1,4 @@
-"""How the KV pool lies in memory: the order of its axes."""
+"""Layout of the KV pool in memory: the order of its axes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many layers there are, under which ids, in how many KV groups, and with which heads."""
+"""Number of layers, their ids, KV groups and heads."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MOST_FIRST = 6
 
 
 def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> Changes:
-    """Layers of two shapes by turns, and the heads and head dim that hold both."""
+    """Layers of two alternating shapes, and the heads and head dim that hold both."""
     most = max(shape.num_qo_heads for shape in shapes)
     ratio = min(shape.num_qo_heads // shape.num_kv_heads for shape in shapes)
     family = "mha" if ratio == 1 else "mqa" if most == ratio else "gqa"

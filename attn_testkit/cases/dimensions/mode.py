@@ -32,7 +32,7 @@ MODE = Dimension(
     covered=Without("A mode that is declared has cases."),
     simpler=Without("A failing case is made small in its own mode."),
     undeclared=(_undeclared,),
-    random=Without("Whoever draws a case names the mode."),
+    random=Without("The caller who draws a case names the mode."),
     varies="instance",
     apply=Without("Each mode is a file of runner_modes/."),
 )

@@ -1,4 +1,4 @@
-"""Multi-mode instances: graph drives of all declared modes share one backend instance."""
+"""Multi-mode instances: graphs of all declared modes share one backend instance."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MULTI_MODE = Dimension(
     values=Without("catalogue/named.py makes its cases: one costs as much as all modes together."),
     covered=Without("It follows from the modes, and is no capability of its own."),
     simpler=of_flag("multi_mode"),
-    undeclared=Without("It follows from the modes, and is no capability of its own."),
+    undeclared=Without("It follows from the modes, and is not a capability of its own."),
     random=Without("One costs as much as all modes together."),
     varies="instance",
     apply=Without("cases/co_residents.py makes the cases of the other modes, and runner_modes/ interleave them."),

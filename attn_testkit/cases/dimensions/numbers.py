@@ -17,7 +17,7 @@ _MOST_LISTED = 8
 
 
 def nearest(values: Collection[int], to: int) -> int:
-    """Of what is declared, the one that is nearest to a usual one; the smaller of two."""
+    """Return the declared value that is nearest to a usual one; the smaller of two."""
     return min(values, key=lambda value: (abs(value - to), value))
 
 

@@ -19,7 +19,7 @@ def first_undeclared(candidates: tuple[int, ...], declared: Set[int]) -> int | N
 
 
 def with_layers(context: BackendContext, **changes: Any) -> BackendContext:
-    """The same context, all layers of which differ in ``changes``."""
+    """Return the context with ``changes`` in all layers."""
     return replace(context, layers=tuple(replace(layer, **changes) for layer in context.layers))
 
 

@@ -11,7 +11,7 @@ __all__ = ["PADDED_REQUESTS"]
 
 _SLACK = (0, 1, 3)
 _MOST_SLACK = 4
-"""Of a random case."""
+"""Most padded requests of a random case."""
 
 
 def _padded(case: Fields) -> int:

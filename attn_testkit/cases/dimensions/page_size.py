@@ -1,4 +1,4 @@
-"""KV slots a page."""
+"""KV slots per page."""
 
 from __future__ import annotations
 

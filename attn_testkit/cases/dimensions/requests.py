@@ -17,7 +17,7 @@ def _keep(case: Fields, which: Sequence[int]) -> Changes:
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
-    """One of each kind alone; one of each kind; a half; all but one of a kind."""
+    """One request of a kind only; one of each kind; a half; all but one of a kind."""
     entries = list(zip(case.prefixes, case.new or case.prefixes, strict=True))
     kinds = [entries.index(kind) for kind in dict.fromkeys(entries)]
     everyone, half = range(case.bs), case.bs // 2

@@ -39,7 +39,7 @@ MOST_USUAL_ROWS = 6
 MOST_ROWS = 256
 """Query rows of a request: where more are declared, so many are tried."""
 MOST_NEW_TOKENS = 260
-"""The same for new tokens of a request in extend: more than two tiles of 128 rows."""
+"""Most new tokens of a request in extend: more than two tiles of 128 rows."""
 _MOST_RANDOM_ROWS, _MOST_RANDOM_NEW, _MOST_RANDOM_BRANCHES = 12, 70, 4
 _ROW_MODES = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2})
 _MOST_ASKED = 1024
@@ -71,7 +71,7 @@ def keys_of(case: Fields) -> Iterator[int]:
 
 
 def most_rows(declared: Capabilities, mode: ForwardMode) -> int:
-    """As many query rows of one request as are declared in a mode."""
+    """Most query rows of one request that are declared in a mode."""
     if mode is ForwardMode.EXTEND:
         return declared.max_extend_tokens
     return declared.max_q_rows if mode.is_speculative() else 1

@@ -1,4 +1,4 @@
-"""How a request's tokens lie in the KV pool."""
+"""Order of a request's tokens in the KV pool."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table of dimensions, in the order of the words of a case id. A dimension that is added stands in it once."""
+"""The table of dimensions, in the order of the words of a case id. A new dimension is one entry."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _MOST_RANDOM = 80
 
 
 def branches(tree: object) -> bool:
-    """Whether rows are a tree that branches: whoever declares ``Windows.in_trees`` takes a window with it."""
+    """True for rows in a tree that branches: backends that declare ``Windows.in_trees`` take a window with it."""
     return getattr(tree, "topk", 1) > 1
 
 
@@ -111,7 +111,7 @@ def _two(declared: Capabilities, context: BackendContext) -> tuple[str, BackendC
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
-    """By turns. Either may be the one with the case's window; sometimes the other has a wider one."""
+    """Alternating layers. Either may be the one with the case's window; sometimes the other has a wider one."""
     windows = [case.window, case.window]
     if case.window >= 0 and case.layer_windows != "same":
         wider = case.layer_windows == "any" and case.derived("other-window")

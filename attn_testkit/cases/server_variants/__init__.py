@@ -1,6 +1,6 @@
-"""What not every server does, a file for each: which backends take it, its cases, and what it changes of their steps.
+"""Server variants, a file for each: the backends that take it, its cases, and its changes of their steps.
 
-A server variant is one word of a case's id, and an id may have several. What all servers do needs none.
+A server variant is one word of a case's id, and an id may have several. Conventions of all servers need none.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SERVER_VARIANTS: Mapping[str, ServerVariant] = {
         OVERLAP_SCHEDULING,
     )
 }
-"""By word, in the order in which their cases and the words of an id stand."""
+"""Server variants by word, in the order of their cases and of the words of an id."""
 _PAGE = 16
 
 
@@ -101,8 +101,8 @@ def all_fit(declared: Capabilities, case: Fields) -> bool:
 
 
 def dialect_of(declared: Capabilities, case: Fields) -> Dialect:
-    """How the server of a case speaks to a backend with these capabilities: as the case has it, else in the usual way,
-    else in the one that the backend knows.
+    """Conventions of a case's server for a backend with these capabilities: those of the case, else the usual ones,
+    else those that the backend knows.
     """
     says = variant_of(case).says
     usual = {name: next(v for v in values if v in getattr(declared.server, name)) for name, values in DIALECTS.items()}
@@ -110,7 +110,7 @@ def dialect_of(declared: Capabilities, case: Fields) -> Dialect:
 
 
 def usual_page(declared: Capabilities) -> int:
-    """Of several slots, where pages have them, and no larger than most servers': page 0 has as many."""
+    """Page size of several slots, if pages have them, and no larger than most servers': page 0 has as many."""
     return max((size for size in declared.page_sizes if size <= _PAGE), default=min(declared.page_sizes))
 
 

@@ -29,13 +29,13 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 
 def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """What is left for tier full: one in each other mode but draft-decode, made of ``small``."""
+    """Cases for tier full: one in each other mode but draft-decode, made of ``small``."""
     if small.mode not in (*_CORE, ForwardMode.DRAFT_DECODE):
         yield from _case(declared, small)
 
 
 def _case(declared: Capabilities, small: C) -> Iterator[C]:
-    """With one layer: 2 to 9 GB, of which very little is used."""
+    """Case with one layer: 2 to 9 GB, of which very little is used."""
     if usual_layout(declared) == OWN:
         return
     width = small.head_dim

@@ -36,7 +36,7 @@ def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
 EMPTY_BATCHES = ServerVariant(
     "empty_batches",
     "some steps have no live request, as on a rank of data parallelism that has none",
-    "in eager for who declares server.takes_empty_batches alone",
+    "in eager mode only if server.takes_empty_batches is declared",
     _cases,
     _fits,
     _plans,

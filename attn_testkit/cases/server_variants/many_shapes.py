@@ -20,7 +20,7 @@ _NEEDED = ("same lengths, other requests",)
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """Where decode has graphs: a graph lives longer than an entry of a cache."""
+    """Cases of decode, if it has graphs: a graph lives longer than an entry of a cache."""
     if small.mode is ForwardMode.DECODE and small.mode in declared.graph:
         yield small.with_changes(prefixes=_LENS, data="gauss", bucket=len(_LENS), variants=frozenset({"shapes"}))
 

@@ -1,4 +1,4 @@
-"""What a server variant is."""
+"""The record of a server variant."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ class ServerVariant:
     """One thing that not every server does."""
 
     word: str
-    """Of case ids."""
+    """Word of case ids."""
     about: str
-    """What the server does, in plain words."""
+    """The server's behavior in plain words."""
     capability: str = ""
-    """Which capability has it tried, in plain words."""
+    """The capability for which it is tried, in plain words."""
     cases: _MakesCases = _no_cases
     """(declared, small): its cases, made of ``small``; none where it is not declared in the mode of ``small``."""
     fits: Callable[[Capabilities, Fields], bool] = _fits_none
     """(declared, case): whether a case that was made for something else may be of this way too; the cases above are not
     asked."""
     plans: Callable[[Fields, list[Plan]], list[Plan]] = _as_they_are
-    """(case, plans): the steps of a drive, the oversized one last, as it has them."""
+    """(case, plans) -> the steps of the variant, the oversized one last."""
     context_len: int = 0
     """``max_context_len``, in tokens; 0: as the longest request needs it."""
     says: Mapping[str, str] = field(default_factory=dict)
@@ -55,16 +55,17 @@ class ServerVariant:
     causal: bool = True
     """``AttentionLayer.causal`` of all layers."""
     reaches_kernels: bool = True
-    """Whether the kernel of a layer sees it, and not only who plans and launches: options of a layer go with it."""
+    """True if the kernel of a layer sees it, and not only the code that plans and launches: options of a layer go with
+    it."""
     needs_no_capability: bool = False
-    """Whether any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
+    """True if any backend may be asked for it in the modes of ``cases``, whatever ``fits`` says."""
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Words of other variants and names of ``fields.THINGS`` that no case has together with it -> why. Everything
     else combines."""
     pool_elements: int = 0
-    """Elements that K of a layer has at the least, used or not; 0: as the requests need them."""
+    """Least number of elements in K of a layer, used or not; 0: as the requests need them."""
 
     @property
     def combines(self) -> bool:
-        """Whether a case that was made for something else may be of this way too."""
+        """True if a case that was made for something else may have this variant too."""
         return self.fits is not _fits_none

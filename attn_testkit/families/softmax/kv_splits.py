@@ -40,7 +40,7 @@ def split_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Natural log-sum-exps [L, T, P, Hq] float64 and their limits, likewise: of each part of a case that has parts.
 
-    Where the backend merges, of all keys too, behind them. ``whole``: attention on all keys. ``matmul_dtype``: of
+    If the backend merges, those of all keys follow. ``whole``: attention on all keys. ``matmul_dtype``: of
     ``lse_limit``; ``q_scale``: of ``attend``.
     """
     layers = make_layers(case)

@@ -1,7 +1,7 @@
-"""Whether a case-run failed for what an earlier one left in its process, and which one that was.
+"""Search for an earlier case-run that makes a later one in the same process fail.
 
-A module global or a class attribute outlives an instance. A case-run that is wrong for it is right when it is run
-alone, so its repro would pass. Asked only after a failure.
+A module global or a class attribute outlives an instance. A case-run that is wrong because of it is right when it runs
+by itself, so its repro would pass. The search runs only after a failure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ...runner_modes.messages import RunCase
 __all__ = ["ENOUGH", "Afresh", "Fails", "explained_by_what_was_kept", "named"]
 
 Fails = Callable[[Sequence[RunCase]], bool | None]
-"""Whether the case-run fails in a fresh process after these, in this order; None: they did not come to an end there."""
+"""Function that is True if the case-run fails in a fresh process after the given ones, in their order. None: they did
+not come to an end there."""
 MOST_PREDECESSORS = 64
 """A search goes no further back."""
 
@@ -57,9 +58,10 @@ def _kind(result: CaseResult) -> tuple[str, ...]:
 def explained_by_what_was_kept(
     result: CaseResult, before: Sequence[RunCase], fails: Fails, *, search: bool = True
 ) -> CaseResult | None:
-    """The result with what is found out; None where the case-run is wrong in a fresh process too, or nobody can tell.
+    """Return the result with the earlier case-run that causes it. None if it is wrong in a fresh process too, or if
+    the cause cannot be found.
 
-    ``before``: what the same process had driven until then. ``search``: further back than the one before.
+    ``before``: case-runs of the same process until then. ``search``: look further back than the one before.
     """
     if not before or fails(()) is not False:
         return None
@@ -70,7 +72,7 @@ def explained_by_what_was_kept(
 
 
 def named(request: RunCase) -> str:
-    """As ``repro --after`` takes it: ``eager:CASE``."""
+    """The spelling that ``repro --after`` takes: ``eager:CASE``."""
     return f"{request.execution.value}:{request.case}"
 
 
@@ -96,8 +98,8 @@ def _not_shown(count: int, tried: int) -> str:
     record = "the case-run" if tried == 1 else f"the {tried} case-runs"
     more = f" (of {count})" if count > tried else ""
     return (
-        f"right in a fresh process, and there also after {record} before it{more}: something of the process is kept "
-        "that this does not bring back, or it fails now and then; the repro below may pass"
+        f"right in a fresh process, and there also after {record} before it{more}: probably it needs other "
+        "state of the process, or it fails only sometimes; the repro below may pass"
     )
 
 

@@ -1,4 +1,4 @@
-"""Driving one case on one backend: what a worker does. Inputs come from the case, host copies go out."""
+"""The worker's part of a case-run: run one case on one backend. Inputs come from the case, host copies go out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def schedule_for(case: Case, declared: Capabilities) -> Schedule:
 
 
 def schedules_of(case: Case, execution: Execution, declared: Capabilities, environment: Environment) -> list[Schedule]:
-    """What a drive of the case runs on one instance: its own schedule and, in mixed cases, those of other modes."""
+    """Schedules that a case-run runs on one instance: the case's own and, in multi-mode cases, those of other modes."""
     cases = [case]
     if case.multi_mode:
         supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
@@ -91,9 +91,9 @@ def request_to_isolate(case: Case, step: Step) -> int:
 
 
 def with_other_requests(case: Case, step: Step) -> list[Step]:
-    """Every request of a step once more: one alone, the others in twos, fours, eights and so on.
+    """Every request of a step once more: one by itself, the others in twos, fours, eights and so on.
 
-    So most cross any number of requests from which on a backend does otherwise (pegainfer #623: more than 32).
+    So most of them cross the batch size at which a backend changes its path (pegainfer #623: more than 32).
     """
     alone = request_to_isolate(case, step)
     others, parts = [index for index in range(step.bs) if index != alone], [only(step, alone)]
@@ -106,7 +106,7 @@ def with_other_requests(case: Case, step: Step) -> list[Step]:
 
 @dataclass
 class _CaseRun:
-    """What is known so far, kept outside the drive so that an exception does not lose it."""
+    """Record of a case-run so far, kept outside the code that runs it so that an exception does not lose it."""
 
     schedules: Sequence[Schedule]
     declared: Capabilities
@@ -127,7 +127,7 @@ class _CaseRun:
         self.stage = max(self.stage, Stage.CAPTURED)
 
     def records(self, observed: Sequence[Observation]) -> tuple[StepRecord, ...]:
-        """What travels of observations of this drive."""
+        """The parts of observations that are sent to the lane."""
         numbers = {id(each.copies): number for number, each in enumerate(observed)}
         return tuple(
             StepRecord(
@@ -148,9 +148,9 @@ class _CaseRun:
 def run_case(
     backend_class: type[AttentionBackend], request: RunCase, environment: Environment, declared: Capabilities
 ) -> RunRecord:
-    """Drive a backend through one case. Whatever it raises becomes a finding; nothing of the backend's escapes.
+    """Run one case on a backend. An exception of the backend becomes a finding and never escapes.
 
-    ``declared``: as the judge knows them, whatever the class answers by now.
+    ``declared``: the capabilities that the judge knows, even if the class answers others by now.
     """
     case = parse_case(request.case)
     schedules = schedules_of(case, request.execution, declared, environment)
@@ -174,7 +174,8 @@ def run_case(
         cause = error.__cause__
         assert cause is not None
         if variant_of(case).pool_elements and out_of_memory(cause):
-            return RunRecord(not_here=f"{NO_ROOM}beside a KV pool of more than 2^31 elements: {first_line(cause)}")
+            left = f"in addition to a KV pool of more than 2^31 elements: {first_line(cause)}"
+            return RunRecord(not_here=f"{NO_ROOM}{left}")
         if context_lost(cause):
             lost = first_line(cause)
         # Of a way something else may be None.
@@ -198,18 +199,18 @@ def run_case(
 
 
 _GIVEN_UP = (
-    "torch.compile gave a function up, and runs it uncompiled: it compiled it as often as "
-    "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles says why"
+    "torch.compile runs a function uncompiled, since it recompiled it more often than "
+    "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles shows the reasons"
 )
 _BESIDE_A_BIG_POOL = 3 << 30
-"""Bytes. Where CUDA is emulated, a KV pool that is mostly unused takes addresses and little memory; a copy of it, which
-is right and slow, takes all of it."""
+"""Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies
+it is right and slow, and takes all of it."""
 
 
 def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:
     if not environment.emulated or not variant_of(schedule.case).pool_elements:
         return contextlib.nullcontext()
-    # The pool of an earlier case is no room for a copy of this one.
+    # Memory of an earlier case's pool must not count as room for a copy of this one.
     gc.collect()
     case, (_, heads, width) = schedule.case, schedule.case.head_shape
     parts, size = case.heads.layout.pool_rows, DTYPES[case.dtype].itemsize
@@ -259,7 +260,7 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
     beside = _co_resident(backend_class, drive, environment)
     between = EagerCoResident(*beside).another_run if beside else None
     seen = [run_eager(harness, schedule, step, drive.clock, ran_before="instances" if beside else "", between=between)]
-    # Right after it, and not after another step: what alternates from step to step would have come round again.
+    # Right after it, not after another step: state that alternates from step to step would have its first value again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", ran_before="steps"))
     # A chunk's prefix is what the chunk before it wrote.
     seen += [
@@ -299,7 +300,7 @@ def _run_graph(backend_class: type[AttentionBackend], drive: _CaseRun, environme
 def _co_resident(
     backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment
 ) -> tuple[ServerHarness, Schedule] | None:
-    """In a mixed case: another instance beside the one that is judged, and what it runs."""
+    """Make the co-resident instance of a multi-mode case, and the schedule that it runs."""
     case = drive.schedules[0].case
     if not case.multi_mode:
         return None
@@ -328,7 +329,7 @@ def _loop(
 
 
 def _found(run: GraphRun, schedules: Sequence[Schedule]) -> RunRecord:
-    """What a graph drive found beside its steps."""
+    """Findings of a graph run that belong to no step."""
     warm = tuple(i for i, s in enumerate(schedules) if any(s is each for each in run.not_finite_in_warm_up))
     return RunRecord(
         fill=run.fill,

@@ -1,4 +1,4 @@
-"""Judging what a drive left behind: steps come as host copies, expected values are the judge's own."""
+"""Evaluation of a case-run: steps come as host copies, expected values are computed here."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_r
 __all__ = ["Run", "evaluate_item", "fails"]
 
 Run = Callable[[RunCase | Rerun], RunRecord]
-"""Has a worker drive something. May raise ``WorkerLost``."""
+"""Function that has a worker run something. May raise ``WorkerLost``."""
 
 
 @dataclass
 class _Outcome:
-    """What is known of a case-run before it becomes a result."""
+    """Findings and evaluated checks of a case-run before it becomes a result."""
 
     record: RunRecord
     observed: list[Observation] = field(default_factory=list)
@@ -58,7 +58,7 @@ class _Outcome:
 
 
 def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
-    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
+    """Have one case run, evaluate it, and ask for reruns if numbers are wrong. Raises what ``drive`` raises."""
     item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
     outcome, seconds = _evaluated(drive, described, case, execution, environment)
     result = partial(_result, item, plan, described.declared, case, execution, outcome, seconds)
@@ -91,7 +91,7 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
 def _with_cause(
     finding: Finding, outcome: _Outcome, rerunner: Rerunner, declared: Capabilities, case: Case, execution: Execution
 ) -> Finding:
-    """With hints about what is no attention output."""
+    """Add hints about outputs other than attention."""
     in_graph = execution is Execution.GRAPH
     if in_graph:
         finding = _of_unset_width(finding, rerunner, case, declared)
@@ -107,13 +107,13 @@ _OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"}
 
 
 def fails(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> bool:
-    """Whether a case-run does not pass, and no more. Raises what ``drive`` raises."""
+    """Return whether a case-run fails, without a diagnosis. Raises what ``drive`` raises."""
     outcome, _ = _evaluated(drive, described, asked.case, asked.execution, resolve(plan.device))
     return bool(outcome.findings or outcome.record.lost)
 
 
 def _unless_lost(drive: Run) -> Run:
-    """For questions after a failure: a worker that dies over one has answered that it was wrong."""
+    """Wrap ``drive`` for questions after a failure: a worker that dies over one has answered that it was wrong."""
 
     def ask(request: RunCase | Rerun) -> RunRecord:
         try:
@@ -140,7 +140,7 @@ def _evaluated(
         if execution is Execution.EAGER and not missing:
             outcome.findings += _compared(declared, outcome.observed)
         elif execution is Execution.GRAPH and not outcome.failed:
-            # What is wrong at a replay as well is reported there, with a place.
+            # If it is wrong at a replay too, it is reported there, with a place.
             outcome.findings += _not_finite([schedules[i] for i in record.not_finite_in_warm_up], record.fill, declared)
             outcome.findings += at_capture(record.uneven_warm_ups, record.written_at_capture)
     outcome.findings += _left_behind((*described.changed, *record.changed))
@@ -151,13 +151,13 @@ def _evaluated(
 def _said(
     record: RunRecord, case: Case, execution: Execution, declared: Capabilities, environment: Environment
 ) -> list[Finding]:
-    """What is wrong with a lossless loop, where one was due."""
+    """Findings about the greedy-equivalence loop, if the case has one."""
     modes = loop_of(case, execution, declared, environment)
     if not modes:
         return []
     generated, loop = record.generated, make_loop(case, modes)
     if generated is None or not ran_to_its_end(generated, loop):
-        return [Finding("completes", "the lossless loop was due and did not run to its end")]
+        return [Finding("completes", "the greedy-equivalence loop did not run to its end")]
     products = schedule_for(case, declared).matmul_dtype
     return lossless(
         generated,
@@ -166,7 +166,7 @@ def _said(
 
 
 def _observations(run_record: RunRecord, schedules: Sequence[Schedule]) -> list[Observation]:
-    """What came, with schedules and steps of the judge's own. Raises ``KeyError`` for a step there is not."""
+    """Observations of the worker, with the lane's own schedules and steps. Raises ``KeyError`` for an unknown step."""
 
     def of(record: StepRecord) -> Observation:
         schedule = schedules[record.schedule]
@@ -187,7 +187,7 @@ def _observations(run_record: RunRecord, schedules: Sequence[Schedule]) -> list[
 
 
 def step_inputs(schedule: Schedule, step: Step, declared: Capabilities) -> StepInputs:
-    """What a step is given, and what it should leave in the KV pool."""
+    """Inputs of a step, and the expected contents of the KV pool after it."""
     family = family_of(schedule.case)
     data = family.data(schedule, step, None)
     tails = schedule.case.kv_dtype in declared.finite_page_tails
@@ -209,7 +209,7 @@ def _image(schedule: Schedule, step: Step, data: StepData, tails: bool, after: b
 
 
 def _evaluate_step(outcome: _Outcome, observed: Observation, declared: Capabilities) -> None:
-    # The inputs are made anew for each step and let go of: those of a whole case may take half a gigabyte.
+    # The inputs are made for each step and freed after it: those of a whole case may take half a gigabyte.
     given = replace(observed, inputs=step_inputs(observed.schedule, observed.step, declared))
     comparison = Comparison(given, expect(observed.schedule, observed.step))
     found = evaluate_step(comparison, observed.schedule, declared)
@@ -228,19 +228,19 @@ def _missing(
     declared: Capabilities,
     observed: Sequence[Observation],
 ) -> list[Finding]:
-    """What was due and did not come. A drive that ends early without an error is no pass."""
+    """Findings for steps that were expected and did not run: a run that ends early without an error does not pass."""
     seen = [(each.schedule.case.id, each.step.name, each.replay) for each in observed]
     absent = [name for name in _due(schedules, case, execution, declared) if seen.count(name) < 1]
     if not absent:
         return []
     names = ", ".join(f"{'replay of ' if replay else ''}{step}" for _, step, replay in absent[:3])
-    return [Finding("completes", f"{len(absent)} steps that were due did not run: {names}")]
+    return [Finding("completes", f"{len(absent)} expected steps did not run: {names}")]
 
 
 def _due(
     schedules: Sequence[Schedule], case: Case, execution: Execution, declared: Capabilities
 ) -> Iterator[tuple[str, str, bool]]:
-    """(case id, name of the step, whether it is a replay) of every step of a drive."""
+    """(case id, name of the step, whether it is a replay) of every step of a case-run."""
     if execution is Execution.EAGER:
         own = schedules[0]
         first = own.steps[0]
@@ -265,7 +265,7 @@ def _due(
 
 
 def _compared(declared: Capabilities, observed: Sequence[Observation]) -> list[Finding]:
-    """Eager runs of the same numbers, held against each other."""
+    """Compare eager runs of the same numbers with each other."""
     first, again, *others = observed
     found = repeatable(first, again) if declared.deterministic else []
     parts = [each for each in others if each.step.part_of is not None]
@@ -273,12 +273,12 @@ def _compared(declared: Capabilities, observed: Sequence[Observation]) -> list[F
 
 
 def _keys_of_all_rows(case: Case, declared: Capabilities) -> int:
-    """From which fill value on each row of a captured request sees a key."""
+    """The smallest fill value with which each row of a captured request sees a key."""
     counts_rows = case.mode is ForwardMode.TARGET_VERIFY and dialect_of(declared, case).verify_lens == "all"
     return case.width if counts_rows else 1
 
 
-_ONE_KEY_IN_SPLITS = "; or of a part without keys, as all parts but one are here, comes something else than 0 and -inf"
+_ONE_KEY_IN_SPLITS = "; or a KV split without keys (here all but one) does not give 0 and -inf"
 
 
 def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities) -> list[Finding]:
@@ -311,7 +311,7 @@ def _left_behind(changed: Sequence[str]) -> list[Finding]:
     return [
         Finding(
             "leaves-process-alone",
-            f"the backend changed its process and did not put it back: {changed[0]}",
+            f"the backend changed its process and did not restore it: {changed[0]}",
             where="\n".join(changed[:5]),
             hint="a server shares the process with others: set it for the block that needs it, and restore it",
         )
@@ -326,7 +326,7 @@ def _first_of_each_check(findings: Sequence[Finding]) -> dict[str, Finding]:
 
 
 def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Finding]:
-    """One finding a check, wrong numbers under the check that they really fail; with their cause, if that is asked."""
+    """One finding per check, wrong numbers under the check that they really fail; with their cause if asked for."""
     explained: list[Finding] = []
     diagnosed = False
     for check, finding in _first_of_each_check(outcome.findings).items():
@@ -343,7 +343,7 @@ def _explained(outcome: _Outcome, rerunner: Rerunner, *, cause: bool) -> list[Fi
 
 
 def _of_unset_width(finding: Finding, rerunner: Rerunner, case: Case, declared: Capabilities) -> Finding:
-    """With a hint first, where a graph is wrong because its capture did not say the width."""
+    """Put a hint first if a graph is wrong because its capture was not given the width."""
     if not declared.server.takes_unset_width or case.mode not in WIDTH_OF:
         return finding
     return _with_hint(finding, blame_unset_width(rerunner, schedule_for(case, declared)))
@@ -355,7 +355,7 @@ def _with_hint(finding: Finding, why: str) -> Finding:
 
 
 def _of_variant(finding: Finding, case: Case) -> Finding:
-    """With what the server of the case does and not every server does, where there is such a thing."""
+    """Add a note on what the server of this case does and other servers do not, if there is any."""
     if not case.variants:
         return finding
     return replace(finding, hint="\n".join(filter(None, (finding.hint, f"in this case {variant_of(case).about}"))))

@@ -158,6 +158,6 @@ class Lane:
 
 
 _CANNOT_TELL = (
-    "--in-process: whether a failure has its cause in an earlier case-run cannot be told; run without it, or that case "
-    "alone"
+    "--in-process: the kit cannot find out whether an earlier case-run causes this failure; run without it, or run "
+    "only that case"
 )

@@ -177,7 +177,7 @@ def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:
 
 def serve(connection: Connection, options: Options, gpu: str) -> None:
     """Evaluate what comes until the pipe is closed."""
-    # What workers are forked from, while there is nothing here. A lane may start processes, as no worker may.
+    # Workers are forked from this process, made while it holds nothing. A lane may start processes, a worker may not.
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     fork_off()
     torch.set_num_threads(1)

@@ -196,7 +196,7 @@ def _taken(waiting: deque[_Group]) -> _Group:
 
 
 def _groups(items: Sequence[Item]) -> list[_Group]:
-    """Neighbours that share a case, eager and graph, go to the same worker: they share data and the oracle's answer."""
+    """Group adjacent items of one case, eager and graph, for one worker: they share data and the oracle's answer."""
     groups: list[_Group] = []
     last = None
     for item in items:

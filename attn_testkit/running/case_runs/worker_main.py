@@ -1,4 +1,4 @@
-"""The child's side: imports one backend, drives it as asked, and sends back host copies. It judges nothing."""
+"""The child's side: imports one backend, runs it as asked, and sends back host copies. It evaluates nothing."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ __all__ = ["LocalWorker", "given_up", "serve"]
 _SETTLE_AFTER = (1, 4)
 _SETTLE_EVERY = 16
 """Cases between two rounds of setting survivors aside from the garbage collector: a round takes as long as the one
-collection that each capture begins with, and after 200 drives without one that is five times as long."""
+collection that each capture begins with, and after 200 case-runs without one that is five times as long."""
 _FIRST_SEEN_AT_IMPORT = ("environment variables", "signal handlers", "the current directory", "the filters of warnings")
-"""What packages set when they are imported, and servers expect them to."""
+"""Settings that packages change when they are imported, as servers expect."""
 
 
 class LocalWorker:
@@ -50,11 +50,11 @@ class LocalWorker:
         self.candidate = candidate
         self.ended = False
         self.history: list[RunCase] = []
-        """What it has driven."""
+        """Case-runs that this worker has run."""
         self.environment: Environment = resolve(device)
         self.environment.prepare_process()
         with self.environment.active():
-            # What torch imports on the way replaces a function of its own.
+            # torch imports modules here that replace one of its own functions.
             pass
         before = take_state()
         self._servers = ServerImports(candidate.spec, _FIRST_SEEN_AT_IMPORT)
@@ -82,11 +82,11 @@ class LocalWorker:
         self._told = len(self._servers.reported)
 
     def describe(self) -> Described:
-        """What the backend declares."""
+        """Capabilities of the backend."""
         return self.described
 
     def drive(self, request: RunCase | Rerun) -> RunRecord:
-        """Have it driven."""
+        """Run a case or a rerun."""
         if isinstance(request, RunCase) and request.case != self._case:
             # Nobody asks for the numbers of another case again, and those of long requests are large.
             self._case = request.case
@@ -113,14 +113,14 @@ class LocalWorker:
         return replace(record, notes=reported) if reported else record
 
     def _changed(self) -> tuple[str, ...]:
-        # A package that is first imported in the middle of a drive sets what others set where their module is imported.
+        # A package that is first imported during a case-run changes the same settings then as others do at import.
         imported = len(sys.modules) > self._modules and _packages() > self._packages
         skip = _FIRST_SEEN_AT_IMPORT if imported else ()
         self._state = self._servers.accept_into(self._state)
         changed: tuple[str, ...] = ()
         if not unchanged(self._state):
             changed = tuple(changes(self._state, skip=skip))
-            # Also where it is no finding: each case-run draws the same random numbers.
+            # Also if it is not a finding: each case-run draws the same random numbers.
             restore(self._state, skip=skip)
         if imported:
             self._state, self._packages = take_state(), _packages()
@@ -135,19 +135,19 @@ class LocalWorker:
         return ""
 
     def close(self) -> None:
-        """There is no process to end."""
+        """Do nothing: there is no process to end."""
         self._servers.remove()
         self.ended = True
 
 
 def _plain(candidate: Candidate, backend_class: type[AttentionBackend]) -> Capabilities:
-    """The capabilities as the judge will read them: a drive goes by the same, whatever the class answers the next
+    """The capabilities as the judge reads them. The worker uses the same, even if the class answers others the next
     time."""
     try:
         described = read(pickle.dumps(Described(backend_class.capabilities)))
     except Exception as error:
         raise UsageError(
-            f"backend {candidate.spec!r}: its capabilities are no plain values: {message_of(error)}; write "
+            f"backend {candidate.spec!r}: its capabilities are not plain values: {message_of(error)}; write "
             "capabilities = Capabilities(eager={...}, ...) with numbers, strings and sets"
         ) from error
     assert isinstance(described, Described)
@@ -171,7 +171,7 @@ def _with_changes(record: RunRecord, changed: tuple[str, ...]) -> RunRecord:
 def serve(
     connection: Connection, candidate: Candidate, device: str, gpu: str, timeout_s: float, import_s: float
 ) -> None:
-    """Answer questions until the judge closes the pipe. What goes wrong in here is the backend's."""
+    """Answer questions until the judge closes the pipe. Failures in here are the backend's."""
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     torch.set_num_threads(1)

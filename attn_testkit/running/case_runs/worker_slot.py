@@ -29,7 +29,7 @@ class WorkerSlot:
         self._worker: Worker | LocalWorker | None = None
         self._device = "auto"
         self._open: list[Worker | LocalWorker] = []
-        """Every worker that has not ended: this one, and one that was made to ask it afresh."""
+        """Every worker that has not ended: this one, and one that was made to ask again in a fresh process."""
         self._closed = False
         self.next: RunCase | None = None
         """Case-run of the same backend after this one: begun while the lane evaluates."""
@@ -75,7 +75,7 @@ class WorkerSlot:
         except WorkerLost as error:
             if not error.of_another:
                 raise
-            # What was begun ahead took the worker along. It will be begun again, and reported, in its turn.
+            # The case-run that was begun ahead ended the worker. It is begun again, and reported, in its turn.
             self.next = None
             worker = self._again()
             self.before = None

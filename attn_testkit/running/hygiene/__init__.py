@@ -1,1 +1,1 @@
-"""What a backend's process is held to: compared, sealed, put back. Knows no plan and no other process."""
+"""Hygiene of a backend's process: its state is compared, sealed and restored. Knows no plan and no other process."""

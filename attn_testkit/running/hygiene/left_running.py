@@ -1,8 +1,7 @@
-"""Threads and child processes that a drive started and that outlive the instance they were started for.
+"""Threads and child processes that a case-run started and that outlive the instance they were started for.
 
-What a package keeps for itself is no finding: a pool that compiles kernels, a helper of a vendor's library, an idle
-executor. So a thread counts only where it runs code of the backend's own package, and a child only where it is none of
-the known ones.
+A package may keep threads for itself: a pool that compiles kernels, a helper of a vendor's library, an idle executor.
+So a thread counts only if it runs code of the backend's own package, and a child only if it is not a known one.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Running:
         self._children = set(_children())
 
     def left(self) -> list[str]:
-        """What runs since then and should not, a sentence each. Costs two microseconds where nothing is new."""
+        """Sentences about what still runs and should not. Costs two microseconds if nothing is new."""
         if not (self._new_threads() or self._new_children()):
             return []
         # An instance may hang in a circle, and end its threads where it is collected.
@@ -64,7 +63,7 @@ class Running:
         ]
 
     def accept(self) -> None:
-        """Whatever runs now may run: a package was imported meanwhile."""
+        """Accept everything that runs now: a package was imported meanwhile."""
         self._threads, self._children = set(map(id, threading.enumerate())), set(_children())
 
     def _new_threads(self) -> list[threading.Thread]:
@@ -76,7 +75,7 @@ class Running:
 
 
 def _target(thread: threading.Thread) -> object:
-    """What it runs: Python forgets it when it ends."""
+    """The function that a thread runs. Python forgets it when the thread ends."""
     target = getattr(thread, "_target", None)
     if isinstance(thread, threading.Timer):
         target = thread.function
@@ -92,7 +91,7 @@ def _code_of(thread: threading.Thread) -> str:
 
 
 def _children() -> dict[int, str]:
-    """Pid -> command line of every child that lives and is no known pool."""
+    """Pid -> command line of every living child that is not a known pool."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except (ChildProcessError, AttributeError):

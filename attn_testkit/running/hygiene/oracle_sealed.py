@@ -17,11 +17,11 @@ _KIT = "attn_testkit."
 
 def _sealed(*_: Any, **__: Any) -> NoReturn:
     # Names are looked up in the module that this code is put into: there must be none.
-    raise RuntimeError("attn_testkit's oracle was asked by a process that runs a backend; it answers the judge alone")
+    raise RuntimeError("attn_testkit's oracle was asked by a process that runs a backend; it answers only the judge")
 
 
 def seal_oracle() -> None:
-    """Have every function of the oracle, and of what families answer by, raise here, whoever holds it by now."""
+    """Make every function of the oracle and of the families' answers raise here, also in code that holds one."""
     for name, module in list(sys.modules.items()):
         if name.startswith((_ORACLE, *_sealed_packages())) and name not in _open_modules():
             for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):

@@ -1,8 +1,8 @@
-"""A worker that imports modules from other files than their own, and notes which of their lines each drive executes.
+"""A worker that imports modules from other files than their own, and notes which lines each case-run executes.
 
-For mutants: a backend with one small change, and nothing written beside it. Code is compiled under the name of the file
-that it was read from, so that what asks for the source of a function, as Triton does, gets the text that runs; a module
-keeps its own ``__file__``, so that it finds what lies beside it.
+Mutants need it: a backend with one small change, and no file in its package. Code is compiled under the name of the
+file that it was read from, so that Triton, which reads the source of a function, gets the text that runs. A module
+keeps its own ``__file__``, so that it finds the files next to it.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ __all__ = ["Notes", "OtherSources", "use_other_sources"]
 
 @dataclass(frozen=True)
 class OtherSources:
-    """What a worker does before it imports its backend."""
+    """Instructions for a worker before it imports its backend."""
 
     instead: tuple[tuple[str, str], ...] = ()
     """(module, file that holds its text)."""
     located: tuple[str, ...] = ()
-    """Modules whose own files are noted, beside that of the class."""
+    """Modules whose own files are noted, in addition to that of the class."""
     notes: str = ""
-    """Folder in which each worker has a file, with a line of JSON for the import and for each drive; empty: none."""
+    """Folder in which each worker has a file, with a line of JSON for the import and for each case-run; empty: none."""
     memory: int = 0
     """Bytes of address space that the process may take beyond what it has; 0: as many as there are. A changed number
     may be the size of a tensor."""
@@ -91,7 +91,7 @@ def _limit_memory(beyond: int) -> None:
 
 
 class Notes:
-    """What is written of the lines that run. The backend's own thread alone is followed."""
+    """Writer of notes about the lines that run. It follows only the backend's own thread."""
 
     def __init__(self, sources: OtherSources) -> None:
         self._sources = sources

@@ -1,8 +1,8 @@
-"""What a backend may not change about its process: compared before and after it was driven, then put back.
+"""State of a process that a backend may not change: compared before and after each case-run, then restored.
 
 A server runs many components in one process. One that leaves float64 as the default dtype, a reseeded generator or a
-replaced function behind breaks the others, and here it could bend what the kit observes. Asked after every drive, so
-the way where nothing changed is one pass over plain lists.
+replaced function behind breaks the others, and here it could change what the kit observes. The comparison runs after
+every case-run, so it is one pass over plain lists if nothing changed.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ class ProcessState:
     owners: Mapping[str, tuple[Any, dict[str, Any]]]
     """Name of a module or class -> (itself, its attributes then), of torch and of the kit; compared by identity."""
     tables: Mapping[str, tuple[dict[Any, Any], dict[Any, Any]]]
-    """The same for dicts of the kit: ``DRIVERS[mode] = ...`` replaces no attribute."""
+    """Dicts of the kit with their contents: ``DRIVERS[mode] = ...`` replaces no attribute."""
     views: tuple[ValuesView[Any], ...] = field(repr=False)
     """The values of every owner and table as they are at any time, in the order in which their names first appeared."""
     seen: list[Any] = field(repr=False)
-    """The same when they were last looked at one by one."""
+    """Values when they were last looked at one by one."""
 
 
 def _owners() -> dict[str, Any]:
@@ -76,9 +76,9 @@ def take_state() -> ProcessState:
 
 
 def unchanged(state: ProcessState) -> bool:
-    """Whether everything is as it was; a tenth of the time that ``changes`` takes. False does not say that it is not.
+    """Return True only if everything is as it was, in a tenth of the time of ``changes``. False is not a finding yet.
 
-    To be asked after every drive.
+    It is called after every case-run.
     """
     return all(setting.read() == state.values[setting.name] for setting in SETTINGS) and _nothing_replaced(state)
 
@@ -93,7 +93,7 @@ _GONE = object()
 
 
 def changes(before: ProcessState, *, skip: tuple[str, ...] = (), of_kit: bool = True) -> list[str]:
-    """What is otherwise now, one sentence each. ``skip``: settings that may differ. ``of_kit``: also of the kit's own
+    """Sentences about what is different now. ``skip``: settings that may differ. ``of_kit``: also of the kit's own
     modules.
     """
     found = []
@@ -140,7 +140,7 @@ class Accepted:
 
 
 def accepted(before: ProcessState, *, skip: tuple[str, ...] = ()) -> Accepted:
-    """What is otherwise now, of settings and of torch; never of the kit. ``skip``: settings that are left out."""
+    """Differences of settings and of torch, never of the kit. ``skip``: settings that are left out."""
     values = {setting.name: setting.read() for setting in SETTINGS if setting.name not in skip}
     changed = {name: value for name, value in values.items() if value != before.values[name]}
     attributes = [each for each in _replaced(before) if not each[0].startswith(_KIT) and each[2] is not _GONE]
@@ -148,7 +148,7 @@ def accepted(before: ProcessState, *, skip: tuple[str, ...] = ()) -> Accepted:
 
 
 def _alike(now: Any, was: dict[str, Any]) -> bool:
-    """Whether every value is the same object, asked at the speed of C: there are thousands."""
+    """True if every value is the same object; compared at the speed of C, since there are thousands."""
     return all(map(operator.is_, map(now.get, was, itertools.repeat(_GONE)), was.values()))
 
 
@@ -169,7 +169,7 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
 def _is_fixed(key: str, value: Any) -> bool:
     """Functions, classes, modules and constants. The kit and torch assign to variables of their own.
 
-    ``torch.set_default_dtype`` makes ``torch.Storage`` anew.
+    ``torch.set_default_dtype`` replaces ``torch.Storage``.
     """
     return key != "Storage" and (callable(value) or isinstance(value, ModuleType) or key.lstrip("_").isupper())
 
@@ -185,7 +185,7 @@ _TORCH_FILES = os.path.join(os.path.dirname(torch.__file__), "")
 
 
 def restore(before: ProcessState, *, skip: tuple[str, ...] = ()) -> None:
-    """Put back what can be put back, so that what one case-run left behind is not found in the next.
+    """Restore what can be restored, so that the traces of one case-run are not found in the next.
 
     ``skip``: settings that may differ.
     """

@@ -1,10 +1,10 @@
 """Generators of random numbers that belong to the whole process, and what may happen to them.
 
-A backend may draw from them: a server's sampling goes on from another place, and is as random. It may not seed them or
-set them back: numbers would then come a second time, and ranks that draw the same ones would part.
+A backend may draw from them: a server's sampling goes on from another place, and is as random. It may not seed or
+reset them: numbers would then repeat, and ranks that must draw the same ones would no longer agree.
 
-torch, numpy and Python all keep a Mersenne twister: 624 words, and how many of them are drawn. What follows 624 draws
-is computed from the words alone, so a state that was drawn is told from one that was set.
+torch, numpy and Python all keep a Mersenne twister: 624 words, and how many of them are drawn. The state after 624
+draws follows from the words, so a state that came from draws can be distinguished from one that was set.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MOST_DRAWN = 4096 * _WORDS
 class _Twister(NamedTuple):
     words: npt.NDArray[np.uint32]
     drawn: int
-    """Of the words, 1 to 624."""
+    """Number of words that are drawn, 1 to 624."""
 
 
 def torch_random() -> bytes:
@@ -53,20 +53,20 @@ def set_torch_random(before: bytes) -> None:
 
 
 def numpy_random() -> bytes:
-    """What ``numpy.random``'s functions draw from."""
+    """The state that ``numpy.random``'s functions draw from."""
     # A tenth of a microsecond where asking for the state takes seventy.
     generator: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     return ctypes.string_at(generator.ctypes.state_address, 4 * _WORDS + 4)
 
 
 def set_numpy_random(before: bytes) -> None:
-    """Put it back."""
+    """Restore the state that ``numpy.random``'s functions draw from."""
     words, drawn = _of_numpy(before)
     np.random.set_state(("MT19937", words, drawn, 0, 0.0))
 
 
 def python_random() -> tuple[Any, ...]:
-    """What Python's ``random`` draws from."""
+    """The state that Python's ``random`` draws from."""
     return random.getstate()
 
 
@@ -94,7 +94,7 @@ _KINDS: dict[str, Callable[[Any], _Twister]] = {
 
 
 def reseeded(name: str, was: Any, now: Any) -> str:
-    """What happened to a state beside that numbers were drawn from it; empty: nothing."""
+    """A sentence about a state that changed other than by draws; empty if it did not."""
     if name == "torch's random state":
         seeds = tuple(int.from_bytes(state[:8], "little") for state in (was, now))
         if seeds[0] != seeds[1]:
@@ -106,7 +106,7 @@ def reseeded(name: str, was: Any, now: Any) -> str:
 
 
 def _leads_to(start: _Twister, end: _Twister) -> bool:
-    """Whether drawing no more than ``MOST_DRAWN`` numbers leads from one to the other."""
+    """True if at most ``MOST_DRAWN`` draws lead from one state to the other."""
     if np.array_equal(start.words, end.words):
         return start.drawn <= end.drawn
     generator: Any = np.random.MT19937(0)

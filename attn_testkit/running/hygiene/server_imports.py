@@ -1,7 +1,7 @@
-"""What the import of a server changes in a process is the server's, and is no failure of a backend class.
+"""Changes that the import of a server makes to a process. They are the server's, not a failure of a backend class.
 
 vLLM switches cuDNN's attention off where ``vllm.platforms.cuda`` is imported. A server's process is like that before
-any backend is made, so the change stays, and the header of the run tells it. The same change by a backend while it runs
+any backend is made, so the change stays, and the header of the run lists it. The same change by a backend while it runs
 stays a failure.
 """
 
@@ -29,8 +29,8 @@ class ServerImports(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, spec: str, skip: tuple[str, ...] = ()) -> None:
-        """``spec`` names the backend class: its own top-level package is no server's. ``skip``: settings that may
-        differ.
+        """``spec`` names the backend class: its own top-level package does not count as a server's. ``skip``: settings
+        that may differ.
         """
         self.reported: list[str] = []
         """``importing vllm.x changed the process: ...``, a line for each import that did."""
@@ -96,7 +96,7 @@ class ServerImports(importlib.abc.MetaPathFinder):
 
 
 def _bridge_asks(frame: FrameType | None) -> bool:
-    """Whether a bridge's code is among the callers."""
+    """True if a bridge's code is among the callers."""
     while frame is not None:
         if str(frame.f_globals.get("__name__", "")).startswith(_BRIDGES):
             return True

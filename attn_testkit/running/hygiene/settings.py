@@ -1,4 +1,4 @@
-"""Settings that belong to a whole process: how each is read, put back, and said."""
+"""Settings that belong to a whole process: how each is read, restored, and named."""
 
 from __future__ import annotations
 
@@ -52,15 +52,15 @@ class Setting:
 
     name: str
     read: Callable[[], Any]
-    """Its value, which ``==`` compares."""
+    """Function that reads the value, which ``==`` compares."""
     write: Callable[[Any], object]
-    """Puts it back."""
+    """Function that restores the value."""
     say: Callable[[Any, Any], str] = _arrow
-    """What changed from one value to another, before and after; empty for what may change."""
+    """Function that describes a change from one value to another; empty text for a change that is allowed."""
 
 
 def _environment() -> dict[bytes, bytes]:
-    # As bytes, without decoding: it is read after every drive.
+    # As bytes, without decoding: it is read after every case-run.
     return dict(os.environ._data)  # type: ignore[attr-defined]
 
 
@@ -81,7 +81,7 @@ def _say_environment(was: Mapping[bytes, bytes], now: Mapping[bytes, bytes]) -> 
 
 
 _MOST = 3
-"""Of many that changed, so many are named."""
+"""Most changes that are named."""
 
 
 def _decoded(value: bytes | None) -> str | None:
@@ -194,4 +194,4 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("the garbage collector", gc.isenabled, lambda on: gc.enable() if on else gc.disable()),
     Setting("function and dispatch modes that were entered", _modes, _leave_modes),
 )
-"""In the order in which they are said."""
+"""Settings in the order in which changes are named."""

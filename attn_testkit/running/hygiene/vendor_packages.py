@@ -1,6 +1,6 @@
 """Packages that a backend says it needs: whether what is installed can be imported, and if not, why.
 
-A package that is installed and broken, as by a missing library of CUDA, is no fault of the backend that calls it.
+A package that is installed and broken, as by a missing library of CUDA, is not the fault of the backend that calls it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...results import CANNOT_IMPORT
 __all__ = ["NOT_HERE", "broken_packages", "module_of"]
 
 NOT_HERE = ""
-"""In the place of a requirement: the backend class says that nothing of it runs on this machine."""
+"""Value in place of a requirement if the backend class says that nothing of it runs on this machine."""
 
 
 def broken_packages(declared: Capabilities) -> dict[str, str]:

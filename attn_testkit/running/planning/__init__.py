@@ -1,1 +1,1 @@
-"""What is asked for, and what will be done: no process, nothing driven."""
+"""Planning: a request and the plan that follows from it. Starts no process and runs no case."""

@@ -1,4 +1,4 @@
-"""Which backend a worker is to run: by name, or the very class that somebody holds.
+"""The backend that a worker is to run: by name, or the very class that the caller holds.
 
 A class given to ``check_backend`` may be one that no import gives: of a notebook, local to a function, a second one of
 the same name. Such a class travels by value. One that an import gives travels by name, with a fingerprint of what it
@@ -33,11 +33,11 @@ class Candidate:
     pickled: bytes = b""
     """The class by value; empty where ``spec`` is enough."""
     fingerprint: str = ""
-    """Of the class that the caller holds; what the worker imports must have the same."""
+    """Fingerprint of the class that the caller holds. The class that the worker imports must have the same."""
     here: type[Any] | None = field(default=None, repr=False, compare=False)
     """The class itself, where it is run in the caller's own process."""
     sources: OtherSources = field(default_factory=OtherSources)
-    """What its worker imports from other files than their own."""
+    """Modules that its worker imports from other files than their own."""
 
 
 def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Candidate:
@@ -65,7 +65,7 @@ def candidate_for(backend: str | type[Any], *, in_process: bool = False) -> Cand
 
 
 def _importable(backend: type[Any]) -> bool:
-    """Whether importing its module in another process gives this class, as far as can be known here."""
+    """True if importing its module in another process gives this class, as far as can be known here."""
     module = sys.modules.get(backend.__module__)
     if module is None or backend.__module__ == "__main__" or not getattr(module, "__file__", None):
         return False
@@ -154,7 +154,7 @@ def resolve_candidate(candidate: Candidate) -> type[Any]:
     found = load_backend(candidate.spec)
     if candidate.fingerprint and fingerprint_of(found) != candidate.fingerprint:
         raise UsageError(
-            f"class {candidate.spec!r} is another one in this process than what importing it gives (it was changed "
+            f"class {candidate.spec!r} differs in this process from the one that an import gives (it was changed "
             "after its import, or its file was): reload it, or give the changed class a name of its own"
         )
     return found

@@ -36,10 +36,10 @@ __all__ = ["KnownFailure", "Ledger", "load_known"]
 KINDS = ("tolerated", "quarantine")
 EXECUTIONS = ("eager", "graph")
 ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)
-"""May stand where a check's id stands: the way a case-run ends instead of a check that it fails."""
+"""Words that an entry may have in place of a check's id: how a case-run ends instead of the check that it fails."""
 WARN_DAYS = 14
 MOST_DAYS = 366
-"""How far ahead ``until`` may lie: a debt is looked at once a year."""
+"""Most days until the date of ``until``: somebody looks at each entry once per year."""
 
 
 @dataclass(frozen=True)
@@ -61,17 +61,17 @@ class KnownFailure:
 
     @property
     def name(self) -> str:
-        """How messages call it."""
+        """Name of the entry in messages."""
         return f"known failure {self.number} (cases = {self.cases!r}, {self.issue})"
 
     def covers(self, backend: str, execution: str, case: str) -> bool:
-        """Whether this case-run is meant, device aside."""
+        """True if the entry covers this case-run, on whatever device."""
         return (
             fnmatchcase(case, self.cases) and fnmatchcase(backend, self.backend) and self.execution in ("", execution)
         )
 
     def expired(self, today: datetime.date) -> bool:
-        """Whether its last day has passed."""
+        """True if its last day has passed."""
         return today > self.until
 
     @property
@@ -87,7 +87,7 @@ def load_known(path: str | Path, today: datetime.date | None = None) -> tuple[Kn
         data = tomllib.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         raise UsageError(
-            f"there is no file of known failures {path.absolute()}; where none is known, leave it out"
+            f"there is no file of known failures {path.absolute()}; if no failure is known, leave it out"
         ) from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
@@ -128,7 +128,7 @@ def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -
         raise refuse(f"cases = {raw['cases']!r}: {answer}")
     checks = _checks(raw, refuse)
     if not re.fullmatch(r"https?://[^\s/]+\.[^\s]+", raw["issue"]):
-        raise refuse(f"issue = {raw['issue']!r} is no address; write where it is followed up: https://...")
+        raise refuse(f"issue = {raw['issue']!r} is not an address; write where it is followed up: https://...")
     _refuse_date(raw["until"], today, refuse)
     try:
         _conditions(raw.get("when", ""))
@@ -193,7 +193,7 @@ def _condition(term: str) -> Callable[[RunHeader], bool]:
     try:
         requirement = Requirement(term)
     except InvalidRequirement:
-        raise ValueError(f"{term!r} is none of smNN, cuda, emulated, PACKAGE<version") from None
+        raise ValueError(f"{term!r} is not one of smNN, cuda, emulated, PACKAGE<version") from None
     return lambda _: _installed(requirement)
 
 
@@ -224,7 +224,7 @@ class Ledger:
 
     @staticmethod
     def undone(result: CaseResult) -> CaseResult | None:
-        """The result as it was before a ledger evaluated it, so that this one can; None where nobody knows any more."""
+        """The result as it was before other known failures were applied, so that these can be; None if that is lost."""
         if result.status is Status.UNEXPECTEDLY_PASSED:
             return replace(result, status=Status.PASSED, reason="")
         if result.status is not Status.KNOWN_FAILURE:
@@ -262,10 +262,10 @@ class Ledger:
         return result
 
     def problems(self, runs: Iterable[tuple[str, str, str]], exists: Callable[[KnownFailure], bool]) -> list[str]:
-        """Why the file itself fails the run: entries past their date, and entries that match nothing.
+        """Reasons why the file itself fails the run: entries past their date, and entries that match nothing.
 
-        ``runs`` are the (backend, execution, case) of this run. A run may be narrower than the file, so an entry that
-        matches none of them is put to ``exists``, which looks further.
+        ``runs`` are the (backend, execution, case) of this run. A run may be narrower than the file, so ``exists``
+        looks further for an entry that matches none of them.
         """
         runs = list(runs)
         found = [f"{e.name} expired on {e.until}" for e in self.entries if e.expired(self.today)]

@@ -47,7 +47,7 @@ def most_valuable_first(entries: Sequence[Entry], failed: Collection[tuple[str, 
 
 
 _LITTLE = 10**7
-"""Products of numbers, of K and q alone."""
+"""Products of numbers, counting only K and q."""
 
 
 def work_of(case: Case) -> int:
@@ -62,7 +62,7 @@ def work_of(case: Case) -> int:
 
 
 def _first(own: dict[str, Case], failed: Collection[str]) -> list[Case]:
-    """What failed, and as many more as it takes to meet every value."""
+    """Cases that failed, and as many more as it takes to cover every value."""
     first = [case for case in own.values() if case.id in failed]
     met = {value for case in first for value in values_of(case)}
     for case in richest_first((case for case in own.values() if case.id not in failed), values_of, met=first):

@@ -36,7 +36,7 @@ Broken = Callable[[Candidate], Mapping[str, str]]
 
 
 Notes = Callable[[Candidate], Sequence[str]]
-"""What a run's header says of a backend."""
+"""Function that gives a backend's notes for the header of a run."""
 
 
 def plan_run(
@@ -132,10 +132,10 @@ def _whole(
 
 
 def _without_eager(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
-    """What replays of modes are not held against, in words."""
+    """Comparisons that replays of some modes do not have, in words."""
     replayed = dict.fromkeys(case.mode for item, case in items if item.execution == Execution.GRAPH)
     modes = ", ".join(mode for mode in replayed if mode not in declared.eager)
-    return (f"replays against eager runs ({modes}: declared in graphs alone)",) if modes else ()
+    return (f"replays against eager runs ({modes}: declared only in graphs)",) if modes else ()
 
 
 def _of_mode(
@@ -176,7 +176,7 @@ _TOO_LARGE = "needs a GPU, or tens of gigabytes: named by its id it runs here, t
 
 
 def _broken_here(declared: Capabilities, mode: ForwardMode, broken: Mapping[str, str]) -> str:
-    """What of the packages that this mode needs cannot be imported, or nothing."""
+    """Packages that this mode needs and that cannot be imported, or empty text."""
     of_mode = declared.mode_requires.get(mode)
     needed = (NOT_HERE, *declared.requires.packages, *(of_mode.packages if of_mode else ()))
     return next((broken[text] for text in needed if text in broken), "")
@@ -261,12 +261,12 @@ _WHY_NONE: tuple[tuple[str, Callable[[Capabilities], bool]], ...] = (
         lambda c: c.families <= {"gqa", "mqa"} and c.gqa_ratios <= {1},
     ),
     (
-        "max_context_len {declared.max_context_len} has no room for the shortest case: two pages beside prefix and new "
-        "tokens",
+        "max_context_len {declared.max_context_len} has no room for the shortest case: two pages next to prefix and "
+        "new tokens",
         lambda c: True,
     ),
 )
-"""Why no case can satisfy the capabilities, first match."""
+"""Reasons why no case can satisfy the capabilities; the first match counts."""
 
 
 def _header(

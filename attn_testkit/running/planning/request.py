@@ -1,4 +1,4 @@
-"""What was asked for and what will be done, as plain values: no torch, nothing of a backend imported."""
+"""Request and plan of a run, as plain values: imports no torch and nothing of a backend."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def checked_seconds(value: float, what: str = "timeout") -> float:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asked for. Raises ``UsageError`` for a device, a seed or an order that there cannot be."""
+    """The user's selection. Raises ``UsageError`` for an impossible device, seed or order."""
 
     backends: tuple[str | Candidate, ...]
     modes: tuple[str, ...] = ()
@@ -87,15 +87,15 @@ class Request:
     cases: tuple[str, ...] = ()
     """Globs on case ids of the tier, or exact ids of any case."""
     command: str = ""
-    """How it was asked for, for the record."""
+    """Front end or command that made the request, for the results file."""
     order: str = "listed"
-    """In which order the plan's case-runs come: one of ``ORDERS``. ``listed``: as the catalogue has them. ``plainest``:
-    ``planning/order.py``, where somebody stops at the first failure. ``most valuable``: ``planning/most_valuable.py``,
-    where there may be no time for all."""
+    """Order of the plan's case-runs: one of ``ORDERS``. ``listed``: as in the catalogue. ``plainest``:
+    ``planning/order.py``, for a run that stops at the first failure. ``most valuable``:
+    ``planning/most_valuable.py``, for a run that may have no time for all."""
     failed_before: tuple[tuple[str, str], ...] = ()
     """(backend, case id) of what failed the last time: first among the most valuable."""
     keep_unloadable: bool = False
-    """A backend that cannot be imported is a failing row, and no ``UsageError``: the others are judged all the same."""
+    """True makes a backend that cannot be imported a failing row instead of a ``UsageError``, and the others run."""
     counts_tier: bool = False
     """The plan of a selection also counts what the tier plans without it, for a verdict that says how much was left
     out. That takes the time of planning all of it."""
@@ -139,7 +139,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class Options:
-    """How to run it. Raises ``UsageError`` for numbers that make no sense."""
+    """Settings of a run. Raises ``UsageError`` for impossible numbers."""
 
     jobs: int = 1
     """Processes that run backends at the same time."""
@@ -148,13 +148,13 @@ class Options:
     gpus: tuple[str, ...] = ()
     """``CUDA_VISIBLE_DEVICES`` values that the processes take turns with; empty: all use what is visible."""
     in_process: bool = False
-    """No process of its own for the backend: for debuggers, and no gate."""
+    """Run the backend in this process, for debuggers. Such a run is not a gate."""
     after: tuple[str, ...] = ()
-    """``eager:CASE`` or ``graph:CASE``: what every process drives first."""
+    """``eager:CASE`` or ``graph:CASE``: case-runs that every process runs first."""
     budget_s: float | None = None
-    """Seconds after which no case-run is begun any more; planning counts. What is left is said to be not run."""
+    """Seconds after which no further case-run is begun; planning counts. The rest is reported as not run."""
     asks_afresh: bool = True
-    """Whether a case-run that fails is run again in a fresh process, to see whether an earlier one is the cause."""
+    """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.jobs, int) or self.jobs < 1:
@@ -166,14 +166,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Item:
-    """One case-run to do. The id alone rebuilds the case."""
+    """One case-run to do. The id is enough to rebuild the case."""
 
     backend: str
     mode: str
     execution: str
     case: str
     probe: bool = False
-    """An eager case that also tries a graph which is not declared; if that works a hint says so, and no more."""
+    """True for an eager case that also tries a graph which is not declared. If that works, it leads to a hint only."""
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
@@ -203,12 +203,12 @@ class Plan:
     candidates: tuple[Candidate, ...] = ()
     device: str = "auto"
     explains: Explains = "cause"
-    """What is asked about wrong numbers, with more drives."""
+    """Depth of the diagnosis of wrong numbers, which takes reruns."""
     elsewhere: tuple[Item, ...] = ()
     """Case-runs of other shards."""
 
     def to_run(self) -> Plan:
-        """What running any of its items takes, without the items: it travels with every case-run of pytest."""
+        """The plan without its items, as needed to run any of them: it is sent with every case-run of pytest."""
         return replace(
             self,
             header=replace(self.header, explained={}, not_covered={}, notes={}, not_declared={}),
@@ -238,14 +238,14 @@ class Prepared:
     request: Request
     plan: Plan
     items: tuple[Item, ...]
-    """What is launched: the plan's items without quarantined ones."""
+    """Items that are launched: those of the plan without quarantined ones."""
     preset: tuple[CaseResult, ...]
     """Results known without launching anything, quarantined ones included."""
     ledger: Ledger
     judge: Judge = field(repr=False)
 
     def problems(self) -> list[str]:
-        """What is wrong with the known-failures file, seen from this run."""
+        """Problems of the known-failures file, seen from this run."""
         runs = [(item.backend, item.execution, item.case) for item in (*self.items, *self.plan.elsewhere)]
         runs += [(row.backend, row.execution, row.case) for row in self.preset]
         return self.ledger.problems(runs, self._exists_beyond)

@@ -1,1 +1,1 @@
-"""Processes and what they say to each other: started, asked, timed, ended. Judges nothing."""
+"""Processes and their messages: started, asked, timed, ended. Evaluates nothing."""

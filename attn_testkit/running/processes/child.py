@@ -24,13 +24,13 @@ from .wire import Unreadable, read
 __all__ = ["Child", "ChildLost", "ending"]
 
 START_SECONDS = 300.0
-"""For a child to import its module on a busy machine."""
+"""Time for a child to import its module on a busy machine."""
 MOST_BYTES = 1 << 16
-"""Of what a child printed: some print gigabytes."""
+"""Most bytes that are kept of a child's output: some print gigabytes."""
 LAST_LINES = 12
 FRAMES = 5
 _STARTED = "started"
-"""What a child says between importing its module and serving."""
+"""Message that a child sends between importing its module and serving."""
 
 
 class ChildLost(Exception):
@@ -72,17 +72,17 @@ class Child:
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._process.pid or 0
 
     @property
     def connection(self) -> Connection:
-        """What its answers come by, to wait for those of several children."""
+        """Connection of its answers, to wait for those of several children."""
         return self._connection
 
     @property
     def seconds_left(self) -> float:
-        """Until ``answer`` takes it for hanging."""
+        """Seconds until ``answer`` takes the child for hanging."""
         return max(0.0, self._deadline - time.monotonic())
 
     def wait_until_started(self) -> None:
@@ -105,7 +105,7 @@ class Child:
             self._died()
 
     def hear(self, seconds: float) -> Any:
-        """What it says next without being asked."""
+        """Receive its next message, without a question."""
         self.wait_for(seconds)
         return self.answer()
 
@@ -114,7 +114,7 @@ class Child:
         self._deadline, self._seconds = time.monotonic() + seconds, seconds
 
     def answer(self) -> Any:
-        """The answer to what it was told. Raises ``ChildLost``."""
+        """The answer to the last message. Raises ``ChildLost``."""
         try:
             if not self._connection.poll(self.seconds_left):
                 raise self._lost(Status.TIMED_OUT, f"no result after {self._seconds:g} s")
@@ -129,7 +129,7 @@ class Child:
         return self._lost(Status.CRASHED, f"the process spoke for itself: {what}")
 
     def last_words(self) -> str:
-        """What it printed since it was last told something, a line each; empty for nothing."""
+        """The lines that it printed since the last message to it; empty for none."""
         lines = [line.rstrip() for line in _tail(self._words, self._mark).splitlines() if line.strip()]
         return "".join(f"\n  {line}" for line in _last_lines(lines))
 
@@ -181,12 +181,12 @@ class Child:
 
 
 def _run(module: str, connection: Connection, words: str, arguments: tuple[Any, ...]) -> None:
-    # A group of its own: Ctrl-C reaches the front end alone, and whatever the child starts ends with it.
+    # A group of its own: Ctrl-C reaches only the front end, and processes that the child starts end with it.
     os.setsid()
     output = os.open(words, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
-    # The judge's would tell a backend what is asked, and from where: its search path stands in both.
+    # The judge's arguments and environment would show a backend what is asked: both have the judge's search path.
     sys.argv[:], sys.orig_argv[:] = [""], [sys.executable]
     threading.Thread(target=_die_with_parent, daemon=True).start()
     faulthandler.enable(all_threads=False)
@@ -206,7 +206,7 @@ def _die_with_parent() -> None:
 
 
 def _tail(path: str, start: int) -> str:
-    """What stands in a file from ``start`` on, and of very much of it the end."""
+    """The contents of a file from ``start`` on; only the end if there is too much of it."""
     try:
         with open(path, "rb") as file:
             file.seek(max(start, os.path.getsize(path) - MOST_BYTES))
@@ -216,9 +216,9 @@ def _tail(path: str, start: int) -> str:
 
 
 def _last_lines(lines: list[str]) -> list[str]:
-    """The last lines, with of Python's own stack dump only the innermost frames of the thread that matters.
+    """The last lines. Of Python's own stack dump only the innermost frames of the thread that matters are kept.
 
-    In tracebacks that were printed, without what an author cannot mend: frames of the kit, and carets.
+    Printed tracebacks lose the lines that an author cannot fix: frames of the kit, and carets.
     """
     lines = _without_machinery(lines)
     stacks = [i for i, line in enumerate(lines) if "most recent call first" in line]
@@ -252,7 +252,7 @@ _MACHINERY = re.compile(
 
 
 def ending(code: int) -> str:
-    """How a process came to its end, in words, from its exit code as ``subprocess`` gives it."""
+    """Describe how a process ended, from its exit code as ``subprocess`` gives it."""
     if code >= 0:
         return f"ended itself with exit code {code}"
     try:

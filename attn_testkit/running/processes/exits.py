@@ -13,10 +13,10 @@ _FAILED = 3
 
 
 def refuse_success_by_exit() -> None:
-    """From here on to its end, this process can end itself through ``os._exit`` with any code but 0.
+    """Make ``os._exit`` refuse code 0 in this process from now on. Any other code still works.
 
-    For good, since code that a backend registered runs after the last line of the front end. Forked children are not
-    meant: they end with 0 as they like.
+    It is never undone, since code that a backend registered runs after the last line of the front end. Forked children
+    are not affected.
     """
     owner = os.getpid()
 

@@ -21,7 +21,7 @@ SERVE = "attn_testkit.running.case_runs.worker_main"
 """Module whose ``serve`` a worker runs."""
 _preloaded = [SERVE, "attn_testkit.running.case_runs.lane_process"]
 _EMULATED = ["torch.fx.experimental.symbolic_shapes", "triton.runtime.interpreter"]
-"""What the emulation has every worker import: torch decomposes a product of matrices, and kernels are interpreted."""
+"""Modules that every worker imports under emulation: torch decomposes matrix products, and kernels are interpreted."""
 _LAST = "attn_testkit.running.processes.ready"
 _spawn = util.spawnv_passfds
 
@@ -33,7 +33,7 @@ def preload(module: str) -> None:
 
 
 def fork_context() -> ForkServerContext:
-    """Where workers are started."""
+    """Context of ``multiprocessing`` in which workers are started."""
     context = multiprocessing.get_context("forkserver")
     emulated = os.environ.get("TRITON_INTERPRET") == "1"
     context.set_forkserver_preload([*_preloaded, *(_EMULATED if emulated else ()), _LAST])
@@ -64,10 +64,10 @@ def fork_off() -> None:
 
 
 def _fork(path: object, args: Sequence[Any], passfds: Sequence[int]) -> int:
-    """In place of ``multiprocessing.util.spawnv_passfds``: a fork that does what ``args`` say, ``python -c CODE``, with
-    the files 0 to 2 and ``passfds``.
+    """Replacement of ``multiprocessing.util.spawnv_passfds``: a fork that runs ``args``, ``python -c CODE``, with the
+    files 0 to 2 and ``passfds``.
     """
-    # What is printed later is printed by one of the two.
+    # Buffered output would otherwise be printed by both processes.
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Which GPUs this process may use, and how workers share them. Never touches CUDA."""
+"""GPUs that this process may use, and how workers share them. Never touches CUDA."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def visible_gpus(environment: Mapping[str, str], devices: str = "/dev/nvidia[0-9
 class GpuSlots:
     """Gives each worker the least used GPU, and takes it back when the worker ends.
 
-    Worker numbers cannot be used: a replacement has a new one, and would sit beside a worker that still runs.
+    Worker numbers cannot be used: a replacement has a new one, and would share a GPU with a worker that still runs.
     """
 
     def __init__(self, gpus: tuple[str, ...]) -> None:

@@ -34,7 +34,7 @@ class Trimmer:
         self._size = _resident()
 
     def after_case(self) -> None:
-        """To be called where large temporary objects are gone."""
+        """Give memory back to the system. Call it after large temporary objects are gone."""
         if self._trim is not None and _resident() > self._size + _GROWN:
             self._trim(0)
             self._size = _resident()

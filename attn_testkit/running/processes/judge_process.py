@@ -1,8 +1,8 @@
 """The judge in a process of its own, as every front end uses it.
 
-A process in which somebody imports the backend is no place for a judge: one assignment at import would make any backend
-conformant. So pytest, a notebook and the command line start a fresh interpreter that judges. It imports no candidate;
-the workers that it starts do. A front end needs no torch.
+The judge must not share a process with the backend: one assignment at import could make any backend conformant. So
+pytest, a notebook and the command line start a fresh interpreter for the judge. It imports no candidate; the workers
+that it starts do. A front end needs no torch.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ __all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for", "search_path"]
 
 _LOOP = "attn_testkit.running.case_runs.loop"
 RUNNER = _LOOP
-"""Module whose ``Runner`` judges."""
+"""Module whose ``Runner`` the judge uses."""
 
-# The child has the parent's sys.path before it imports anything: a backend may stand anywhere the parent looks.
+# The child has the parent's sys.path before it imports anything: a backend may be anywhere on that path.
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
     "from attn_testkit.running.processes.judge_process import _serve; _serve()"
@@ -60,7 +60,7 @@ class JudgeProcess:
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=_environment(device),
-            start_new_session=True,  # Ctrl-C reaches the front end alone, which then ends the judge
+            start_new_session=True,  # Ctrl-C reaches only the front end, which then ends the judge
         )
         theirs.close()
         self._send(options or Options())
@@ -78,7 +78,7 @@ class JudgeProcess:
         return lines
 
     def capabilities(self, candidate: Candidate, device: str) -> Capabilities:
-        """What a backend declares. Imports torch here, as the values are the contract's. Raises ``UsageError``."""
+        """Capabilities of a backend. Imports torch here, as their values need it. Raises ``UsageError``."""
         self._send(("capabilities", candidate, device))
         declared: Capabilities = self._receive("capabilities")
         return declared
@@ -140,7 +140,7 @@ class JudgeProcess:
             self._process.wait(_PATIENCE)
         self.close()
         code = self._process.returncode
-        return JudgeError(f"the process that judges ended with exit code {code}; what it printed stands above")
+        return JudgeError(f"the judge's process ended with exit code {code}; its output is printed above")
 
 
 def judge_for(options: Options, device: str = "auto") -> Judge:
@@ -155,7 +155,7 @@ def judge_for(options: Options, device: str = "auto") -> Judge:
 
 def search_path() -> list[str]:
     """The path on which a backend is looked for: that of this process, and the directory that it was started in."""
-    # As `python -m` does: a console script alone would not find the backend that the user is standing next to.
+    # As `python -m` does: a console script does not put the current directory, which may have the backend, on the path.
     here = os.getcwd()
     return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
 

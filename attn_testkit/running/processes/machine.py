@@ -1,4 +1,4 @@
-"""What a machine has for the kit, without torch: packages, cores, memory, caches of compiled kernels."""
+"""Resources of a machine, found without torch: packages, cores, memory, caches of compiled kernels."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Package:
 
     @property
     def command(self) -> str:
-        """What installs it as it should be; empty where it is. Not by the extra: the kit may be on no index."""
+        """Command that installs the package; empty if it is installed. Not by the extra: the kit may be on no index."""
         return "" if self.fits else f"pip install '{self.name}{self.wanted}'"
 
 
 def packages(requirements: list[str] | None = None) -> list[Package]:
-    """What pyproject.toml asks for, extras for users included, and what there is.
+    """Packages that pyproject.toml requires, extras for users included, and the installed versions.
 
     ``requirements``: as the kit's metadata list them; default: those.
     """
@@ -77,16 +77,16 @@ def _package(requirement: Requirement, extra: str) -> Package:
 
 @dataclass(frozen=True)
 class Resources:
-    """What processes may use here."""
+    """Cores and memory that processes may use here."""
 
     cores: int
-    """That this process may run on."""
+    """Number of cores that this process may run on."""
     quota: float | None
     """Cores that a container may use in sum; None: all."""
     memory: int | None
     """Bytes that a container, or the machine, has; None: unknown."""
     limited: bool
-    """Whether it is a container's limit."""
+    """True if the memory is a container's limit."""
     threads: str
     """``OMP_NUM_THREADS``; empty where it is not set."""
     caches: Mapping[str, int | None]
@@ -99,7 +99,7 @@ class Resources:
 
     @property
     def jobs(self) -> int:
-        """As many workers as cores and memory have room for."""
+        """Number of workers that cores and memory have room for."""
         room = self.usable
         if self.memory is not None:
             room = min(room, int((self.memory - MEMORY_OF_A_RUN) / MEMORY_OF_A_JOB))
@@ -162,7 +162,7 @@ _Reason = Callable[[Resources, bool], str]
 
 
 def slow_because(found: Resources, *, emulated: bool) -> list[str]:
-    """What makes runs slow here, and what to do about it; a sentence each."""
+    """Sentences about what makes runs slow here, and what to do about it."""
     return [text for reason in _REASONS if (text := reason(found, emulated))]
 
 
@@ -190,7 +190,7 @@ def _of_memory(found: Resources, emulated: bool) -> str:
     what = "this container may use" if found.limited else "this machine has"
     return (
         f"{what} {found.memory / GIGABYTE:.1f} GB of memory: room for {found.jobs} of {found.usable} workers in core; "
-        "more of them are ended by the system"
+        "the system ends further ones"
     )
 
 

@@ -1,4 +1,4 @@
-"""A case that takes many gigabytes of addresses, of which it uses little: nothing else may take as much beside it."""
+"""Memory limit for a case that takes many gigabytes of addresses and uses few: nothing else may take as much."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["no_more_than"]
 
 @contextmanager
 def no_more_than(more: int) -> Iterator[None]:
-    """Inside, a process cannot ask for more than so many bytes beside what it has: its allocator says no.
+    """Limit this process to ``more`` bytes in addition to what it has: beyond that its allocator fails.
 
-    Where memory is written that the machine has not, the system ends some process. Does nothing where the system does
-    not say how large a process is.
+    Without the limit, writes to memory that the machine does not have make the system end some process. It does nothing
+    if the system does not report how large a process is.
     """
     size = bytes_of_process(ADDRESSES)
     if not size:

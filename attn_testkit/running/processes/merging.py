@@ -19,9 +19,9 @@ class _Raised:
 
 
 def merged(sources: Sequence[Iterable[T]], give_up: Callable[[], None]) -> Generator[T, None, None]:
-    """What all of them give, as it comes. What one raises is raised here.
+    """Yield the items of all sources as they come. An exception of a source is raised here.
 
-    ``give_up`` is called when that happens, or when nobody wants the rest: it has to make the sources end.
+    ``give_up`` is called when that happens, or when the caller stops reading: it has to make the sources end.
     """
     found: queue.SimpleQueue[object] = queue.SimpleQueue()
 

@@ -1,7 +1,7 @@
 """Reading what a worker sends: plain data of a few kinds, and no code.
 
-A worker runs somebody's backend, and a pickle can name any function. What the judge reads may build the messages and
-what they hold, and nothing else.
+A worker runs somebody's backend, and a pickle can name any function. The judge reads only pickles that build the
+messages and their contents.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _ALLOWED = {
 
 
 class Unreadable(Exception):
-    """A worker sent what is no message."""
+    """A worker sent something that is not a message."""
 
 
 class _Reader(pickle.Unpickler):
@@ -49,4 +49,5 @@ def read(data: bytes) -> Any:
     except Unreadable:
         raise
     except Exception as error:
-        raise Unreadable(f"it sent {len(data)} bytes that are no message: {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise Unreadable(f"it sent {len(data)} bytes that are not a message: {reason}") from error

@@ -18,21 +18,21 @@ from .child import Child, ChildLost
 __all__ = ["Worker", "WorkerLost", "WorkerStartError", "import_seconds"]
 
 _IMPORT_SECONDS = 60.0
-"""What importing a backend may take at least: of a large package, from a cold disk, on a busy machine."""
+"""Least time limit of a backend's import: packages are large, disks cold and machines busy."""
 
 
 _STAGES = frozenset(map(int, Stage))
 
 
 def import_seconds(timeout_s: float) -> float:
-    """How long importing a backend may take, where a case-run may take ``timeout_s``: as long, and never too short."""
+    """Time limit of a backend's import: that of a case-run, but never too short."""
     return max(_IMPORT_SECONDS, timeout_s)
 
 
 class WorkerLost(Exception):
     """The process died or hung over what it was asked. ``status`` is ``CRASHED`` or ``TIMED_OUT``.
 
-    ``of_another``: over a drive that was begun ahead, and not over this request.
+    ``of_another``: over a case-run that was begun ahead, and not over this request.
     """
 
     def __init__(self, status: Status, reason: str, *, of_another: bool = False) -> None:
@@ -41,7 +41,7 @@ class WorkerLost(Exception):
 
 
 class WorkerStartError(Exception):
-    """A worker could not be started, and that is no fault of a backend. The message ends with its last words."""
+    """A worker could not be started, which is not the fault of a backend. The message ends with its last output."""
 
 
 class Worker:
@@ -54,7 +54,7 @@ class Worker:
         self.candidate, self.gpu = candidate, gpu
         self.described: Described | None = None
         self.history: list[RunCase] = []
-        """What it has driven, or was told to drive."""
+        """Case-runs that it has run or was asked to run."""
         self._timeout_s = timeout_s
         self._ahead: RunCase | Rerun | None = None
         self._number = 0
@@ -66,16 +66,16 @@ class Worker:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is gone, and another worker is needed."""
+        """True if the process is gone and another worker is needed."""
         return self._child.ended
 
     @property
     def pid(self) -> int:
-        """Of the process."""
+        """Id of the process."""
         return self._child.pid
 
     def describe(self) -> Described:
-        """What the backend declares. Raises ``BackendNotFound`` when importing it fails, kills the process, or
+        """Capabilities of the backend. Raises ``BackendNotFound`` if importing it fails, kills the process, or
         hangs."""
         if self.described is None:
             try:
@@ -95,7 +95,7 @@ class Worker:
         return self.described
 
     def drive(self, request: RunCase | Rerun) -> RunRecord:
-        """Have it driven. Raises ``WorkerLost``, and ``RuntimeError`` when the harness itself failed there."""
+        """Have a case or a rerun run. Raises ``WorkerLost``, and ``RuntimeError`` if the harness itself failed."""
         self.describe()
         if self._ahead is not None and self._ahead != request:
             # Asked between: what was begun is kept for when it is asked for.
@@ -111,21 +111,21 @@ class Worker:
             return self._evaluated(self._answer())
 
     def ahead(self, request: RunCase) -> None:
-        """Begin a drive that is asked for next, while the judge is busy with the one before."""
+        """Begin the next case-run while the lane evaluates this one."""
         if not self.ended and self._ahead is None:
             self._ahead = request
             with contextlib.suppress(ChildLost):  # it is raised when the answer is asked for
                 self._tell(request)
 
     def _tell(self, request: RunCase | Rerun) -> None:
-        # A number that nobody can know before: what is no answer to this very question is seen.
+        # A number that nobody can predict: an answer to another question is noticed.
         self._number = secrets.randbits(63)
         self._child.tell((self._number, request), self._timeout_s)
 
     def _answer(self) -> Any:
         message = self._child.answer()
         if not isinstance(message, tuple) or len(message) != 2:
-            raise self._child.spoke_for_itself(f"it sent a {type(message).__name__}, which is no answer")
+            raise self._child.spoke_for_itself(f"it sent a {type(message).__name__}, which is not an answer")
         number, answer = message
         if number != self._number:
             raise self._child.spoke_for_itself("it sent an answer to another question")
@@ -133,7 +133,7 @@ class Worker:
 
     def _evaluated(self, answer: Any) -> RunRecord:
         if isinstance(answer, RunRecord) and answer.stage not in _STAGES:
-            raise self._child.spoke_for_itself(f"it sent a drive that came as far as {answer.stage!r}")
+            raise self._child.spoke_for_itself(f"it sent a run record with the unknown stage {answer.stage!r}")
         if isinstance(answer, RunRecord):
             # A lost device context outlives the case-run; the next one needs a fresh process.
             if answer.lost:
@@ -142,7 +142,7 @@ class Worker:
         raise RuntimeError(f"the worker failed: {answer}{self.last_words()}")
 
     def last_words(self) -> str:
-        """What it printed since it was last asked: a device-side assertion says what failed there, and only there."""
+        """Output since the last question: a device-side assertion reports its reason only there."""
         return self._child.last_words()
 
     def close(self) -> None:
