@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["CaseFailed", "Run", "complete", "properties", "text_only"]
 
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
+OWN_RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
+"""The result of a case-run of a user's own test."""
 
 
 class CaseFailed(AssertionError):
@@ -60,6 +62,9 @@ def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
     result = item.stash.get(RESULT, None)
     if result is not None and call.when == "call":
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
+    own = item.stash.get(OWN_RESULT, None)
+    if own is not None and report.failed and own.status in BAD:
+        report.attn_own_result = plain(asdict(own))  # type: ignore[attr-defined]
 
 
 def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInfo:

@@ -106,7 +106,7 @@ def test_what_pytest_deselects_is_not_tried_either(deselected: int) -> None:
     request = Request((Candidate(SPEC),))
     judge = fake_runner.Runner(None)  # type: ignore[arg-type]
     session = Session(request, prepared=Prepared(request, plan, plan.items, (), Ledger((), plan.header), judge))
-    session.begin([f"test[{param_id(item)}]" for item in plan.items[deselected:]])
+    session.begin([f"test[{param_id(item, request.candidates)}]" for item in plan.items[deselected:]])
     assert session.header is not None
     more = (f"what {deselected} deselected case-runs cover",) if deselected else ()
     assert session.header.not_covered == {SPEC: (*LEFT[SPEC], *more)}
