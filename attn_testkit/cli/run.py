@@ -16,12 +16,15 @@ from typing import Any
 import click
 
 from ..registry import UsageError
+from ..reports.junit import junit_xml, unfinished_xml
 from ..reports.record import Record, Report, read_report
 from ..results import BAD, RAN, CaseResult
-from ..running.planning.request import Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import Item, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, judge_for
+from .choosing import choose, echo_durations, echo_items, only, pytest_options
 from .files import write_text
+from .last_failed import keep_failed
 from .options import Seconds, request_from, selection_options
 from .show import Watch, echo_header, print_summary
 
@@ -33,11 +36,11 @@ __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
     epilog="""\b
 Examples:
   attn-testkit run --backend triton --device cpu
-  attn-testkit run --backend my_pkg.attn:MyBackend --mode decode --execution graph --tier core
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 --json out.json --html out.html
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html
   attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json""",
 )
 @selection_options
+@pytest_options
 @click.option(
     "--cases-from", type=click.Path(), metavar="FILE",
     help="Only the cases in a file, one per line.",
@@ -47,7 +50,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Processes; they share all GPUs.",
+    help="Processes; all share the GPUs.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
@@ -55,7 +58,7 @@ Examples:
 )  # fmt: skip
 @click.option(
     "--budget", type=Seconds("budget"), metavar="S",
-    help="Start no case-run after S seconds; the most valuable ones come first. Exit code 7.",
+    help="Start none after S seconds. Exit code 7.",
 )  # fmt: skip
 @click.option(
     "--last", type=click.Path(), metavar="FILE",
@@ -72,7 +75,7 @@ Examples:
 def run(**values: Any) -> int:
     """Test one or more backends in every mode they declare.
 
-    Failures are printed as they occur. Each case-run happens in a child process, so that a crash costs one case-run.
+    Case-runs happen in a child process, so that a crash costs one of them.
     """
     request = request_from(values)
     if values["cases_from"]:
@@ -126,6 +129,9 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         prepared = prepare(judge, request, values["known_failures"])
         for name, before in earlier.items():
             prepared = _rest_of(prepared, before, name)
+        prepared = choose(prepared, values["keyword_text"], values["last_failed"])
+        if values["collect_only"]:
+            return echo_items(prepared)
         echo_header(prepared.plan.header)
         if options.in_process:
             click.echo(NO_GATE, err=True)
@@ -156,15 +162,14 @@ def _rest_of(prepared: Prepared, before: Report, name: str) -> Prepared:
                 f"{name} is of another run: its {what} is {getattr(then, what)!r}, here {getattr(header, what)!r}"
             )
     ran = {(r.backend, r.execution, r.case) for r in before.results if r.case and r.status in RAN}
-    items = tuple(item for item in prepared.items if (item.backend, item.execution, item.case) not in ran)
-    tried = len(prepared.items) - len(items)
-    if not items:
-        raise UsageError(f"nothing is left to run: all {tried} case-runs ran in {name}")
-    not_covered = {
-        spec: (*phrases, f"what {tried} case-runs in {name} cover") for spec, phrases in header.not_covered.items()
-    }
-    header = replace(header, planned=header.planned - tried, not_covered=not_covered)
-    return replace(prepared, items=items, plan=replace(prepared.plan, header=header))
+
+    def is_left(row: Item | CaseResult) -> bool:
+        return isinstance(row, CaseResult) or (row.backend, row.execution, row.case) not in ran
+
+    rest = only(prepared, is_left, f"what {{}} case-runs in {name} cover")
+    if not rest.items:
+        raise UsageError(f"nothing is left to run: all {len(prepared.items)} case-runs ran in {name}")
+    return rest
 
 
 def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
@@ -179,6 +184,8 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     if values["html_file"]:
         # Written now, so that a path that cannot be written fails at once and not after hours.
         write_text(values["html_file"], "<!doctype html><title>running</title>The run has not ended yet.")
+    if values["junit_file"]:
+        write_text(values["junit_file"], unfinished_xml(header))
     record = Record(values["json_file"], header) if values["json_file"] else None
     _warn(record)
     results: list[CaseResult] = []
@@ -207,10 +214,16 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     code = final_code(header, results, problems, interrupted)
     if record:
         record.finish(code, interrupted=interrupted, problems=problems)
+    keep_failed(results)
+    report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
+    if values["durations"] is not None:
+        echo_durations(prepared, results, values["durations"])
     print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
     _warn(record)
     if values["html_file"]:
-        _write_html(Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems)), values)
+        _write_html(report, values)
+    if values["junit_file"]:
+        _write(values["junit_file"], junit_xml(report))
     return code
 
 
@@ -222,8 +235,12 @@ def _warn(record: Record | None) -> None:
 def _write_html(report: Report, values: dict[str, Any]) -> None:
     from ..reports.render import html_page
 
+    _write(values["html_file"], html_page(report))
+
+
+def _write(name: str, text: str) -> None:
     try:
-        write_text(values["html_file"], html_page(report))
+        write_text(name, text)
     except UsageError as error:
         # The verdict is printed already, and holds without a page.
         click.echo(f"attn-testkit: {error}", err=True)

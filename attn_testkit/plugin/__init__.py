@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ..results import Status
+from ..running.planning.request import param_id
 from ..running.processes.gpus import visible_gpus
 from . import options as plugin_options
 from .own_session import OWN_SESSION, OwnSession
 from .own_tests import MARK, OWN_TESTS, CaseRun, Check, OwnTests, cannot_run, parametrize, uncalled
 from .reporting import Run, complete, text_only
-from .session import SESSION, Session, param_id, pickled_plan
+from .session import SESSION, Session, pickled_plan
 
 if TYPE_CHECKING:
     from ..running.planning.request import Item

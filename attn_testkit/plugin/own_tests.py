@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
+from ..reports.junit import properties
 from ..reports.outcome import Results, verdict
 from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 from ..running.planning.candidate import candidate_for
-from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, prepare
+from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, prepare, param_id
 from ..running.processes.judge_process import JudgeError, JudgeProcess
-from .reporting import OWN_RESULT, CaseFailed, properties
-from .session import param_id
+from .reporting import OWN_RESULT, CaseFailed
 
 __all__ = [
     "MARK",

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
+from ..reports.junit import properties
 from ..reports.record import plain
-from ..reports.tally import seconds_of
 from ..results import BAD, CaseResult, Status, format_failure
 from .session import Session
 
 if TYPE_CHECKING:
     from ..running.planning.request import Item
 
-__all__ = ["CaseFailed", "Run", "complete", "properties", "text_only"]
+__all__ = ["CaseFailed", "Run", "complete", "text_only"]
 
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 OWN_RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
@@ -75,20 +75,3 @@ def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInf
     # The summary's line is cut at the terminal's width and already has the case in the test's id.
     crash = ReprFileLocation(path, (line or 0) + 1, short or first.partition(": ")[2] or first)
     return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"), crash)
-
-
-def properties(result: CaseResult) -> list[tuple[str, Any]]:
-    """The properties of a case-run in JUnit XML."""
-    values: dict[str, Any] = {
-        "attn_backend": result.backend,
-        "attn_mode": result.mode,
-        "attn_execution": result.execution,
-        "attn_case": result.case,
-        "attn_status": result.status,
-        "attn_failed_checks": ", ".join(dict.fromkeys(finding.check for finding in result.findings)) or None,
-        "attn_reason": result.reason or None,
-        "attn_margin": result.margin,
-        "attn_seconds": round(seconds_of(result), 4),
-        "attn_emulated": result.emulated,
-    }
-    return [(name, plain(value)) for name, value in values.items() if value is not None]

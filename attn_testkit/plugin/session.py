@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,11 @@ from ..running.planning.request import (
     kit_error,
     not_started,
     prepare,
+    param_id,
 )
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 
-__all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
-
-
-def param_id(item: Item | CaseResult, backends: Collection[object]) -> str:
-    """The id of a case-run in a test's brackets: the same in every worker and from every directory.
-
-    ``backends``: those of the request. The spec of its only backend would be a third of the line that pytest cuts.
-    """
-    return f"{item.execution}-{item.case}" if len(backends) == 1 else f"{item.backend}-{item.execution}-{item.case}"
+__all__ = ["SESSION", "Session", "pickled_plan"]
 
 
 class _NoJudge:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from ..reports.junit import properties
 from ..reports.record import plain
 from ..results import format_failure
 from ..running.planning.request import kit_error
 from ..running.processes.gpus import GpuSlots, visible_gpus
 from .own_session import OwnSession
-from .reporting import properties
 from .session import Session
 
 __all__ = ["XdistHooks"]

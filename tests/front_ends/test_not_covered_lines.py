@@ -13,14 +13,14 @@ import pytest
 from in_process import plan_run
 
 from attn_testkit.cli.show import print_summary
-from attn_testkit.plugin.session import Session, param_id
+from attn_testkit.plugin.session import Session
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, Report, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.results import not_covered_lines
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.known_failures import Ledger
-from attn_testkit.running.planning.request import Prepared, Request
+from attn_testkit.running.planning.request import Prepared, Request, param_id
 
 SPEC = "fake:ok"
 LEFT = {SPEC: ("head dim 96, 512", "more than 7 of 64 query rows (target-verify)")}

@@ -10,8 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from attn_testkit.plugin.session import Session, param_id
-from attn_testkit.running.planning.request import Item, Request
+from attn_testkit.plugin.session import Session
+from attn_testkit.running.planning.request import Item, Request, param_id
 
 INSTALL_FAKE = f"""
 import sys

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -43,6 +43,7 @@ __all__ = [
     "kit_error",
     "not_started",
     "prepare",
+    "param_id",
     "unloadable",
 ]
 
@@ -164,6 +165,14 @@ class Plan:
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""
         return replace(self, header=replace(self.header, explained={}, not_covered={}, notes={}), items=(), preset=())
+
+
+def param_id(item: Item | CaseResult, backends: Collection[object]) -> str:
+    """Name of a case-run in a test's brackets and for ``-k``: the same in every worker and from every directory.
+
+    ``backends``: those of the request. The spec of its only backend would be a third of the line that pytest cuts.
+    """
+    return f"{item.execution}-{item.case}" if len(backends) == 1 else f"{item.backend}-{item.execution}-{item.case}"
 
 
 class Judge(Protocol):

@@ -1,0 +1,98 @@
+"""Options of ``run`` that mean what they mean in pytest: which case-runs run, and what is written about them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import click
+
+from ..reports.tally import seconds_of
+from ..results import RAN, CaseResult, Status
+from ..running.planning.request import Item, Prepared, param_id
+from .keyword import keyword
+from .last_failed import failed_before, place
+
+__all__ = ["choose", "echo_durations", "echo_items", "only", "pytest_options"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def pytest_options(command: F) -> F:
+    """Add the options."""
+    options = [
+        click.option(
+            "-k", "keyword_text", metavar="EXPR", default="",
+            help="Only matching names: 'graph and not fp8'.",
+        ),
+        click.option(
+            "--lf", "--last-failed", "last_failed", is_flag=True,
+            help="Only what failed when it last ran.",
+        ),
+        click.option("--collect-only", "--co", "collect_only", is_flag=True, help="List the case-runs, run none."),
+        click.option(
+            "--junit", "--junitxml", "junit_file", type=click.Path(), metavar="FILE", help="Write JUnit XML."
+        ),
+        click.option(
+            "--durations", type=click.IntRange(0), metavar="N", help="List the N slowest; 0 lists all."
+        ),
+    ]  # fmt: skip
+    for option in reversed(options):
+        command = option(command)
+    return command
+
+
+def choose(prepared: Prepared, keyword_text: str, last_failed: bool) -> Prepared:
+    """Leave out what ``-k`` and ``--lf`` deselect. Raises ``UsageError`` for a text that is no expression."""
+    if keyword_text:
+        matches, backends = keyword(keyword_text), prepared.request.candidates
+        prepared = only(prepared, lambda row: matches(param_id(row, backends)), _DESELECTED)
+    if not last_failed:
+        return prepared
+    failed = failed_before()
+    count = sum(_key(item) in failed for item in prepared.items)
+    if not count:
+        why = f"none of the {len(failed)} case-runs that failed is selected" if failed else "nothing failed"
+        click.echo(f"  --lf: {why} according to {place()}; running all that is selected", err=True)
+        return prepared
+    click.echo(f"  --lf: {count} case-runs that failed, of {place()}", err=True)
+    return only(prepared, lambda row: _key(row) in failed, _DESELECTED)
+
+
+_DESELECTED = "what {} deselected case-runs cover"
+
+
+def only(prepared: Prepared, keep: Callable[[Item | CaseResult], bool], left: str) -> Prepared:
+    """Keep some of the case-runs. ``left`` says what is not covered for the rest; ``{}`` is their number."""
+    items = tuple(filter(keep, prepared.items))
+    preset = tuple(row for row in prepared.preset if not row.case or keep(row))
+    counted = [row for row in preset if row.case and row.status in (Status.FAILED, Status.QUARANTINED)]
+    header = prepared.plan.header
+    planned = len(items) + len(counted)
+    left = left.format(header.planned - planned)
+    not_covered = {spec: (*phrases, left) for spec, phrases in header.not_covered.items()}
+    if planned < header.planned:
+        header = replace(header, planned=planned, not_covered=not_covered)
+    return replace(prepared, items=items, preset=preset, plan=replace(prepared.plan, header=header))
+
+
+def _key(row: Item | CaseResult) -> tuple[str, str, str]:
+    return row.backend, row.execution, row.case
+
+
+def echo_items(prepared: Prepared) -> int:
+    """List what would run, one name per line as ``-k`` sees it. Returns the exit code: 0, or 5 for nothing."""
+    for item in prepared.items:
+        click.echo(param_id(item, prepared.request.candidates))
+    click.echo(f"{len(prepared.items)} case-runs would run, none did", err=True)
+    return 0 if prepared.items else 5
+
+
+def echo_durations(prepared: Prepared, results: Sequence[CaseResult], most: int) -> None:
+    """List the slowest case-runs."""
+    ran = sorted((result for result in results if result.status in RAN and result.case), key=lambda r: -seconds_of(r))
+    shown = ran[: most or None]
+    click.echo(f"slowest {len(shown)} of {len(ran)} case-runs:")
+    for result in shown:
+        click.echo(f"  {seconds_of(result):8.2f} s  {param_id(result, prepared.request.candidates)}")
