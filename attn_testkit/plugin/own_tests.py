@@ -15,7 +15,7 @@ from ..reports.junit import properties
 from ..reports.outcome import Results, verdict
 from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 from ..running.planning.candidate import candidate_for
-from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, prepare, param_id
+from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, param_id, prepare
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .reporting import OWN_RESULT, CaseFailed
 

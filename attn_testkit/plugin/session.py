@@ -26,8 +26,8 @@ from ..running.planning.request import (
     final_code,
     kit_error,
     not_started,
-    prepare,
     param_id,
+    prepare,
 )
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 

@@ -76,16 +76,12 @@ def _broken(name: str, kind: str, message: str) -> ElementTree.Element:
 
 
 def _document(cases: Sequence[ElementTree.Element], started: str) -> str:
-    counts = {
-        f"{kind}s" if kind != "skipped" else kind: str(sum(case.find(kind) is not None for case in cases))
-        for kind in ("error", "failure", "skipped")
-    }
+    names = {"error": "errors", "failure": "failures", "skipped": "skipped"}
+    counts = {name: str(sum(case.find(kind) is not None for case in cases)) for kind, name in names.items()}
     seconds = sum(float(case.attrib["time"]) for case in cases)
     root = ElementTree.Element("testsuites", name="attn-testkit")
-    suite = ElementTree.SubElement(
-        root, "testsuite", name="attn-testkit", **counts, tests=str(len(cases)), time=f"{seconds:.3f}",
-        timestamp=started, hostname=platform.node(),
-    )  # fmt: skip
+    about = {"tests": str(len(cases)), "time": f"{seconds:.3f}", "timestamp": started, "hostname": platform.node()}
+    suite = ElementTree.SubElement(root, "testsuite", {"name": "attn-testkit", **counts, **about})
     suite.extend(cases)
     return '<?xml version="1.0" encoding="utf-8"?>\n' + ElementTree.tostring(root, encoding="unicode") + "\n"
 

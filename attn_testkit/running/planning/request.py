@@ -42,8 +42,8 @@ __all__ = [
     "final_code",
     "kit_error",
     "not_started",
-    "prepare",
     "param_id",
+    "prepare",
     "unloadable",
 ]
 
