@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ...contract import Capabilities, ForwardMode, KVSplit
 from ..fields import Changes, Fields
-from .dimension import Asked, Covered, Dimension, Draws, Size, Without, Word, of_fields
+from .dimension import Asked, Bound, Covered, Dimension, Draws, Size, Without, Word, of_fields
 from .numbers import nearer_numbers
 
 __all__ = ["KV_SPLITS", "splits_of"]
@@ -87,9 +87,10 @@ KV_SPLITS = Dimension(
     fields=("parts", "own_merge"),
     words=(
         Word(
-            r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(merged)?)",
-            lambda match, so_far: {"parts": match[1] or match[2], "own_merge": bool(match[3])},
+            r"lse(?:(whole)|(prefix|(?:pages|tokens)(?P<ranks>\d+))(merged)?)",
+            lambda match, so_far: {"parts": match[1] or match[2], "own_merge": bool(match[4])},
             lambda case: f"lse{case.parts}{'merged' if case.own_merge else ''}" if case.parts else "",
+            bounds=(Bound("number of KV splits", 2, 4096, "ranks"),),
         ),
     ),
     describe=lambda case: {"parts": _phrase(case)},
