@@ -15,7 +15,17 @@ from ..registry import UsageError
 from ..reports.outcome import verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
+from ..results import (
+    BAD,
+    RAN,
+    CaseResult,
+    RunHeader,
+    format_failure,
+    launch_lines,
+    left_lines,
+    not_covered_lines,
+    note_lines,
+)
 from ..running.planning.request import (
     Item,
     Judge,
@@ -216,6 +226,8 @@ class Session:
         for line in note_lines(self.header.notes):
             terminal.line(line)
         for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered)]:
+            terminal.line(line)
+        for line in launch_lines(self.header, self.results):
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)

@@ -19,6 +19,7 @@ from ..results import (
     emulated_parts,
     exit_code,
     format_failure,
+    launch_lines,
     left_lines,
     not_covered_lines,
 )
@@ -175,6 +176,7 @@ class Results(Sequence[CaseResult]):
                     self.texts,
                     *left_lines(self.header, self.rows),
                     *not_covered_lines(self.header.not_covered),
+                    *launch_lines(self.header, self.rows),
                     self.verdict,
                 ),
             )

@@ -53,7 +53,7 @@ def ids() -> list[str]:
         *smoke,
         "decode-mla16-d64r32-bf16-p64-k33.7-shuffled-gauss-kvfp8e4m3-w7one-cap1.5-sink-b4prod-s12",
         "decode-gqa4x2-d64-bf16-p16-k9-shuffled-gauss-layers3from5groups-b1prod",
-        "decode-gqa8x2-d128-fp16-p16-k9-reversed-gauss-layers3from5by8x4d64.8x2d128-b1prod",
+        "decode-gqa2x4-d128-fp16-p16-k9-reversed-gauss-layers3from5by8x4d64.8x2d128-b1prod",
         "extend-mha2-d64-bf16-p16-k0.5-n4a3.4-chunks3-shuffled-gauss-b2prod",
         "draft-decode-mha2-d64-bf16-p16-k33-topk2steps3-prefixed-loop4-shuffled-gauss-b1prod",
         "decode-mha2-d64-bf16-p16-k33-shuffled-gauss-lsetokens3merged-b1prod",

@@ -35,6 +35,8 @@ Broken = Callable[[Candidate], Mapping[str, str]]
 
 Notes = Callable[[Candidate], Sequence[str]]
 """What a run's header says of a backend."""
+Source = Callable[[Candidate], Mapping[str, str]]
+"""File, hash and kernels of a backend, as ``RunHeader.sources`` has them."""
 
 
 def plan_run(
@@ -42,9 +44,10 @@ def plan_run(
     capabilities_of: CapabilitiesOf,
     broken_of: Broken = lambda _: {},
     notes_of: Notes = lambda _: (),
+    source_of: Source = lambda _: {},
 ) -> Plan:
-    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of`` and ``notes_of`` are
-    asked after ``capabilities_of``.
+    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of``, ``notes_of`` and
+    ``source_of`` are asked after ``capabilities_of``.
     """
     if not request.backends:
         raise UsageError("no backend was named; give --backend a short name or module:Class")
@@ -60,6 +63,7 @@ def plan_run(
     preset: list[CaseResult] = []
     not_covered: dict[str, tuple[str, ...]] = {}
     notes: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, Mapping[str, str]] = {}
     for candidate in request.candidates:
         try:
             declared = capabilities_of(candidate)
@@ -71,6 +75,8 @@ def plan_run(
         broken = broken_of(candidate)
         if noted := tuple(map(readable, notes_of(candidate))):
             notes[candidate.spec] = noted
+        if source := source_of(candidate):
+            sources[candidate.spec] = dict(source)
         first = len(items)
         for mode in modes:
             for execution in executions:
@@ -85,7 +91,7 @@ def plan_run(
         raise UsageError(f"no case matches {', '.join(request.cases)}")
     planned = len(items) + sum(row.status is Status.FAILED for row in preset)
     return Plan(
-        header=_header(request, environment, planned, not_covered, notes),
+        header=_header(request, environment, planned, not_covered, notes, sources),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
@@ -237,6 +243,7 @@ def _header(
     planned: int,
     not_covered: Mapping[str, tuple[str, ...]],
     notes: Mapping[str, tuple[str, ...]],
+    sources: Mapping[str, Mapping[str, str]],
 ) -> RunHeader:
     return RunHeader(
         kit=importlib.metadata.version("attn-testkit"),
@@ -252,5 +259,6 @@ def _header(
         limits=environment.limits,
         not_covered=not_covered,
         notes=notes,
+        sources=sources,
         explained={check.id: check.words for check in CHECKS.values()},
     )
