@@ -461,7 +461,7 @@ def not_covered_lines(not_covered: Mapping[str, Sequence[str]]) -> list[str]:
 
 def launch_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
     """One line per backend that may not have run its own kernels: some case-runs launched none while others did, or it
-    has Triton kernels and launched none at all. A backend of torch alone has no line.
+    has Triton kernels and launched none at all. A backend that uses only torch has no line.
     """
     counted: dict[str, list[CaseResult]] = {}
     for result in results:

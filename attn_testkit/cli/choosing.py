@@ -44,7 +44,7 @@ def pytest_options(command: F) -> F:
 
 
 def choose(prepared: Prepared, keyword_text: str, last_failed: bool) -> Prepared:
-    """Leave out what ``-k`` and ``--lf`` deselect. Raises ``UsageError`` for a text that is no expression."""
+    """Leave out what ``-k`` and ``--lf`` deselect. Raises ``UsageError`` for another text than an expression."""
     if keyword_text:
         matches, backends = keyword(keyword_text), prepared.request.candidates
         prepared = only(prepared, lambda row: matches(param_id(row, backends)), _DESELECTED)

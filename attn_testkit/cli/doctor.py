@@ -165,7 +165,7 @@ NEWEST_TORCH = "2.14"
 
 
 def is_newer(torch: str) -> bool:
-    """Whether a version of torch is of a later minor release than ``NEWEST_TORCH``."""
+    """True if a version of torch is of a later minor release than ``NEWEST_TORCH``."""
     return Version(torch).release[:2] > Version(NEWEST_TORCH).release
 
 

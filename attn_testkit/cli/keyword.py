@@ -18,7 +18,7 @@ _TOKEN = re.compile(r"\s*(?P<token>[()]|[\w:+\-.\[\]\\/,@^*]+)")
 def keyword(text: str) -> Matches:
     """Compile an expression to a function of a name. A word matches a name that contains it, whatever its case.
 
-    Raises ``UsageError`` with the column for a text that is no expression.
+    Raises ``UsageError`` with the column for another text than an expression.
     """
     parser = _Parser(text)
     parser.tokens = parser.split()

@@ -39,9 +39,9 @@ def failed_before() -> frozenset[Key]:
 
 
 def keep_failed(results: Iterable[CaseResult]) -> None:
-    """Add what failed, and drop what ran and did not. What did not run keeps its entry, as in pytest.
+    """Add the case-runs that failed, and drop those that ran and did not. The others keep their entries, as in pytest.
 
-    A folder that cannot be written is no error: the results were printed.
+    Nothing is raised for a folder that cannot be written: the results were printed.
     """
     before, failed = failed_before(), set(failed_before())
     for result in results:

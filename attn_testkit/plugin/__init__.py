@@ -170,7 +170,7 @@ def pytest_runtest_makereport(
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail the session if planned case-runs did not run, or failed and no test says so."""
+    """Fail the session if planned case-runs did not run, or failed and no test reports it."""
     stash = session.config.stash
     if _is_worker(session.config):
         session.config.workeroutput["attn_seen"] = stash[OWN_TESTS].seen  # type: ignore[attr-defined]

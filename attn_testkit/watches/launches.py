@@ -2,7 +2,7 @@
 
 A backend that falls back to torch gives right numbers and shows nothing about the kernels that its author wrote. The
 counter sees what Python launches: a launch that a graph captures counts once, its replays do not. It does not see
-functions of extension modules that are no operators, and kernels that Inductor generates. It is not a dispatch mode,
+functions of extension modules that are not operators, and kernels that Inductor generates. It is not a dispatch mode,
 because torch.compile does not compile under one.
 """
 
@@ -40,7 +40,7 @@ class Launches:
         self._install_in_triton()
 
     def remove(self) -> None:
-        """Put back what was wrapped."""
+        """Restore what was wrapped."""
         while self._replaced:
             owner, name, stock = self._replaced.pop()
             setattr(owner, name, stock)

@@ -128,8 +128,8 @@ def refusal(case_id: str) -> str:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("k1..2", "'1..2' is no list of numbers; expected one such as 5x2.9, which is 5, 5, 9"),
-        ("kx3", "'x3' is no list of numbers"),
+        ("k1..2", "'1..2' is not a list of numbers; expected one such as 5x2.9, which is 5, 5, 9"),
+        ("kx3", "'x3' is not a list of numbers"),
         ("k5x0", "5x0 repeats 5 that often; expected 1 or more"),
         (f"k5x{1 << 17}", ""),
         (f"k5x{(1 << 17) + 1}", "keys before the step has 131073 numbers; expected at most 131072"),

@@ -57,7 +57,7 @@ class Bound:
     most_together: int | None = None
     """Largest sum of a list."""
     between: str = r"\."
-    """A regular expression of what stands between two numbers."""
+    """A regular expression of the text between two numbers."""
 
     def wrong(self, match: re.Match[str]) -> str:
         """The reason why the number is refused; empty if it is not, or if the word has none."""
@@ -67,7 +67,7 @@ class Bound:
         parts = [re.fullmatch(r"(\d+)(?:x(\d+))?", part) for part in re.split(self.between, text)]
         runs = [(part[1], part[2] or "1") for part in parts if part]
         if len(runs) < len(parts):
-            return f"{self.what} {text!r} is no list of numbers; expected one such as 5x2.9, which is 5, 5, 9"
+            return f"{self.what} {text!r} is not a list of numbers; expected one such as 5x2.9, which is 5, 5, 9"
         for value, times in runs:
             # Longer texts are not made numbers of: Python refuses those of thousands of digits.
             if len(value) > _MOST_DIGITS or not self.least <= int(value) <= self.most:
@@ -105,7 +105,7 @@ class Word:
     current: Callable[[], str] | None = None
     """The pattern as it is now, where it follows from a table that may grow."""
     bounds: tuple[Bound, ...] = ()
-    """Of every number in the word."""
+    """Bounds of every number in the word."""
 
     def __post_init__(self) -> None:
         if "\\d" in self.pattern and not self.bounds:

@@ -20,7 +20,7 @@ _MOST_NAMED = 4
 
 
 def own_modules(backend_class: type[Any]) -> list[ModuleType]:
-    """The module of a class, and those that its globals come from, as far as they are no part of torch or the kit."""
+    """The module of a class, and those that its globals come from, without those of torch and of the kit."""
     names = [backend_class.__module__]
     module = sys.modules.get(names[0])
     for value in list(vars(module).values()) if module else ():
@@ -61,7 +61,7 @@ def stale_byte_code(backend_class: type[Any]) -> str:
     """The reason why what was imported is not the source as it is now; empty if it is.
 
     Python trusts byte code whose source has the same size and time, which copies and archives keep, or whose hash it
-    was told not to check.
+    does not check.
     """
     return next(filter(None, map(_stale, own_modules(backend_class))), "")
 
@@ -85,7 +85,7 @@ def _stale(module: ModuleType) -> str:
 
 
 def _is_trusted(data: bytes, modified: int, size: int) -> bool:
-    """Whether Python takes the byte code without a look at the source's text."""
+    """True if Python takes the byte code without a look at the source's text."""
     flags = int.from_bytes(data[4:8], "little")
     if flags & 1:
         return not flags & 2
