@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import click
 
 from ..reports.tally import seconds_of
+from ..reports.verdict import narrowed
 from ..results import RAN, CaseResult, Status
 from ..running.planning.request import Item, Prepared, param_id
 from .keyword import keyword
@@ -47,7 +48,7 @@ def choose(prepared: Prepared, keyword_text: str, last_failed: bool) -> Prepared
     """Leave out what ``-k`` and ``--lf`` deselect. Raises ``UsageError`` for another text than an expression."""
     if keyword_text:
         matches, backends = keyword(keyword_text), prepared.request.candidates
-        prepared = only(prepared, lambda row: matches(param_id(row, backends)), _DESELECTED)
+        prepared = only(prepared, lambda row: matches(param_id(row, backends)), f"-k {keyword_text!r}")
     if not last_failed:
         return prepared
     failed = failed_before()
@@ -57,23 +58,20 @@ def choose(prepared: Prepared, keyword_text: str, last_failed: bool) -> Prepared
         click.echo(f"  --lf: {why} according to {place()}; running all that is selected", err=True)
         return prepared
     click.echo(f"  --lf: {count} case-runs that failed, of {place()}", err=True)
-    return only(prepared, lambda row: _key(row) in failed, _DESELECTED)
+    return only(prepared, lambda row: _key(row) in failed, "--lf")
 
 
-_DESELECTED = "what {} deselected case-runs cover"
-
-
-def only(prepared: Prepared, keep: Callable[[Item | CaseResult], bool], left: str) -> Prepared:
-    """Keep some of the case-runs. ``left`` says what is not covered for the rest; ``{}`` is their number."""
+def only(prepared: Prepared, keep: Callable[[Item | CaseResult], bool], by: str) -> Prepared:
+    """Keep some of the case-runs; ``by`` says in words what selected them."""
     items = tuple(filter(keep, prepared.items))
     preset = tuple(row for row in prepared.preset if not row.case or keep(row))
-    counted = [row for row in preset if row.case and row.status in (Status.FAILED, Status.QUARANTINED)]
+    dropped = [row for row in prepared.preset if row.status in RAN | {Status.QUARANTINED} and row not in preset]
+    left = len(prepared.items) - len(items) + len(dropped)
     header = prepared.plan.header
-    planned = len(items) + len(counted)
-    left = left.format(header.planned - planned)
-    not_covered = {spec: (*phrases, left) for spec, phrases in header.not_covered.items()}
-    if planned < header.planned:
-        header = replace(header, planned=planned, not_covered=not_covered)
+    if left:
+        phrase = f"what {left} deselected case-runs cover"
+        not_covered = {spec: (*phrases, phrase) for spec, phrases in header.not_covered.items()}
+        header = replace(narrowed(header, header.planned - left, by), not_covered=not_covered)
     return replace(prepared, items=items, preset=preset, plan=replace(prepared.plan, header=header))
 
 

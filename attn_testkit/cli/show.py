@@ -27,6 +27,7 @@ from ..results import (
     launch_lines,
     left_lines,
     not_covered_lines,
+    not_declared_lines,
     note_lines,
 )
 
@@ -122,6 +123,8 @@ def print_summary(
     for problem in problems:
         click.echo(f"problem: {problem}")
     for line in [*left_lines(header, results), *not_covered_lines(header.not_covered)]:
+        click.echo(line)
+    for line in not_declared_lines(header.not_declared):
         click.echo(line)
     for line in launch_lines(header, results):
         click.echo(line)
