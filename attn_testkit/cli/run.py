@@ -53,7 +53,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Processes; all share the GPUs.",
+    help="Processes on all GPUs.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
@@ -78,10 +78,7 @@ Examples:
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
-    """Test one or more backends in every mode they declare.
-
-    Case-runs happen in a child process, so that a crash costs one of them.
-    """
+    """Test one or more backends in every mode they declare, in child processes."""
     request = replace(request_from(values), counts_tier=True)
     if values["cases_from"]:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
