@@ -33,7 +33,13 @@ def __getattr__(name: str) -> Any:
     """Import a front end on first use: pytest loads this package at every start."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name], __name__), name)
+    try:
+        module = importlib.import_module(_HOMES[name], __name__)
+    except ModuleNotFoundError as error:
+        if error.name != "pytest":
+            raise
+        raise ImportError(f"{name} needs pytest, an extra of the kit: pip install 'attn-testkit[pytest]'") from None
+    return getattr(module, name)
 
 
 def __dir__() -> list[str]:

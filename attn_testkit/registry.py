@@ -148,6 +148,24 @@ def _entry_points() -> Mapping[str, metadata.EntryPoint]:
     return {point.name: point for point in metadata.entry_points(group=GROUP)}
 
 
+def _refuse_two_of_a_name(name: str) -> None:
+    """Raise ``BackendNotFound`` if a name means two classes: which one is tested would depend on the path."""
+    points = {point.value: point for point in metadata.entry_points(group=GROUP, name=name)}
+    if len(points) > 1:
+        places = " and ".join(f"{point.value} ({_registered_in(point)})" for point in points.values())
+        raise BackendNotFound(
+            f"backend name {name!r} is registered twice: {places}; name the class module:Class, or uninstall one"
+        )
+
+
+def _registered_in(point: metadata.EntryPoint) -> str:
+    dist = point.dist
+    if dist is None:
+        return "unknown origin"
+    folder = getattr(dist, "_path", None) or dist.locate_file("")
+    return f"{dist.name} {dist.version}, {folder}/entry_points.txt"
+
+
 def _entry_origin(point: metadata.EntryPoint) -> Origin:
     dist = point.dist
     return Origin(dist.name, dist.version) if dist else Origin()
@@ -156,6 +174,7 @@ def _entry_origin(point: metadata.EntryPoint) -> Origin:
 def _registered_spec(name: str) -> str:
     points = _entry_points()
     if name in points:
+        _refuse_two_of_a_name(name)
         return points[name].value
     if name in BRIDGES:
         raise BackendNotFound(f"{name!r} is a server; name one of its backends, {name}:NAME")

@@ -35,6 +35,7 @@ __all__ = [
     "failed_check",
     "format_failure",
     "is_generated",
+    "launch_lines",
     "left_lines",
     "message_of",
     "not_covered_lines",
@@ -259,6 +260,9 @@ class CaseResult:
     kernels: str = "real"
     """One of ``real``, ``stores`` and ``emulated``: see ``AttentionBackend.kernels``. Also ``not compiled``: regions
     that torch.compile would have compiled ran eagerly."""
+    launches: int | None = None
+    """Number of launches of kernels that are not torch's: Triton's, and operators of other packages. 0: only torch ran.
+    None: nobody counted."""
     reason: str = ""
     """The reason why it did not run or crashed, or the issue of a known failure."""
     after: tuple[str, ...] = ()
@@ -379,6 +383,9 @@ class RunHeader:
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
     of it are missing and done in torch."""
+    sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Spec -> ``file`` and ``sha256`` of the module that was imported, and ``kernels``: the Triton kernels in it and in
+    the modules that it uses, empty for none."""
     plan: str = ""
     """Digest, in the record of a shard, of every case-run of the plan, those of other shards included."""
     planned_in_all: int = 0
@@ -501,6 +508,26 @@ def not_covered_lines(not_covered: Mapping[str, Sequence[str]]) -> list[str]:
         for spec, phrases in not_covered.items()
         if phrases
     ]
+
+
+def launch_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
+    """One line per backend that may not have run its own kernels: some case-runs launched none while others did, or it
+    has Triton kernels and launched none at all. A backend that uses only torch has no line.
+    """
+    counted: dict[str, list[CaseResult]] = {}
+    for result in results:
+        if result.status is Status.PASSED and result.launches is not None:
+            counted.setdefault(result.backend, []).append(result)
+    lines = []
+    for spec, rows in counted.items():
+        without = Counter(f"{row.mode} {row.execution}" for row in rows if not row.launches)
+        none, kernels = sum(without.values()), header.sources.get(spec, {}).get("kernels", "")
+        if 0 < none < len(rows):
+            places = ", ".join(f"{place} {count}" for place, count in without.items())
+            lines.append(f"{none} of {len(rows)} case-runs launched no kernel of {spec}, only torch ran: {places}")
+        elif none and kernels:
+            lines.append(f"none of {len(rows)} case-runs launched a kernel of {spec}, which has {kernels}")
+    return lines
 
 
 def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:

@@ -30,6 +30,8 @@ class Described:
     """Requirement and reason of packages that are installed and cannot be imported."""
     notes: tuple[str, ...] = ()
     """Remarks for the header of a run: those of the backend, and changes in the process by importing a server."""
+    source: Mapping[str, str] = field(default_factory=dict)
+    """``file`` and ``sha256`` of the backend's module, and its Triton ``kernels``; empty without a file."""
 
 
 @dataclass(frozen=True)
@@ -105,5 +107,7 @@ class RunRecord:
     """Changes in its process that the backend did not undo."""
     notes: tuple[str, ...] = ()
     """Changes in the process by importing a part of a server at its first use."""
+    launches: int | None = None
+    """Launches of kernels that are not torch's; None if they could not be counted."""
     generated: GeneratedTokens | None = None
     """Tokens of a greedy-equivalence loop, if the case has one."""

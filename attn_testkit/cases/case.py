@@ -89,13 +89,28 @@ def _readers(layouts: frozenset[str]) -> tuple[tuple[re.Pattern[str], Word], ...
 
 @lru_cache(maxsize=1 << 14)
 def parse_case(case_id: str) -> Case:
-    """Rebuild a case from its id. Raises ``ValueError`` that names the word it could not read."""
+    """Rebuild a case from its id. Raises ``ValueError`` with one sentence that names what is wrong with it."""
+    try:
+        return _parsed(case_id)
+    except ValueError as error:
+        raise ValueError(f"case id {_short(case_id)!r}: {_short(str(error))}") from None
+
+
+_MOST_SHOWN = 400
+"""Characters of an id that an error repeats; the longest of a catalogue has about 200."""
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}... ({len(text)} characters)"
+
+
+def _parsed(case_id: str) -> Case:
     modes = sorted((mode.value for mode in ForwardMode), key=len, reverse=True)
     mode = next((m for m in modes if case_id.startswith(m + "-")), None)
     if mode is None:
         close = difflib.get_close_matches(case_id.split("-")[0], modes, n=1, cutoff=0.3)
         hint = f" (did you mean {close[0]}-...?)" if close else ""
-        raise ValueError(f"case id {case_id!r} does not begin with a mode: {', '.join(sorted(modes))}{hint}")
+        raise ValueError(f"it does not begin with a mode: {', '.join(sorted(modes))}{hint}")
     rows = minimal_rows(ForwardMode(mode))
     values: dict[str, Any] = {"rows": rows} if rows == Decode() else {}
     readers = _readers(frozenset(HEAD_LAYOUTS))
@@ -103,15 +118,19 @@ def parse_case(case_id: str) -> Case:
         found = next(((match, kind) for pattern, kind in readers if (match := pattern.fullmatch(word))), None)
         if found is None:
             if answer := renamed(word):
-                raise ValueError(f"case id {case_id!r}: {answer}")
+                raise ValueError(answer)
             close = difflib.get_close_matches(word, [each for kind in WORDS for each in kind.spelled], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
-            raise ValueError(f"case id {case_id!r}: cannot read {word!r}{hint}")
+            raise ValueError(f"cannot read {_short(word)!r}{hint}")
+        if wrong := found[1].wrong(found[0]):
+            raise ValueError(f"{_short(word)!r}: {wrong}")
         values.update(found[1].read(found[0], {"rows": rows, **values}))
     missing = [name for name in _NEEDED if name not in values]
     if missing:
-        raise ValueError(f"case id {case_id!r} does not say: {', '.join(missing)}")
+        raise ValueError(
+            f"it does not say: {', '.join(missing)}; to select by a part of ids, write a glob such as {case_id + '*'!r}"
+        )
     case = Case(**values)
     if case.id != case_id:
-        raise ValueError(f"case id {case_id!r} is not in its usual form; write {case.id}")
+        raise ValueError(f"it is not in its usual form; write {case.id}")
     return case

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["PATTERN", "Selection"]
 
-PATTERN = r"sel([1-9]\d*)(slots)?(holes)?(empty)?"
+PATTERN = r"sel(\d+)(slots)?(holes)?(empty)?"
 """The word of a selection in a case id."""
 
 

@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict, dataclass
 
 import click
+from packaging.version import Version
 
 from ..registry import registered_backends
 from ..reports.record import plain
@@ -159,11 +160,22 @@ def _as_plain(found: _Diagnosis) -> dict[str, object]:
     return {name: plain(value) for name, value in values.items()}
 
 
+NEWEST_TORCH = "2.14"
+"""The newest release of torch that the kit was tried with. No requirement refuses a later one."""
+
+
+def is_newer(torch: str) -> bool:
+    """True if a version of torch is of a later minor release than ``NEWEST_TORCH``."""
+    return Version(torch).release[:2] > Version(NEWEST_TORCH).release
+
+
 def _lines(found: _Diagnosis) -> list[str]:
     header = found.header
     where = header.device_name if header else "no device was checked"
     lines = [f"attn-testkit {metadata.version('attn-testkit')}, Python {platform.python_version()} ({sys.executable})"]
     lines.append(f"device: {where}" + (f"; torch {header.versions['torch']}" if header else ""))
+    if header and is_newer(header.versions["torch"]):
+        lines.append(f"  torch is newer than {NEWEST_TORCH}, the newest that the kit was tried with")
     if header and header.device == "emulated" and found.gpus:
         lines.append(f"  GPUs {', '.join(found.gpus)} are visible but not used: --device cpu, or torch cannot use them")
     lines.append(f"machine: {_machine(found.resources)}")

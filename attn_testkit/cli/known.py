@@ -1,4 +1,4 @@
-"""``known``: check a file of known failures without running a case."""
+"""``known``: check a file of known failures without running a case, or write one from the results of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import datetime
 
 import click
 
+from ..registry import UsageError
+from ..reports.record import read_report
 from ..running.planning.known_failures import load_known
+from ..running.planning.known_from import entries_from
 from ..running.planning.request import Request, prepare
 from ..running.processes.judge_process import JudgeProcess
 from .options import backend_option
@@ -16,11 +19,12 @@ __all__ = ["known"]
 
 
 @click.command(
-    short_help="Check a file of known failures.",
+    short_help="Check a file of known failures, or write one.",
     epilog="""\b
 Examples:
   attn-testkit known known_failures.toml
   attn-testkit known known_failures.toml --backend my_pkg.attn:MyBackend
+  attn-testkit known --from red.json --issue https://example.org/issues/12 --until 2027-03-31 > known_failures.toml
 
 \b
 An entry:
@@ -33,10 +37,24 @@ An entry:
   # optional: backend = "my_pkg*", execution = "graph", when = "sm90 and my-pkg<0.4"
   # of a quarantine: record = "crash.json", in which the case crashed""",
 )
-@click.argument("file", type=click.Path())
+@click.argument("file", type=click.Path(), required=False)
 @backend_option
-def known(file: str, backends: tuple[str, ...]) -> int:
-    """Check the form and the dates of a file of known failures; with --backend, that every entry matches a case."""
+@click.option("--from", "source", type=click.Path(), metavar="FILE", help="Print entries for the failures in results.")
+@click.option("--issue", metavar="URL", help="With --from: the address where the failures are followed up.")
+@click.option("--until", metavar="DATE", help="With --from: the last day, as 2027-03-31; a year ahead at most.")
+def known(file: str | None, backends: tuple[str, ...], source: str | None, issue: str | None, until: str | None) -> int:
+    """Check the form and the dates of a file of known failures; with --backend, that every entry matches a case.
+
+    With --from, print the entries for a results file instead: each covers what failed in it, and nothing that passed.
+    """
+    if source:
+        if file or backends:
+            raise UsageError("--from prints entries and checks none; leave out the file and --backend")
+        return _print_entries(source, issue, until)
+    if not file:
+        raise UsageError("name a file of known failures, or --from a results file with --issue and --until")
+    if issue or until:
+        raise UsageError("--issue and --until belong to --from, which names a results file")
     entries = load_known(file)
     today = datetime.datetime.now(datetime.UTC).date()
     for entry in entries:
@@ -51,3 +69,23 @@ def known(file: str, backends: tuple[str, ...]) -> int:
         click.echo(f"problem: {problem}")
     click.echo(f"entries: {len(entries)}, problems: {len(problems)}", err=True)
     return 1 if problems else 0
+
+
+def _print_entries(source: str, issue: str | None, until: str | None) -> int:
+    if not issue or not until:
+        raise UsageError("--from needs --issue URL, where the failures are followed up, and --until DATE")
+    try:
+        last = datetime.date.fromisoformat(until)
+    except ValueError:
+        raise UsageError(f"--until is {until!r}; expected a date such as 2027-03-31") from None
+    if last < datetime.datetime.now(datetime.UTC).date():
+        raise UsageError(f"--until is {until}, which has passed; expected a day to come")
+    report = read_report(source)
+    entries = entries_from(report.results, issue, last)
+    click.echo(entries.text, nl=False)
+    for remark in entries.remarks:
+        click.echo(f"left out: {remark}", err=True)
+    if not report.finished:
+        click.echo(f"{source} is of a run that did not finish: what it did not run has no entry", err=True)
+    click.echo(f"entries: {entries.count}", err=True)
+    return 0

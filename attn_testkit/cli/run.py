@@ -16,14 +16,17 @@ from typing import Any
 import click
 
 from ..registry import UsageError
+from ..reports.junit import junit_xml, unfinished_xml
 from ..reports.record import Record, Report, read_report
 from ..reports.verdict import refuse_another_run
 from ..results import BAD, CUT, NO_CASE, RAN, CaseResult
 from ..running.planning.request import Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, judge_for
+from .choosing import choose, echo_durations, echo_items, pytest_options
 from .cluster_run import ray_option, refuse_with_ray, run_on_cluster
 from .files import write_text
+from .last_failed import keep_failed
 from .options import Seconds, request_from, selection_options
 from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
@@ -36,11 +39,11 @@ __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
     epilog="""\b
 Examples:
   attn-testkit run --backend triton --device cpu
-  attn-testkit run --backend my_pkg.attn:MyBackend --mode decode --execution graph --tier core
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 --json out.json --html out.html
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html
   attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json""",
 )
 @selection_options
+@pytest_options
 @click.option(
     "--cases-from", type=click.Path(), metavar="FILE",
     help="Only the cases in a file, one per line.",
@@ -50,7 +53,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Processes; all share the GPUs.",
+    help="Processes on all GPUs.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
@@ -75,10 +78,7 @@ Examples:
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 def run(**values: Any) -> int:
-    """Test one or more backends in every mode they declare.
-
-    Failures are printed as they occur. Each case-run happens in a child process, so that a crash costs one case-run.
-    """
+    """Test one or more backends in every mode they declare, in child processes."""
     request = replace(request_from(values), counts_tier=True)
     if values["cases_from"]:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
@@ -140,6 +140,9 @@ def _run(request: Request, values: dict[str, Any]) -> int:
     with contextlib.closing(judge_for(options, request.device)) as judge:
         prepared = prepare(judge, request, values["known_failures"], sharded(judge.plan(request), values))
         prepared, carried = _rest_of(prepared, earlier)
+        prepared = choose(prepared, values["keyword_text"], values["last_failed"])
+        if values["collect_only"]:
+            return echo_items(prepared)
         _begin(prepared, values)
         return _follow(prepared, values, limit, carried)
 
@@ -207,6 +210,8 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
     if values["html_file"]:
         # Written now, so that a path that cannot be written fails at once and not after hours.
         write_text(values["html_file"], "<!doctype html><title>running</title>The run has not ended yet.")
+    if values["junit_file"]:
+        write_text(values["junit_file"], unfinished_xml(header))
     record = Record(values["json_file"], header) if values["json_file"] else None
     _warn(record)
     results: list[CaseResult] = []
@@ -239,10 +244,16 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
     if record and record.failure and code in (0, CUT):
         # Readers of the file, in this job or the next, would not see the findings of this run.
         code = 3
+    keep_failed(results)
+    report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
+    if values["durations"] is not None:
+        echo_durations(prepared, results, values["durations"])
     print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
     _warn(record)
     if values["html_file"]:
-        _write_html(Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems)), values)
+        _write_html(report, values)
+    if values["junit_file"]:
+        _write(values["junit_file"], junit_xml(report))
     return code
 
 
@@ -254,8 +265,12 @@ def _warn(record: Record | None) -> None:
 def _write_html(report: Report, values: dict[str, Any]) -> None:
     from ..reports.render import html_page
 
+    _write(values["html_file"], html_page(report))
+
+
+def _write(name: str, text: str) -> None:
     try:
-        write_text(values["html_file"], html_page(report))
+        write_text(name, text)
     except UsageError as error:
         # The verdict is printed already, and holds without a page.
         click.echo(f"attn-testkit: {error}", err=True)

@@ -24,6 +24,7 @@ from ..results import (
     CaseResult,
     RunHeader,
     Status,
+    launch_lines,
     left_lines,
     not_covered_lines,
     not_declared_lines,
@@ -124,6 +125,8 @@ def print_summary(
     for line in [*left_lines(header, results), *not_covered_lines(header.not_covered)]:
         click.echo(line)
     for line in not_declared_lines(header.not_declared):
+        click.echo(line)
+    for line in launch_lines(header, results):
         click.echo(line)
     text = verdict(header, results, problems=problems, interrupted=interrupted)
     click.secho(text, bold=True, fg="green" if code == 0 else "red")

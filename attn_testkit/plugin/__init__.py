@@ -13,11 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from ..results import Status
+from ..running.planning.request import param_id
 from ..running.processes.gpus import visible_gpus
 from . import options as plugin_options
-from .own_tests import MARK, OWN_TESTS, CaseRun, Check, OwnTests, parametrize, uncalled
+from .own_session import OWN_SESSION, OwnSession
+from .own_tests import MARK, OWN_TESTS, CaseRun, Check, OwnTests, cannot_run, parametrize, uncalled
 from .reporting import Run, complete, text_only
-from .session import SESSION, Session, param_id, pickled_plan
+from .session import SESSION, Session, pickled_plan
 
 if TYPE_CHECKING:
     from ..running.planning.request import Item
@@ -54,10 +57,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if _is_worker(config):
         return
     config.pluginmanager.register(state, "attn_testkit_session")
+    own = OwnSession(config.stash[OWN_TESTS], verbose=config.option.verbose > 0)
+    config.stash[OWN_SESSION] = own
+    config.pluginmanager.register(own, "attn_testkit_own_session")
     if config.pluginmanager.hasplugin("xdist"):
         from .xdist import XdistHooks
 
-        config.pluginmanager.register(XdistHooks(state), "attn_testkit_xdist")
+        config.pluginmanager.register(XdistHooks(state, own), "attn_testkit_xdist")
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
@@ -107,7 +113,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if prepared is not None:
         items = [item for item in prepared.items if mark is None or item.mode == mark.args[0]]
     if items:
-        metafunc.parametrize("attn_item", items, ids=[param_id(item) for item in items])
+        backends = metafunc.config.stash[SESSION].request.candidates
+        metafunc.parametrize("attn_item", items, ids=[param_id(item, backends) for item in items])
     else:
         # pytest's placeholder for an empty set is a skipped test, which would look like a test that should have run.
         metafunc.parametrize("attn_item", [None], ids=["nothing"])
@@ -159,18 +166,24 @@ def pytest_runtest_makereport(
     complete(item, call, report)
     if report.when == "call" and report.passed and (complaint := uncalled(item)):
         report.outcome, report.longrepr = "failed", text_only(item, complaint)
+    if report.skipped and cannot_run(item):
+        item.config.stash[OWN_TESTS].seen.append((item.nodeid, Status.NOT_RUN_HERE.value))
     return report
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
-    """Fail the session if planned case-runs did not run."""
-    if not _is_worker(session.config):
-        session.exitstatus = session.config.stash[SESSION].finish(int(exitstatus))
+    """Fail the session if planned case-runs did not run, or failed and no test reports it."""
+    stash = session.config.stash
+    if _is_worker(session.config):
+        session.config.workeroutput["attn_seen"] = stash[OWN_TESTS].seen  # type: ignore[attr-defined]
+    else:
+        session.exitstatus = stash[OWN_SESSION].finish(stash[SESSION].finish(int(exitstatus)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """Print the table, the remarks and the verdict."""
+    config.stash[OWN_SESSION].summarize(terminalreporter)
     config.stash[SESSION].summarize(terminalreporter)
 
 

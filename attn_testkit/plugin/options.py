@@ -110,11 +110,13 @@ def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tupl
     cache = getattr(config, "cache", None)
     names = [nodeid.partition("[")[2][:-1] for nodeid in (cache.get("cache/lastfailed", {}) if cache else {})]
     found = [
-        (backend, name.removeprefix(f"{backend}-{execution}-"))
+        (backend, name.removeprefix(beginning))
         for name in names
         for backend in backends
         for execution in EXECUTIONS
-        if name.startswith(f"{backend}-{execution}-")
+        # As ``param_id`` names the tests of one backend, and of several.
+        for beginning in [f"{execution}-" if len(backends) == 1 else f"{backend}-{execution}-"]
+        if name.startswith(beginning)
     ]
     return tuple(dict.fromkeys(found))
 

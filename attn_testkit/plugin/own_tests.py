@@ -11,15 +11,25 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
+from ..reports.junit import properties
 from ..reports.outcome import Results, verdict
 from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 from ..running.planning.candidate import candidate_for
-from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, prepare
+from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, param_id, prepare
 from ..running.processes.judge_process import JudgeError, JudgeProcess
-from .reporting import CaseFailed, properties
-from .session import param_id
+from .reporting import OWN_RESULT, CaseFailed
 
-__all__ = ["MARK", "OWN_TESTS", "CaseRun", "Check", "OwnTests", "conformance_cases", "parametrize", "uncalled"]
+__all__ = [
+    "MARK",
+    "OWN_TESTS",
+    "CaseRun",
+    "Check",
+    "OwnTests",
+    "cannot_run",
+    "conformance_cases",
+    "parametrize",
+    "uncalled",
+]
 
 MARK = "attn_conformance"
 FIXTURE = "attn_case"
@@ -148,11 +158,12 @@ def _params(prepared: Prepared, wanted: Wanted) -> Iterator[Param]:
     if not prepared.items and not any(row.status in BAD for row in rows):
         why = verdict(header, prepared.preset)
         yield Param("nothing-ran", header, f"{why}\n(if this is expected, skip the test: pytest.mark.skipif)", wanted)
+    backends = wanted.request.candidates
     for item in prepared.items:
-        yield Param(param_id(item), header, item, wanted)
+        yield Param(param_id(item, backends), header, item, wanted)
     for row in rows:
         place = row.case or f"{row.mode}-{row.status.value.replace(' ', '-')}"
-        yield Param(f"{row.backend}-{row.execution}-{place}", header, row, wanted)
+        yield Param(param_id(replace(row, case=place), backends), header, row, wanted)
     problems = prepared.problems()
     if problems:
         yield Param("known-failures", header, "\n".join(problems), wanted)
@@ -164,6 +175,8 @@ class OwnTests:
     def __init__(self) -> None:
         self._judges: dict[tuple[Options, str], Judge] = {}
         self._prepared: dict[Wanted, Prepared] = {}
+        self.seen: list[tuple[str, str]] = []
+        """Node id of each test that called its case-run or had none that can run here, and the status."""
 
     def prepared(self, wanted: Wanted) -> Prepared:
         """The plan, made once. Raises ``UsageError`` and ``JudgeError``."""
@@ -235,8 +248,12 @@ class CaseRun:
         self._node.stash[_CALLED] = True
         due = self._param.due
         if isinstance(due, str):
+            self._own.seen.append((self._node.nodeid, Status.FAILED.value))
             raise CaseFailed(due)
         result = self._own.run(due, self._param.wanted) if isinstance(due, Item) else due
+        # Kept here and not taken from the test's report, which a hook may rewrite.
+        self._own.seen.append((self._node.nodeid, result.status.value))
+        self._node.stash[OWN_RESULT] = result
         self._node.user_properties += properties(result)
         if result.status is Status.KNOWN_FAILURE:
             pytest.xfail(result.reason)
@@ -280,6 +297,13 @@ def uncalled(item: pytest.Item) -> str:
     if item.stash.get(_CALLED, True):
         return ""
     return f"the test did not call {FIXTURE}(), so nothing was tested"
+
+
+def cannot_run(item: pytest.Item) -> bool:
+    """True for the test of a row that cannot run on this machine, so that skipping it leaves nothing out."""
+    callspec = getattr(item, "callspec", None)
+    param = callspec.params.get(FIXTURE) if callspec else None
+    return isinstance(param, Param) and isinstance(param.due, CaseResult) and param.due.status is Status.NOT_RUN_HERE
 
 
 _CALLED: pytest.StashKey[bool] = pytest.StashKey()

@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocation, ReprTraceback
 
+from ..reports.junit import properties
 from ..reports.record import plain
-from ..reports.tally import seconds_of
 from ..results import BAD, CaseResult, Status, format_failure
 from .session import Session
 
 if TYPE_CHECKING:
     from ..running.planning.request import Item
 
-__all__ = ["CaseFailed", "Run", "complete", "properties", "text_only"]
+__all__ = ["CaseFailed", "Run", "complete", "text_only"]
 
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
+OWN_RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
+"""The result of a case-run of a user's own test."""
 
 
 class CaseFailed(AssertionError):
@@ -60,6 +62,9 @@ def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
     result = item.stash.get(RESULT, None)
     if result is not None and call.when == "call":
         report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
+    own = item.stash.get(OWN_RESULT, None)
+    if own is not None and report.failed and own.status in BAD:
+        report.attn_own_result = plain(asdict(own))  # type: ignore[attr-defined]
 
 
 def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInfo:
@@ -70,20 +75,3 @@ def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInf
     # The summary's line is cut at the terminal's width and already has the case in the test's id.
     crash = ReprFileLocation(path, (line or 0) + 1, short or first.partition(": ")[2] or first)
     return ReprExceptionInfo(ReprTraceback([ReprEntryNative([text + "\n"])], None, style="native"), crash)
-
-
-def properties(result: CaseResult) -> list[tuple[str, Any]]:
-    """The properties of a case-run in JUnit XML."""
-    values: dict[str, Any] = {
-        "attn_backend": result.backend,
-        "attn_mode": result.mode,
-        "attn_execution": result.execution,
-        "attn_case": result.case,
-        "attn_status": result.status,
-        "attn_failed_checks": ", ".join(dict.fromkeys(finding.check for finding in result.findings)) or None,
-        "attn_reason": result.reason or None,
-        "attn_margin": result.margin,
-        "attn_seconds": round(seconds_of(result), 4),
-        "attn_emulated": result.emulated,
-    }
-    return [(name, plain(value)) for name, value in values.items() if value is not None]

@@ -24,6 +24,7 @@ from ..results import (
     CaseResult,
     RunHeader,
     format_failure,
+    launch_lines,
     left_lines,
     not_covered_lines,
     not_declared_lines,
@@ -39,17 +40,13 @@ from ..running.planning.request import (
     final_code,
     kit_error,
     not_started,
+    param_id,
     prepare,
 )
 from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 
-__all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
-
-
-def param_id(item: Item) -> str:
-    """The id of a case-run in a test's brackets: the same in every worker and from every directory."""
-    return f"{item.backend}-{item.execution}-{item.case}"
+__all__ = ["SESSION", "Session", "pickled_plan"]
 
 
 class _NoJudge:
@@ -155,7 +152,7 @@ class Session:
         """Put the tests of the suite into the plan's order, in the places that they have among other tests."""
         if self.prepared is None:
             return
-        planned = {param_id(item): number for number, item in enumerate(self.prepared.items)}
+        planned = {self._id(item): number for number, item in enumerate(self.prepared.items)}
         number = {item.nodeid: planned.get(item.nodeid.partition("[")[2][:-1]) for item in items}
         places = [place for place, item in enumerate(items) if number[item.nodeid] is not None]
         own = sorted((items[place] for place in places), key=lambda item: number[item.nodeid] or 0)
@@ -167,9 +164,10 @@ class Session:
         prepared = self.plan()
         if prepared is None or self.header is not None:
             return
-        by_id = {param_id(item): item for item in prepared.items}
+        by_id = {self._id(item): item for item in prepared.items}
         for nodeid in nodeids:
-            item = by_id.get(nodeid.partition("[")[2][:-1])
+            # Once: a decorated test of another file may have the same id, which xdist hands over too.
+            item = by_id.pop(nodeid.partition("[")[2][:-1], None)
             if item is not None:
                 self.due[nodeid] = item
         deselected = len(prepared.items) - len(self.due)
@@ -261,6 +259,8 @@ class Session:
             terminal.line(line)
         for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)
+        for line in launch_lines(self.header, self.results):
+            terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
         if self.report:
@@ -274,6 +274,9 @@ class Session:
             self._record.close()
         self._drop_judge()
 
+    def _id(self, item: Item) -> str:
+        return param_id(item, self.request.candidates)
+
     def _drop_judge(self) -> None:
         if self._judge is not None:
             self._judge.close()
@@ -281,7 +284,7 @@ class Session:
 
     def _missing(self) -> list[str]:
         seen = {(r.backend, r.execution, r.case) for r in self.results}
-        keys = {(i.backend, i.execution, i.case): param_id(i) for i in self.due.values()}
+        keys = {(i.backend, i.execution, i.case): self._id(i) for i in self.due.values()}
         return [name for key, name in keys.items() if key not in seen]
 
     def _keep(self, result: CaseResult) -> None:

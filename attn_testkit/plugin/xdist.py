@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
+from ..reports.junit import properties
 from ..reports.record import plain
 from ..results import format_failure
 from ..running.planning.request import kit_error
 from ..running.processes.gpus import GpuSlots, visible_gpus
-from .reporting import properties
+from .own_session import OwnSession
 from .session import Session
 
 __all__ = ["XdistHooks"]
@@ -23,8 +24,8 @@ __all__ = ["XdistHooks"]
 class XdistHooks:
     """Hooks that exist only where xdist does."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, session: Session, own: OwnSession) -> None:
+        self._session, self._own = session, own
         shared = session.request.device in ("auto", "cuda") and bool(session.request.backends)
         self._slots = GpuSlots(visible_gpus(os.environ) if shared else ())
 
@@ -36,7 +37,8 @@ class XdistHooks:
         node.workerinput["attn_plan"] = pickle.dumps(prepared.plan) if prepared else b""
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
-        """Free the GPU of a worker that ended."""
+        """Free the GPU of a worker that ended, and take what it has seen."""
+        self._own.take(getattr(node, "workeroutput", {}).get("attn_seen", ()))
         self._slots.free(node.gateway.id)
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

@@ -13,6 +13,7 @@ from ..results import (
     RunHeader,
     Status,
     format_failure,
+    launch_lines,
     left_lines,
     not_covered_lines,
     not_declared_lines,
@@ -124,6 +125,7 @@ class Results(Sequence[CaseResult]):
                     *left_lines(self.header, self.rows),
                     *not_covered_lines(self.header.not_covered),
                     *not_declared_lines(self.header.not_declared),
+                    *launch_lines(self.header, self.rows),
                     self.verdict,
                 ),
             )

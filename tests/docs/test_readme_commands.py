@@ -78,3 +78,13 @@ def test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands(proj
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
     assert re.search(r"PARTIAL: 10 of \d+ planned case-runs ran, all passed; .*: no proof about hardware", done.stdout)
     assert "CONFORMANT" not in done.stdout
+
+
+def test_the_one_liner_exits_with_1_for_a_broken_backend(project: Path) -> None:
+    (command,) = [line for line in commands_of_a_backend() if line.startswith("python -c ")]
+    wrong = "attn_testkit.examples:OffByOneBackend', device='cpu', modes=['decode'], executions=['eager']"
+    command = command.replace("my_pkg.attn:MyBackend'", wrong).replace("python ", f"{sys.executable} ", 1)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(["bash", "-c", command], cwd=project, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "NOT CONFORMANT" in done.stderr

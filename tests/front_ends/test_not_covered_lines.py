@@ -14,14 +14,14 @@ from in_process import plan_run
 from signed import of_an_earlier_version
 
 from attn_testkit.cli.show import print_summary
-from attn_testkit.plugin.session import Session, param_id
+from attn_testkit.plugin.session import Session
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, Report, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.results import not_covered_lines
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.known_failures import Ledger
-from attn_testkit.running.planning.request import Prepared, Request
+from attn_testkit.running.planning.request import Prepared, Request, param_id
 
 SPEC = "fake:ok"
 LEFT = {SPEC: ("head dim 96, 512", "more than 7 of 64 query rows (target-verify)")}
@@ -108,7 +108,7 @@ def test_what_pytest_deselects_is_not_tried_either(deselected: int) -> None:
     request = Request((Candidate(SPEC),))
     judge = fake_runner.Runner(None)  # type: ignore[arg-type]
     session = Session(request, prepared=Prepared(request, plan, plan.items, (), Ledger((), plan.header), judge))
-    session.begin([f"test[{param_id(item)}]" for item in plan.items[deselected:]])
+    session.begin([f"test[{param_id(item, request.candidates)}]" for item in plan.items[deselected:]])
     assert session.header is not None
     more = (f"what {deselected} deselected case-runs cover",) if deselected else ()
     assert session.header.not_covered == {SPEC: (*LEFT[SPEC], *more)}

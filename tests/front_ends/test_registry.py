@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -212,3 +213,31 @@ def test_a_wrong_name_is_answered_without_loading_torch():
         """
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def registered(folder: Path, distribution: str, name: str, value: str) -> Path:
+    """Metadata of a distribution in a folder that is on the path."""
+    info = folder / f"{distribution}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[attn_testkit.backends]\n{name} = {value}\n")
+    return info / "entry_points.txt"
+
+
+def test_a_name_that_is_registered_twice_is_an_error_that_names_both_files(tmp_path, monkeypatch):
+    for folder in ("a", "b"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+    first = registered(tmp_path / "a", "one", "mine_twice", "attn_testkit.examples:MinimalBackend")
+    assert load_backend("mine_twice").__name__ == "MinimalBackend"
+    second = registered(tmp_path / "b", "two", "mine_twice", "attn_testkit.examples:OffByOneBackend")
+    with pytest.raises(BackendNotFound, match="backend name 'mine_twice' is registered twice") as refused:
+        load_backend("mine_twice")
+    for text in (str(first), str(second), "one 1.0", "two 1.0", "attn_testkit.examples:OffByOneBackend"):
+        assert text in str(refused.value)
+
+
+def test_one_class_that_two_installations_of_a_package_register_is_no_error(tmp_path, monkeypatch):
+    for folder in ("a", "b"):
+        monkeypatch.syspath_prepend(tmp_path / folder)
+        registered(tmp_path / folder, "one", "mine_once", "attn_testkit.examples:MinimalBackend")
+    assert load_backend("mine_once").__name__ == "MinimalBackend"

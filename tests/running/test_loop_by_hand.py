@@ -658,7 +658,7 @@ def test_it_is_asked_for_all_that_a_process_is_asked_for(monkeypatch: pytest.Mon
 def test_what_importing_changes_is_described_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
     restored = state_of(monkeypatch, ["a"])
     found = LocalWorker(Candidate(SPEC), "cpu")
-    assert found.describe() == Described(found.backend_class.capabilities, ("a",))
+    assert replace(found.describe(), source={}) == Described(found.backend_class.capabilities, ("a",))
     assert len(restored) == 1
     restored = state_of(monkeypatch, [])
     assert LocalWorker(Candidate(SPEC), "cpu").describe().changed == ()
@@ -669,9 +669,9 @@ def test_what_a_drive_changes_is_added_and_put_back(monkeypatch: pytest.MonkeyPa
     found = LocalWorker(candidate_for(SPEC), "cpu")
     monkeypatch.setattr(worker_main, "run_case", lambda *_: RunRecord(changed=("a",), stage=5))
     restored = state_of(monkeypatch, [], ["b"])
-    assert found.drive("any") == RunRecord(changed=("a",), stage=5)  # type: ignore[arg-type]
+    assert found.drive("any") == RunRecord(changed=("a",), stage=5, launches=0)  # type: ignore[arg-type]
     assert restored == []
-    assert found.drive("any") == RunRecord(changed=("a", "b"), stage=5)  # type: ignore[arg-type]
+    assert found.drive("any") == RunRecord(changed=("a", "b"), stage=5, launches=0)  # type: ignore[arg-type]
     assert len(restored) == 1
     assert (found.ended, found.last_words()) == (False, "")
     found.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...contract import ForwardMode
 from ..rows import Extend, changed_rows
-from .dimension import Columns, Combined, Dimension, Without, Word, no_capability, of_rows_part
+from .dimension import Bound, Columns, Combined, Dimension, Without, Word, no_capability, of_rows_part
 
 __all__ = ["CHUNKS"]
 
@@ -16,6 +16,7 @@ CHUNKS = Dimension(
             r"chunks(\d+)",
             lambda match, so_far: changed_rows(so_far["rows"], chunks=int(match[1])),
             lambda case: f"chunks{case.chunks}" if case.chunks > 1 else "",
+            bounds=(Bound("number of chunks", 2, 4096),),
         ),
     ),
     describe=lambda case: {

@@ -16,8 +16,8 @@ from ..fields import DEFAULTS, Changes, Fields
 from ..plan import Plan
 from ..rows import changed_rows
 
-__all__ = ["Asked", "Columns", "Combined", "Covered", "Dimension", "Draws", "Kept", "OnLayers", "OnSteps", "Outside",
-           "Row", "Simpler", "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability",
+__all__ = ["Asked", "Bound", "Columns", "Combined", "Covered", "Dimension", "Draws", "Kept", "OnLayers", "OnSteps",
+           "Outside", "Row", "Simpler", "Size", "Value", "Without", "Word", "flag_word", "listed_word", "no_capability",
            "nothing_simpler", "of_fields", "of_flag", "of_number", "of_rows_part", "option", "seldom"]  # fmt: skip
 
 Value = int | str | tuple[str, str]
@@ -44,8 +44,53 @@ class Without:
 
 
 @dataclass(frozen=True)
+class Bound:
+    """Values that a number of a word may have, or each number of a list such as ``5x2.9``."""
+
+    what: str
+    least: int
+    most: int
+    group: int | str = 1
+    """The group of the word's pattern."""
+    most_listed: int = 1
+    """Most numbers in a list."""
+    most_together: int | None = None
+    """Largest sum of a list."""
+    between: str = r"\."
+    """A regular expression of the text between two numbers."""
+
+    def wrong(self, match: re.Match[str]) -> str:
+        """The reason why the number is refused; empty if it is not, or if the word has none."""
+        text = match[self.group]
+        if text is None:
+            return ""
+        parts = [re.fullmatch(r"(\d+)(?:x(\d+))?", part) for part in re.split(self.between, text)]
+        runs = [(part[1], part[2] or "1") for part in parts if part]
+        if len(runs) < len(parts):
+            return f"{self.what} {text!r} is not a list of numbers; expected one such as 5x2.9, which is 5, 5, 9"
+        for value, times in runs:
+            # Longer texts are not made numbers of: Python refuses those of thousands of digits.
+            if len(value) > _MOST_DIGITS or not self.least <= int(value) <= self.most:
+                return f"{self.what} is {value[: _MOST_DIGITS + 1]}; expected {self.least} to {self.most}"
+            if len(times) > _MOST_DIGITS or int(times) < 1:
+                return (
+                    f"{self.what}: {value}x{times[: _MOST_DIGITS + 1]} repeats {value} that often; expected 1 or more"
+                )
+        count = sum(int(times) for _, times in runs)
+        if count > self.most_listed:
+            return f"{self.what} has {count} numbers; expected at most {self.most_listed}"
+        together = sum(int(value) * int(times) for value, times in runs)
+        if self.most_together is not None and together > self.most_together:
+            return f"{self.what} is {together} in all; expected at most {self.most_together}"
+        return ""
+
+
+_MOST_DIGITS = 18
+
+
+@dataclass(frozen=True)
 class Word:
-    """One word of a case id."""
+    """One word of a case id. Raises ``ValueError`` for one with a number and without bounds."""
 
     pattern: str
     """A regular expression that matches the whole word."""
@@ -59,6 +104,16 @@ class Word:
     """True: every id has it."""
     current: Callable[[], str] | None = None
     """The pattern as it is now, where it follows from a table that may grow."""
+    bounds: tuple[Bound, ...] = ()
+    """Bounds of every number in the word."""
+
+    def __post_init__(self) -> None:
+        if "\\d" in self.pattern and not self.bounds:
+            raise ValueError(f"the word {self.pattern!r} has a number; say which values it may have")
+
+    def wrong(self, match: re.Match[str]) -> str:
+        """The reason why a number of the word is refused; empty if none is."""
+        return next(filter(None, (bound.wrong(match) for bound in self.bounds)), "")
 
 
 def listed_word(values: Sequence[str], field: str, *, always: bool = True) -> Word:

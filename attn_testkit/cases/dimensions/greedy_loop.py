@@ -5,7 +5,7 @@ from __future__ import annotations
 from ...contract import Capabilities, ForwardMode
 from ..fields import Fields
 from ..rows import changed_rows
-from .dimension import Asked, Dimension, Without, Word, of_rows_part
+from .dimension import Asked, Bound, Dimension, Without, Word, of_rows_part
 from .numbers import nearer_numbers
 
 __all__ = ["GREEDY_LOOP"]
@@ -33,6 +33,7 @@ GREEDY_LOOP = Dimension(
             r"loop(\d+)",
             lambda match, so_far: changed_rows(so_far["rows"], rounds=int(match[1])),
             lambda case: f"loop{case.rounds}" if case.rounds else "",
+            bounds=(Bound("rounds of the loop", 1, 1024),),
         ),
     ),
     describe=lambda case: {

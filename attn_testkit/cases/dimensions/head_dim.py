@@ -9,7 +9,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
-from .dimension import Asked, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
 from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
@@ -64,6 +64,7 @@ HEAD_DIM = Dimension(
             lambda match, so_far: {"head_dim": int(match[1]), "rope_dim": int(match[2] or 0)},
             lambda case: f"d{case.head_dim}" + (f"r{case.rope_dim}" if case.rope_dim else ""),
             always=True,
+            bounds=(Bound("head dim", 1, 4096), Bound("rope width", 1, 4096, 2)),
         ),
     ),
     describe=lambda case: {"head_dim": str(case.head_dim), "rope_dim": str(case.rope_dim or "")},

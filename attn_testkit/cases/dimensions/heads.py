@@ -9,7 +9,7 @@ from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import as_many, latent, latent_heads, plain_layout
-from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
 __all__ = ["HEADS", "MOST_USUAL_RATIO", "fewest_latent_heads", "of_mla", "of_others", "other_heads",
@@ -151,6 +151,7 @@ HEADS = Dimension(
             lambda case: str(case.heads),
             always=True,
             current=_pattern,
+            bounds=(Bound("query heads of a KV head", 1, 1024, "first"), Bound("KV heads", 1, 1024, "second")),
         ),
     ),
     describe=lambda case: {"heads": _phrase(case)},

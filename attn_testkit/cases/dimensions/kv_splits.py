@@ -7,7 +7,7 @@ from typing import Any
 
 from ...contract import Capabilities, ForwardMode, KVSplit
 from ..fields import Changes, Fields
-from .dimension import Asked, Combined, Covered, Dimension, Draws, Size, Without, Word, of_fields, seldom
+from .dimension import Asked, Bound, Combined, Covered, Dimension, Draws, Size, Without, Word, of_fields, seldom
 from .numbers import nearer_numbers
 
 __all__ = ["KV_SPLITS", "splits_of"]
@@ -110,9 +110,10 @@ KV_SPLITS = Dimension(
     fields=("kv_splits", "merged_by_backend"),
     words=(
         Word(
-            r"lse(?:(whole)|(prefix|(?:pages|tokens)(?:[2-9]|[1-9]\d+))(merged)?)",
-            lambda match, so_far: {"kv_splits": match[1] or match[2], "merged_by_backend": bool(match[3])},
+            r"lse(?:(whole)|(prefix|(?:pages|tokens)(?P<ranks>\d+))(merged)?)",
+            lambda match, so_far: {"kv_splits": match[1] or match[2], "merged_by_backend": bool(match[4])},
             lambda case: f"lse{case.kv_splits}{'merged' if case.merged_by_backend else ''}" if case.kv_splits else "",
+            bounds=(Bound("number of KV splits", 2, 4096, "ranks"),),
         ),
     ),
     describe=lambda case: {"kv_splits": _phrase(case)},

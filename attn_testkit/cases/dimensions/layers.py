@@ -12,7 +12,20 @@ from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes
 from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
-from .dimension import Asked, Combined, Dimension, Draws, OnLayers, Size, Without, Word, of_fields, option, seldom
+from .dimension import (
+    Asked,
+    Bound,
+    Combined,
+    Dimension,
+    Draws,
+    OnLayers,
+    Size,
+    Without,
+    Word,
+    of_fields,
+    option,
+    seldom,
+)
 from .outside import pool_like
 
 __all__ = ["LAYERS", "fields_with_shapes"]
@@ -111,6 +124,11 @@ LAYERS = Dimension(
             LAYERS_WORD,
             _read,
             lambda case: "" if case.layers == Layers() else str(case.layers),
+            bounds=(
+                Bound("number of layers", 1, 3),
+                Bound("id of the first layer", 0, 1 << 20, 2),
+                *(Bound("heads and head dim of a layer", 1, 4096, group, 3, between="[xd]") for group in (4, 5)),
+            ),
         ),
     ),
     describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},

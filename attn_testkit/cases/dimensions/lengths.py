@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ...contract import Capabilities
 from ..fields import Changes, Fields
-from .dimension import Columns, Combined, Dimension, Row, Simpler, Without, Word, no_capability
-from .numbers import listed, nearer_numbers, numbers_word, read_numbers
+from .dimension import Bound, Columns, Combined, Dimension, Row, Simpler, Without, Word, no_capability
+from .numbers import MOST_REQUESTS, listed, nearer_numbers, numbers_word, read_numbers
 
 __all__ = ["KEYS"]
 
@@ -79,6 +79,7 @@ KEYS = Dimension(
             lambda match, so_far: {"prefixes": read_numbers(match[1])},
             lambda case: "k" + numbers_word(case.prefixes),
             always=True,
+            bounds=(Bound("keys before the step", 0, 1 << 24, most_listed=MOST_REQUESTS, most_together=1 << 26),),
         ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},

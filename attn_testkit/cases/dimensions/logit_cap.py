@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..layers import PERIOD
-from .dimension import Asked, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
+from .dimension import Asked, Bound, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
 __all__ = ["LOGIT_CAP"]
@@ -34,9 +34,10 @@ LOGIT_CAP = Dimension(
     fields=("logit_cap",),
     words=(
         Word(
-            r"cap([\d.]+)",
+            r"cap((\d+)(?:\.(\d+))?)",
             lambda match, so_far: {"logit_cap": float(match[1])},
             lambda case: f"cap{case.logit_cap:g}" if case.logit_cap else "",
+            bounds=(Bound("soft cap", 0, 999_999, 2), Bound("fraction of the soft cap", 0, 999_999, 3)),
         ),
     ),
     describe=lambda case: {"logit_cap": f"{case.logit_cap:g}, in {case.layers.turns}" if case.logit_cap else ""},

@@ -8,8 +8,19 @@ from itertools import groupby
 from ...contract import Capabilities
 from ..fields import Changes, Fields
 
-__all__ = ["listed", "nearer_numbers", "nearest", "numbers_word", "read_numbers", "smaller_declared", "some_of"]
+__all__ = [
+    "MOST_REQUESTS",
+    "listed",
+    "nearer_numbers",
+    "nearest",
+    "numbers_word",
+    "read_numbers",
+    "smaller_declared",
+    "some_of",
+]
 
+MOST_REQUESTS = 1 << 17
+"""Requests of a batch in a case id; the largest case of a catalogue has 1,009."""
 _FEW = 8
 """Declared values below the case's own that are all tried; of more, powers of two and the two largest."""
 _MOST_LISTED = 8

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ..fields import Fields
-from .dimension import Columns, Combined, Dimension, Simpler, Without, Word, no_capability
-from .numbers import nearer_numbers
+from .dimension import Bound, Columns, Combined, Dimension, Simpler, Without, Word, no_capability
+from .numbers import MOST_REQUESTS, nearer_numbers
 from .padding import PADDINGS
 
 __all__ = ["PADDED_REQUESTS"]
@@ -32,6 +32,7 @@ PADDED_REQUESTS = Dimension(
             lambda match, so_far: {"bucket": int(match[1]), "padding": match[2]},
             lambda case: f"b{case.bucket}{case.padding}",
             always=True,
+            bounds=(Bound("batch size of the graph", 1, MOST_REQUESTS),),
         ),
     ),
     describe=lambda case: {"bucket": _phrase(case)},

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Fields
-from .dimension import Asked, Columns, Covered, Dimension, Kept, Without, Word, of_number
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, Without, Word, of_number
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like
 from .rows import keys_of
@@ -40,6 +40,7 @@ PAGE_SIZE = Dimension(
             lambda match, so_far: {"page_size": int(match[1])},
             lambda case: f"p{case.page_size}",
             always=True,
+            bounds=(Bound("page size", 1, 1 << 16),),
         ),
     ),
     describe=lambda case: {"page_size": str(case.page_size)},

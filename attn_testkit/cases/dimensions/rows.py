@@ -15,6 +15,7 @@ from ..rows import Accepted, Decode, Drafted, Extend, Rows, Verify, changed_rows
 from ..trees import Tree, chain
 from .dimension import (
     Asked,
+    Bound,
     Columns,
     Combined,
     Covered,
@@ -29,7 +30,7 @@ from .dimension import (
     Word,
 )
 from .fewer_rows import fewer_rows
-from .numbers import listed, numbers_word, read_numbers
+from .numbers import MOST_REQUESTS, listed, numbers_word, read_numbers
 
 __all__ = ["MOST_NEW_TOKENS", "MOST_ROWS", "MOST_USUAL_ROWS", "ROWS", "accepted", "keys_of", "most_rows", "rows_of",
            "rows_of_two"]  # fmt: skip
@@ -42,6 +43,8 @@ MOST_NEW_TOKENS = 260
 """Most new tokens of a request in extend: more than two tiles of 128 rows."""
 _MOST_RANDOM_ROWS, _MOST_RANDOM_NEW, _MOST_RANDOM_BRANCHES = 12, 70, 4
 _ROW_MODES = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2})
+_MOST_NODES = 4096
+"""Nodes of a tree in a case id."""
 _MOST_ASKED = 1024
 """No context asks for more rows than so many."""
 
@@ -282,21 +285,28 @@ ROWS = Dimension(
             r"chain(\d+)",
             lambda match, so_far: changed_rows(so_far["rows"], tree=chain(int(match[1]))),
             lambda case: f"chain{len(case.tree)}" if case.tree and _is_chain(case.tree) else "",
+            bounds=(Bound("nodes of the chain", 1, _MOST_NODES),),
         ),
         Word(
             r"t(\d+(?:\.\d+)*)",
             lambda match, so_far: changed_rows(so_far["rows"], tree=Tree(tuple(map(int, match[1].split("."))))),
             _write_tree,
+            bounds=(Bound("parent of a node", 0, _MOST_NODES, most_listed=_MOST_NODES),),
         ),
         Word(
             r"topk(\d+)steps(\d+)",
             lambda match, so_far: changed_rows(so_far["rows"], draft=Draft(int(match[1]), int(match[2]))),
             lambda case: f"topk{case.draft.branches}steps{case.draft.steps}" if case.draft else "",
+            bounds=(Bound("branches of the draft", 1, 1024), Bound("steps of the draft", 1, 1024, 2)),
         ),
         Word(
             r"n(\d+)a([\d.x]+)",
             _read_counts,
             lambda case: f"n{case.width}a{numbers_word(case.new)}" if case.new else "",
+            bounds=(
+                Bound("rows of a request", 1, 1 << 20),
+                Bound("tokens of each request", 1, 1 << 20, 2, most_listed=MOST_REQUESTS, most_together=1 << 24),
+            ),
         ),
     ),
     describe=_phrases,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .dimension import Dimension, Without, Word, no_capability, of_number
+from .dimension import Bound, Dimension, Without, Word, no_capability, of_number
 
 __all__ = ["SEED"]
 
@@ -11,7 +11,10 @@ SEED = Dimension(
     fields=("seed",),
     words=(
         Word(
-            r"s(\d+)", lambda match, so_far: {"seed": int(match[1])}, lambda case: f"s{case.seed}" if case.seed else ""
+            r"s(\d+)",
+            lambda match, so_far: {"seed": int(match[1])},
+            lambda case: f"s{case.seed}" if case.seed else "",
+            bounds=(Bound("seed", 1, 10**18 - 1),),
         ),
     ),
     describe=lambda case: {"seed": str(case.seed or "")},

@@ -9,7 +9,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..selection import PATTERN, Selection
-from .dimension import Asked, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_fields, option
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_fields, option
 from .outside import with_layers
 
 __all__ = ["SELECTION"]
@@ -118,6 +118,7 @@ SELECTION = Dimension(
             PATTERN,
             lambda match, so_far: {"selection": Selection.read(match)},
             lambda case: str(case.selection or ""),
+            bounds=(Bound("number of selected keys", 1, 65_536),),
         ),
     ),
     describe=lambda case: {"selection": _words(case) if case.selection else ""},

@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...contract import LAYER_WINDOWS, BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..layers import PERIOD
-from .dimension import Asked, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_number, option
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_number, option
 from .numbers import nearer_numbers
 from .outside import with_layers
 from .rows import keys_of
@@ -127,6 +127,7 @@ WINDOW = Dimension(
             r"w(\d+)(one|same)?",
             lambda match, so_far: {"window": int(match[1]), "layer_windows": match[2] or "any"},
             _write,
+            bounds=(Bound("window", 0, 1 << 24),),
         ),
     ),
     describe=lambda case: {"window": _phrase(case)},

@@ -396,6 +396,7 @@ def _result(
         graph=device if execution is Execution.GRAPH else "",
         device=device,
         kernels=outcome.record.kernels,
+        launches=outcome.record.launches,
         reason=reason,
         hints=outcome.record.notes,
     )

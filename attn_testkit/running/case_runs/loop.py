@@ -63,6 +63,7 @@ class Runner:
             lambda candidate: self._capabilities_for(candidate, request),
             lambda candidate: dict(self._described[candidate].broken_packages),
             lambda candidate: self._described[candidate].notes,
+            lambda candidate: self._described[candidate].source,
         )
 
     def _capabilities_for(self, candidate: Candidate, request: Request) -> Capabilities:

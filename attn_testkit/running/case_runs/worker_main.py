@@ -21,11 +21,13 @@ from ...results import message_of
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ...steps.data import forget_data
 from ...steps.schedule import forget_schedules
+from ...watches.launches import Launches
 from ..hygiene.left_running import Running
 from ..hygiene.oracle_sealed import seal_oracle
 from ..hygiene.other_sources import use_other_sources
 from ..hygiene.process_state import ProcessState, changes, restore, take_state, unchanged
 from ..hygiene.server_imports import ServerImports
+from ..hygiene.tested_file import stale_byte_code, tested_file
 from ..hygiene.vendor_packages import NOT_HERE, broken_packages
 from ..planning.candidate import Candidate, resolve_candidate
 from ..processes.host_memory import Trimmer
@@ -56,6 +58,8 @@ class LocalWorker:
         with self.environment.active():
             # torch imports modules here that replace one of its own functions.
             pass
+        self._launches = Launches()
+        self._launches.install()
         before = take_state()
         self._servers = ServerImports(candidate.spec, _FIRST_SEEN_AT_IMPORT)
         self._servers.install()
@@ -78,7 +82,12 @@ class LocalWorker:
         notes = (*self.backend_class.notes, *self._servers.reported)
         if self.backend_class.not_here:
             broken[NOT_HERE] = str(self.backend_class.not_here)
-        self.described = Described(declared, changed, tuple(broken.items()), notes)
+        if stale := stale_byte_code(self.backend_class):
+            raise UsageError(f"backend {candidate.spec!r}: {stale}; remove its __pycache__")
+        source = tested_file(self.backend_class)
+        if source.get("file", "").endswith(".pyc"):
+            notes = (*notes, f"{source['file']} is byte code without a source: nobody can read what was tested")
+        self.described = Described(declared, changed, tuple(broken.items()), notes, source)
         self._told = len(self._servers.reported)
 
     def describe(self) -> Described:
@@ -99,7 +108,9 @@ class LocalWorker:
         try:
             if isinstance(request, Rerun):
                 return rerun(self.backend_class, request, self.environment, self.described.declared)
+            counted = self._launches.begin()
             record = run_case(self.backend_class, request, self.environment, self.described.declared)
+            record = replace(record, launches=self._launches.count(counted))
         except BaseException as error:
             changed = self._changed()
             if not changed or isinstance(error, (KeyboardInterrupt, MemoryError)):
@@ -135,7 +146,8 @@ class LocalWorker:
         return ""
 
     def close(self) -> None:
-        """Do nothing: there is no process to end."""
+        """There is no process to end."""
+        self._launches.remove()
         self._servers.remove()
         self.ended = True
 

@@ -31,7 +31,7 @@ from ...registry import UsageError, did_you_mean
 from ...reports.record import Report, read_report
 from ...results import CHECK_IDS, CaseResult, RunHeader, Status
 
-__all__ = ["KnownFailure", "Ledger", "load_known"]
+__all__ = ["ENDINGS", "KnownFailure", "Ledger", "load_known", "parse_known"]
 
 KINDS = ("tolerated", "quarantine")
 EXECUTIONS = ("eager", "graph")
@@ -82,16 +82,25 @@ class KnownFailure:
 
 def load_known(path: str | Path, today: datetime.date | None = None) -> tuple[KnownFailure, ...]:
     """Read the file; ``UsageError`` naming the entry and the field for anything malformed."""
-    path, today = Path(path), today or _today()
+    path = Path(path)
     try:
-        data = tomllib.loads(path.read_text("utf-8"))
+        return parse_known(path, path.read_text("utf-8"), today)
     except FileNotFoundError:
         raise UsageError(
             f"there is no file of known failures {path.absolute()}; if no failure is known, leave it out"
         ) from None
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not TOML: {error}") from error
+
+
+def parse_known(path: str | Path, text: str, today: datetime.date | None = None) -> tuple[KnownFailure, ...]:
+    """Read the text of a file; ``path`` is how errors call it. Raises as ``load_known`` does."""
+    today = today or _today()
+    try:
+        data = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path} is not TOML: {error}") from error
     unknown = [key for key in data if key != "known"]
     if unknown:
@@ -106,7 +115,7 @@ def _today() -> datetime.date:
     return datetime.datetime.now(datetime.UTC).date()
 
 
-def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -> KnownFailure:
+def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.date) -> KnownFailure:
     def refuse(what: str) -> UsageError:
         return UsageError(f"{path}, entry {number}: {what}")
 

@@ -37,6 +37,8 @@ Broken = Callable[[Candidate], Mapping[str, str]]
 
 Notes = Callable[[Candidate], Sequence[str]]
 """Function that gives a backend's notes for the header of a run."""
+Source = Callable[[Candidate], Mapping[str, str]]
+"""File, hash and kernels of a backend, as ``RunHeader.sources`` has them."""
 
 
 def plan_run(
@@ -44,9 +46,10 @@ def plan_run(
     capabilities_of: CapabilitiesOf,
     broken_of: Broken = lambda _: {},
     notes_of: Notes = lambda _: (),
+    source_of: Source = lambda _: {},
 ) -> Plan:
-    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of`` and ``notes_of`` are
-    asked after ``capabilities_of``.
+    """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of``, ``notes_of`` and
+    ``source_of`` are asked after ``capabilities_of``.
     """
     if not request.backends:
         raise UsageError("no backend was named; give --backend a short name or module:Class")
@@ -62,6 +65,7 @@ def plan_run(
     preset: list[CaseResult] = []
     not_covered: dict[str, tuple[str, ...]] = {}
     notes: dict[str, tuple[str, ...]] = {}
+    sources: dict[str, Mapping[str, str]] = {}
     undeclared: dict[str, tuple[str, ...]] = {}
     whole: set[Item] | None = set() if request.selected_by and request.counts_tier else None
     matched: set[str] = set()
@@ -76,6 +80,8 @@ def plan_run(
         broken = broken_of(candidate)
         if noted := tuple(map(readable, notes_of(candidate))):
             notes[candidate.spec] = noted
+        if source := source_of(candidate):
+            sources[candidate.spec] = dict(source)
         first = len(items)
         for mode in modes:
             for execution in executions:
@@ -98,7 +104,7 @@ def plan_run(
     selection = selection_of(request, [item for item, _ in items], whole, failed)
     planned = len(items) + failed
     return Plan(
-        header=_header(request, environment, planned, not_covered, notes, undeclared, selection),
+        header=_header(request, environment, planned, not_covered, notes, sources, undeclared, selection),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
@@ -275,6 +281,7 @@ def _header(
     planned: int,
     not_covered: Mapping[str, tuple[str, ...]],
     notes: Mapping[str, tuple[str, ...]],
+    sources: Mapping[str, Mapping[str, str]],
     not_declared: Mapping[str, tuple[str, ...]],
     selection: Selection,
 ) -> RunHeader:
@@ -292,6 +299,7 @@ def _header(
         limits=environment.limits,
         not_covered=not_covered,
         notes=notes,
+        sources=sources,
         explained={check.id: check.words for check in CHECKS.values()},
         not_declared=not_declared,
         selection=selection,

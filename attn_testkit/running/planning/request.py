@@ -43,6 +43,7 @@ __all__ = [
     "final_code",
     "kit_error",
     "not_started",
+    "param_id",
     "prepare",
     "selection_of",
     "unloadable",
@@ -216,6 +217,14 @@ class Plan:
             preset=(),
             elsewhere=(),
         )
+
+
+def param_id(item: Item | CaseResult, backends: Collection[object]) -> str:
+    """Name of a case-run in a test's brackets and for ``-k``: the same in every worker and from every directory.
+
+    ``backends``: those of the request. The spec of its only backend would be a third of the line that pytest cuts.
+    """
+    return f"{item.execution}-{item.case}" if len(backends) == 1 else f"{item.backend}-{item.execution}-{item.case}"
 
 
 class Judge(Protocol):

@@ -1,0 +1,159 @@
+"""``known --from`` writes entries that cover every failure of a results file, and nothing that passed."""
+
+from __future__ import annotations
+
+import datetime
+import random
+
+import fake_runner
+import pytest
+
+from attn_testkit.cli import main
+from attn_testkit.registry import UsageError
+from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.running.planning.known_failures import Ledger, parse_known
+from attn_testkit.running.planning.known_from import entries_from
+from attn_testkit.running.planning.request import kit_error
+
+TODAY = datetime.date(2026, 11, 21)
+UNTIL = datetime.date(2027, 1, 31)
+ISSUE = "https://example.org/issues/12"
+
+
+def row(case: str, *checks: str, execution: str = "eager", backend: str = "fake:a", status: Status | None = None):
+    status = status or (Status.FAILED if checks else Status.PASSED)
+    findings = tuple(Finding(check, "wrong") for check in checks)
+    return CaseResult(backend, case.split("-")[0], execution, case, status, findings)
+
+
+def entries(*rows: CaseResult):
+    made = entries_from(rows, ISSUE, UNTIL, TODAY)
+    return parse_known("made", made.text, TODAY)
+
+
+def excuses_exactly_what_failed(rows: list[CaseResult]) -> None:
+    header = fake_runner.plan_run(backends=["fake:a"]).header
+    ledger = Ledger(entries(*rows), header, TODAY)
+    for each in rows:
+        wanted = Status.PASSED if each.status is Status.PASSED else Status.KNOWN_FAILURE
+        assert ledger.judge(each).status is wanted, each.case
+
+
+def test_what_failures_share_and_nothing_that_passed_has_is_the_glob():
+    (entry,) = entries(
+        row("decode-gqa4x2-d64-p64-b2", "finite"), row("decode-mha8-d64-p64-b4prod", "finite"),
+        row("decode-gqa4x2-d64-p16-b2"), row("decode-mha8-d128-p64-b2"),
+    )  # fmt: skip
+    assert (entry.cases, entry.checks, entry.execution, entry.until) == (
+        "decode-*d64-*p64*",
+        ("finite",),
+        "eager",
+        UNTIL,
+    )
+
+
+def test_a_glob_that_would_cover_what_passed_is_not_written():
+    found = entries(row("decode-a-p64", "finite"), row("decode-b-p64", "finite"), row("decode-c-p64"))
+    assert {entry.cases for entry in found} == {"decode-a-p64", "decode-b-p64"}
+
+
+def test_other_checks_other_executions_and_other_backends_have_entries_of_their_own():
+    rows = [
+        row("decode-a", "finite"), row("decode-a", "finite", execution="graph"),
+        row("decode-b", "finite", "matches-oracle", execution="graph"), row("decode-b"),
+        row("decode-a", backend="fake:b"), row("decode-c", "finite", backend="fake:b"),
+        row("decode-d", status=Status.CRASHED), row("decode-e", status=Status.TIMED_OUT),
+    ]  # fmt: skip
+    found = {(entry.cases, entry.backend, entry.execution): entry.checks for entry in entries(*rows)}
+    assert found == {
+        ("decode-a", "fake:a", ""): ("finite",),
+        ("decode-b", "fake:a", "graph"): ("finite", "matches-oracle"),
+        ("decode-c", "fake:b", "eager"): ("finite",),
+        ("decode-d", "fake:a", "eager"): ("crashed",),
+        ("decode-e", "fake:a", "eager"): ("timed out",),
+    }
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_entries_excuse_exactly_what_failed(seed):
+    lot = random.Random(seed)
+    words = [("decode", "extend"), ("gqa4x2", "mha8"), ("d64", "d128"), ("p16", "p64"), ("", "w4"), ("b2", "b4prod")]
+    rows = {}
+    for _ in range(60):
+        case = "-".join(filter(None, (lot.choice(choice) for choice in words)))
+        execution = lot.choice(("eager", "graph"))
+        wrong = ("p64" in case and "w4" in case) or lot.random() < 0.1
+        checks = lot.choice((("finite",), ("matches-oracle", "finite"))) if wrong else ()
+        rows[case, execution] = row(case, *checks, execution=execution)
+    excuses_exactly_what_failed(list(rows.values()))
+
+
+def test_errors_of_the_kit_and_what_has_entries_already_get_none():
+    rows = [
+        row("decode-a", "finite"), kit_error(fake_runner.Item("fake:a", "decode", "eager", "decode-b"), "a bug"),
+        row("decode-c", "finite", status=Status.KNOWN_FAILURE), row("decode-d", status=Status.UNEXPECTEDLY_PASSED),
+    ]  # fmt: skip
+    made = entries_from(rows, ISSUE, UNTIL, TODAY)
+    assert made.count == 1
+    assert len(made.remarks) == 3
+
+
+@pytest.mark.parametrize(
+    ("issue", "until", "message"),
+    [("#12", UNTIL, "is no address"), (ISSUE, datetime.date(2028, 1, 1), "more than a year ahead")],
+)
+def test_an_issue_or_a_date_that_no_entry_may_have_is_refused(issue, until, message):
+    with pytest.raises(UsageError, match=message):
+        entries_from([row("decode-a", "finite")], issue, until, TODAY)
+
+
+@pytest.fixture
+def call(fake, capfd, tmp_path, monkeypatch):
+    """Call the command line in this process, in an empty directory: (exit code, stdout, stderr)."""
+    monkeypatch.chdir(tmp_path)
+
+    def _call(*argv: str) -> tuple[int, str, str]:
+        code = main(list(argv))
+        out, err = capfd.readouterr()
+        return code, out, err
+
+    return _call
+
+
+def soon() -> str:
+    return str(datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30))
+
+
+def test_a_red_run_is_green_with_the_file_that_was_made_of_it(call, tmp_path):
+    red = ("run", "--backend", "fake:ok,wrong,segfault,inf", "--json", "red.json")
+    assert call(*red)[0] == 1
+    code, out, err = call("known", "--from", "red.json", "--issue", ISSUE, "--until", soon())
+    assert code == 0
+    assert err.splitlines()[-1] == f"entries: {out.count('[[known]]')}"
+    (tmp_path / "known.toml").write_text(out)
+    assert call("known", "known.toml")[0] == 0
+    code, out, _ = call("run", "--backend", "fake:ok,wrong,segfault,inf", "--known-failures", "known.toml")
+    assert code == 0
+    assert "12 known failures" in out.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (("--from", "red.json"), "--from needs --issue URL"),
+        (("--from", "red.json", "--issue", ISSUE, "--until", "soon"), "--until is 'soon'; expected a date"),
+        (("--from", "red.json", "--issue", ISSUE, "--until", "2001-01-01"), "which has passed"),
+        (("--from", "red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is no address"),
+        (("--from", "green.json", "--issue", ISSUE, "--until", "{soon}"), "nothing failed that an entry could excuse"),
+        (("--from", "red.json", "known.toml"), "leave out the file"),
+        (("--issue", ISSUE, "known.toml"), "belong to --from"),
+        ((), "name a file of known failures, or --from"),
+    ],
+)
+def test_a_wrong_use_is_one_line(call, given, message):
+    for name, word in (("red", "wrong"), ("green", "ok")):
+        call("run", "--backend", f"fake:{word}", "--json", f"{name}.json", "--mode", "decode")
+    code, out, err = call("known", *(each.format(soon=soon()) for each in given))
+    assert (code, out) == (4, "")
+    assert message in err
+    assert err.count("\n") == 1

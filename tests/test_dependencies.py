@@ -1,0 +1,87 @@
+"""The kit is installed next to a server: it moves no version without need, and its command line does without pytest."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from attn_testkit.cli.doctor import NEWEST_TORCH, is_newer
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WITHOUT_PYTEST = """
+import importlib.abc, sys
+
+class Refuses(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("pytest", "_pytest", "pluggy", "xdist", "execnet"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Refuses())
+"""
+
+
+@pytest.fixture
+def without_pytest(tmp_path: Path):
+    """Run Python where nothing of pytest can be imported, in the judge's and the backend's processes too."""
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_PYTEST)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+
+    def _run(*args: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, *args]
+        return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+
+    assert _run("-c", "import pytest").returncode == 1
+    return _run
+
+
+def test_the_command_line_runs_without_pytest(without_pytest):
+    case = "decode-mha2-d64-bf16-p16-k33-shuffled-gauss-b1prod"
+    files = ("--json", "out.json", "--html", "out.html", "--junit", "out.xml", "-k", "eager", "--lf")
+    run = ("-m", "attn_testkit", "run", "-b", "attn_testkit.examples:OffByOneBackend", "--device", "cpu")
+    done = without_pytest(*run, "--case", case, *files)
+    assert done.returncode == 1, done.stderr
+    assert "NOT CONFORMANT" in done.stdout
+    until = ("--issue", "https://example.org/1", "--until", str(datetime.date.today() + datetime.timedelta(days=30)))
+    for args in (("report", "out.json", "--markdown"), ("known", "--from", "out.json", *until), ("new", "mine")):
+        done = without_pytest("-m", "attn_testkit", *args)
+        assert done.returncode == 0, (args, done.stderr)
+
+
+def test_the_decorator_says_which_extra_it_needs(without_pytest):
+    done = without_pytest("-c", "from attn_testkit import check_backend, conformance_cases")
+    assert done.returncode == 1
+    assert "conformance_cases needs pytest, an extra of the kit: pip install 'attn-testkit[pytest]'" in done.stderr
+    assert without_pytest("-c", "from attn_testkit import check_backend, assert_conformant").returncode == 0
+
+
+def test_pytest_is_an_extra():
+    assert "pytest" not in {Requirement(text).name for text in PROJECT["dependencies"]}
+    for extra in ("pytest", "xdist"):
+        assert "pytest" in {Requirement(text).name for text in PROJECT["optional-dependencies"][extra]}
+
+
+def test_an_upper_bound_has_its_reason_next_to_it():
+    """An environment of a server has other versions than ours; pip would move them for a bound."""
+    text = (ROOT / "pyproject.toml").read_text()
+    (block,) = re.findall(r"^dependencies = \[\n(.*?)^\]", text, re.M | re.S)
+    for line in block.splitlines():
+        assert not re.search(r"<|==|~=", line) or "#" in line, line
+    assert sum("<" in line for line in block.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("version", "newer"), [("2.11.0", False), ("2.14.9+cpu", False), ("2.15.0.dev1", True), ("3.0", True)]
+)
+def test_a_torch_that_nobody_tried_is_named_by_doctor(version, newer):
+    assert NEWEST_TORCH == "2.14"
+    assert is_newer(version) is newer
