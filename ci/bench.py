@@ -1,4 +1,5 @@
-"""Cost of a run: its start, its lists of cases, its memory, case-runs, checked replays and eager steps per second, and time by phase.
+"""Cost of a run: its start, its lists of cases, its memory, case-runs, checked replays and eager steps per second,
+and time by phase.
 
     python ci/bench.py --backend torch_native --device cpu --json before.json
     python ci/bench.py --backend torch_native --device cpu --against before.json
