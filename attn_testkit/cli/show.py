@@ -17,7 +17,18 @@ from rich.text import Text
 from ..reports.grouping import cause_lines, group_failures
 from ..reports.outcome import FailureTexts, verdict
 from ..reports.tally import rows, text_table
-from ..results import BAD, FUZZ, RAN, CaseResult, RunHeader, Status, left_lines, not_covered_lines, note_lines
+from ..results import (
+    BAD,
+    FUZZ,
+    RAN,
+    CaseResult,
+    RunHeader,
+    Status,
+    left_lines,
+    not_covered_lines,
+    not_declared_lines,
+    note_lines,
+)
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 
@@ -111,6 +122,8 @@ def print_summary(
     for problem in problems:
         click.echo(f"problem: {problem}")
     for line in [*left_lines(header, results), *not_covered_lines(header.not_covered)]:
+        click.echo(line)
+    for line in not_declared_lines(header.not_declared):
         click.echo(line)
     text = verdict(header, results, problems=problems, interrupted=interrupted)
     click.secho(text, bold=True, fg="green" if code == 0 else "red")

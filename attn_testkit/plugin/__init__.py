@@ -45,6 +45,9 @@ def pytest_configure(config: pytest.Config) -> None:
         timeout_s=config.option.attn_timeout,
         budget_s=config.option.attn_budget,
         collects_only=config.option.collectonly,
+        named=bool(config.option.attn_backend or config.option.attn_report),
+        selected_by=plugin_options.selected_by(config),
+        shard=plugin_options.shard(config),
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state
