@@ -52,7 +52,7 @@ def covering_array(sizes: tuple[int, ...], strength: int, salt: str) -> list[lis
 
 
 def _hashes(order: Ints, salt: str) -> npt.NDArray[np.uint32]:
-    """covertable's hash of each combination: FNV-1a of its serials with commas between them, a space and the salt."""
+    """Hash each combination as covertable does: FNV-1a of its serials with commas between them, a space and the salt."""
     hashes = np.full(order.shape[1], 0x811C9DC5, dtype=np.uint32)
 
     def add(codes: Ints | int) -> npt.NDArray[np.uint32]:
@@ -117,7 +117,7 @@ def _best(order: Ints, new: Ints, tables: list[Counts], filled: int) -> int:
 
 
 def _completed(order: Ints, new: Ints, tables: list[Counts]) -> Ints:
-    """How many combinations that are missing a row has with the new values of each of ``order``, and not without."""
+    """Number of missing combinations that a row has with the new values of each of ``order``, and not without."""
     found: Ints = (new == len(order)).astype(np.int64)  # itself
     for count, table in enumerate(tables, start=1):
         for places in combinations(order, count):
