@@ -52,7 +52,7 @@ def covering_array(sizes: tuple[int, ...], strength: int, salt: str) -> list[lis
 
 
 def _hashes(order: Ints, salt: str) -> npt.NDArray[np.uint32]:
-    """Hash each combination as covertable does: FNV-1a of its serials with commas between them, a space and the salt."""
+    """Hash each combination as covertable does: FNV-1a of its serials with commas between them, a space, the salt."""
     hashes = np.full(order.shape[1], 0x811C9DC5, dtype=np.uint32)
 
     def add(codes: Ints | int) -> npt.NDArray[np.uint32]:
