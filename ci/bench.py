@@ -1,4 +1,5 @@
-"""Cost of a run: its start, its memory, case-runs, checked replays and eager steps per second, and time by phase.
+"""Cost of a run: its start, its lists of cases, its memory, case-runs, checked replays and eager steps per second,
+and time by phase.
 
     python ci/bench.py --backend torch_native --device cpu --json before.json
     python ci/bench.py --backend torch_native --device cpu --against before.json
@@ -32,6 +33,7 @@ from rich.table import Table
 from attn_testkit.results import Status
 
 if TYPE_CHECKING:
+    from attn_testkit.contract import Capabilities
     from attn_testkit.running.planning.request import Item, Judge, Plan
 
 CASES = {
@@ -123,7 +125,7 @@ def _check_same(here: Mapping[str, str], before: Record | None) -> None:
 
 def _of_backend(backend: str, how: _How, console: Console) -> Record:
     from attn_testkit.running.planning.request import Options, Request
-    from attn_testkit.running.processes.judge_process import judge_for
+    from attn_testkit.running.processes.judge_process import JudgeProcess, judge_for
 
     device = how.device
     found: dict[Item, tuple[float, float, dict[str, float]]] = {}
@@ -133,15 +135,17 @@ def _of_backend(backend: str, how: _How, console: Console) -> Record:
         plan = judge.plan(Request((backend,), tier="core", device=device))
         here = machine(plan.header.device_name, in_process=how.in_process)
         _check_same(here, how.before)
-        start = {"to the plan of core": time.perf_counter() - started}
+        start = {"start to the plan of core": time.perf_counter() - started}
         _results(judge, plan, plan.items[0], 1)
-        start["to the first result"] = time.perf_counter() - started
+        start["start to the first result"] = time.perf_counter() - started
         for mode, case in CASES.items():
             for item in judge.plan(Request((backend,), modes=(mode,), device=device, cases=(case,))).items:
                 found[item] = _measured(judge, plan, item, how.seconds)
                 if sampler is not None:
                     _print_parts(console, sampler, judge, plan, item, how.seconds)
                     _print_profile(console, judge, plan, item)
+        if isinstance(judge, JudgeProcess):
+            start |= _lists(judge.capabilities(plan.candidates[0], device))
     steps = _steps(plan, list(found))
     rows = (
         Row(backend, item.mode, item.execution, 1000 * each, 1000 * cpu, *(n / each for n in steps[item]), phases)
@@ -151,9 +155,22 @@ def _of_backend(backend: str, how: _How, console: Console) -> Record:
         here,
         {"kit": plan.header.kit, **plan.header.versions},
         tuple(rows),
-        {} if how.in_process else {f"{backend}: start {name}": value for name, value in start.items()},
+        {} if how.in_process else {f"{backend}: {name}": value for name, value in start.items()},
         {f"{backend}: {name}": size for name, size in memory.items()},
     )
+
+
+def _lists(declared: Capabilities) -> dict[str, float]:
+    """CPU seconds in which this process makes the cases of each tier, the shortest list first."""
+    from attn_testkit.catalogue.tiers import TIERS, generate
+    from attn_testkit.contract import ForwardMode
+
+    spent = {}
+    for tier in TIERS:
+        started = time.process_time()
+        count = sum(len(generate(declared, mode, tier)) for mode in ForwardMode)
+        spent[f"the {count:,} cases of {tier} listed, CPU"] = time.process_time() - started
+    return spent
 
 
 def _results(judge: Judge, plan: Plan, item: Item, count: int) -> dict[str, float]:
@@ -270,7 +287,7 @@ def _print(console: Console, record: Record) -> None:
         table.add_row(row.backend, row.mode, row.execution, *rates, *cells)
     console.print(table)
     for name, value in record.start_s.items():
-        console.print(f"{name}: {value:.1f} s")
+        console.print(f"{name}: {value:.2f} s")
     for name, value in record.memory_mb.items():
         console.print(f"{name}: {value:.0f} MB at most")
 

@@ -31,5 +31,9 @@ echo "== tests"
 wait "$browser"
 # Two workers on two cores: more threads inside each only get in each other's way.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+# Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
+# file for each worker.
+unset PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$root/build/pycache}"
 # Slow tests start first (tests/conftest.py), and a worker that is through takes over what another has not begun.
 "$python" -m pytest -n "${ATTN_WORKERS:-2}" --dist worksteal "$@"

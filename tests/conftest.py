@@ -1,9 +1,15 @@
 """Helpers that tests of several folders share lie here, beside this file."""
 
+import os
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Before any test file imports Triton, which makes its own functions for a GPU or for its interpreter, once.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
 

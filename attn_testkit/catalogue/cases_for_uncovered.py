@@ -41,18 +41,23 @@ def cases_for_uncovered(
     left = sorted((e for e in not_covered(declared, mode, cases) if _wanted(declared, mode, tier, *e)), key=_place)
     while left:
         case, tried = two_request_case(declared, mode).with_seed(cases[0].seed), list[_Entry]()
+        # Of one kind a case tries one value, and none where one would undo what it tries: hundreds are declared.
+        done = set[str]()
         for name, value in left:
-            # Of one kind a case tries one value.
-            if any(name == kept for kept, _ in tried):
+            if name in done:
                 continue
             covered = DECLARED_VALUES[name]
             changed = case.with_changes(**_made(covered, declared, case, covered.capped(value)))
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
             cheap = not tried or _work(changed) <= most
             supported = cheap and changed.heads.family in declared.families
-            # Whether it fits takes longest to say: last.
-            if supported and all(_tries(declared, changed, each) for each in ((name, value), *tried)) and fits(changed):
+            if not supported or not _tries(declared, changed, (name, value)):
+                continue
+            if not all(_tries(declared, changed, each) for each in tried):
+                done.add(name)
+            elif fits(changed):  # takes longest to say
                 case, tried = changed, [*tried, (name, value)]
+                done.add(name)
         if not tried:
             return
         left = [entry for entry in left if not _tries(declared, case, entry)]

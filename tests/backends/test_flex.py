@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 
 import pytest
+import torch
 from in_process import check_backend
 
 from attn_testkit.results import NOT_COMPILED, Status, emulated_parts, format_failure
@@ -65,3 +69,18 @@ def test_a_kernel_may_be_tuned_at_its_first_call_and_no_more(name: str, check: s
     (result,) = (each for each in results if each.case and each.status is not Status.UNSUPPORTED)
     assert [finding.check for finding in result.findings] == ([check] if check else [])
     assert all(headline in finding.headline for finding in result.findings)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
+def test_triton_was_set_up_for_its_interpreter() -> None:
+    language = pytest.importorskip("triton.language")
+    assert type(language.cdiv).__name__ == "InterpretedFunction"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles here")
+def test_and_also_if_the_first_file_of_a_session_imports_inductor_which_imports_triton() -> None:
+    name = f"{__file__}::{test_triton_was_set_up_for_its_interpreter.__name__}"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

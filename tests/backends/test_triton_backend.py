@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from types import SimpleNamespace
 
-import torch
-
-if not torch.cuda.is_available():  # before triton is imported: its kernels are built for one or the other
-    os.environ.setdefault("TRITON_INTERPRET", "1")
-
 import pytest
+import torch
 
 pytest.importorskip("triton")
 

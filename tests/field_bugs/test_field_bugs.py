@@ -45,7 +45,6 @@ import bugs_third_state  # noqa: F401
 import bugs_thirteenth_slipped  # noqa: F401
 import bugs_twelfth_slipped  # noqa: F401
 import pytest
-import torch
 from bug_table import BUGS, MADE_LATER, Bug
 from in_process import plan_run, run
 
@@ -53,8 +52,6 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import AttentionBackend, Capabilities
 from attn_testkit.results import CaseResult, Status, format_failure
 
-if not torch.cuda.is_available():  # before triton is imported: its kernels are built for one or the other
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 KERNELS_RUN = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 if KERNELS_RUN:
     import bugs_fifth_kernels  # noqa: F401
