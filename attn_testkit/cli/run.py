@@ -18,9 +18,9 @@ import click
 from ..registry import UsageError
 from ..reports.record import Record, Report, read_report
 from ..results import BAD, RAN, CaseResult
-from ..running.planning.request import Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
-from ..running.processes.judge_process import JudgeError, judge_for
+from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
 from .files import write_text
 from .options import Seconds, request_from, selection_options
 from .show import Watch, echo_header, print_summary
@@ -47,7 +47,7 @@ Examples:
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
-    help="Processes; they share all GPUs.",
+    help="Processes on all GPUs.",
 )  # fmt: skip
 @click.option(
     "--timeout", type=Seconds(), default=300.0, show_default=True, metavar="S",
@@ -68,7 +68,11 @@ Examples:
 @click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
+@click.option(
+    "--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first."
+)
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
+@click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
     """Test one or more backends in every mode they declare.
 
@@ -114,6 +118,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         gpus=_gpus_to_share(request, values["jobs"]),
         in_process=values["in_process"],
         budget_s=values["budget"],
+        diagnose=values["diagnose"],
     )
     earlier = {name: read_report(name) for name in values["rest_of"]}
     if values["budget"]:
@@ -188,6 +193,8 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     try:
         source = prepared.judge.run(prepared.plan, prepared.items)
         with _closing(source), Watch(len(prepared.items), header, verbose=values["verbose"]) as watch:
+            if isinstance(prepared.judge, JudgeProcess):
+                prepared.judge.note = watch.note
             for raw in itertools.chain(prepared.preset, source):
                 result = prepared.ledger.judge(raw)
                 results.append(result)
@@ -207,7 +214,10 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     code = final_code(header, results, problems, interrupted)
     if record:
         record.finish(code, interrupted=interrupted, problems=problems)
-    print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
+    print_summary(
+        header, results, problems=problems, interrupted=interrupted, code=code, verbose=values["verbose"],
+        show_not_covered=values["show_not_covered"],
+    )  # fmt: skip
     _warn(record)
     if values["html_file"]:
         _write_html(Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems)), values)

@@ -16,7 +16,7 @@ from ..results import BAD, CaseResult, RunHeader, Status, format_failure
 from ..running.planning.candidate import candidate_for
 from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, prepare
 from ..running.processes.judge_process import JudgeError, JudgeProcess
-from .reporting import CaseFailed, properties
+from .reporting import OWN_RESULT, CaseFailed, properties
 from .session import param_id
 
 __all__ = ["MARK", "OWN_TESTS", "CaseRun", "Check", "OwnTests", "conformance_cases", "parametrize", "uncalled"]
@@ -236,13 +236,14 @@ class CaseRun:
         if isinstance(due, str):
             raise CaseFailed(due)
         result = self._own.run(due, self._param.wanted) if isinstance(due, Item) else due
+        self._node.stash[OWN_RESULT] = result
         self._node.user_properties += properties(result)
         if result.status is Status.KNOWN_FAILURE:
             pytest.xfail(result.reason)
         if result.status in (Status.NOT_RUN_HERE, Status.QUARANTINED):
             pytest.skip(f"{result.status}: {result.reason}")
         if result.status in BAD:
-            raise CaseFailed(format_failure(result, self._param.header))
+            raise CaseFailed(format_failure(result, self._param.header, brief=True))
 
     def __repr__(self) -> str:
         return self._param.id

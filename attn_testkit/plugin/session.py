@@ -12,11 +12,22 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
-from ..reports.outcome import verdict
+from ..reports.outcome import failure_lines, verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.tally import text_table
-from ..results import BAD, RAN, CaseResult, RunHeader, format_failure, left_lines, not_covered_lines, note_lines
+from ..results import (
+    BAD,
+    RAN,
+    CaseResult,
+    RunHeader,
+    format_failure,
+    left_lines,
+    not_covered_lines,
+    note_lines,
+    printed_lines,
+)
 from ..running.planning.request import (
+    Diagnose,
     Item,
     Judge,
     Options,
@@ -80,6 +91,10 @@ class Session:
     due: dict[str, Item] = field(default_factory=dict)
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
+    own_results: list[CaseResult] = field(default_factory=list)
+    """Results of tests that ``conformance_cases`` decorates."""
+    diagnose: Diagnose = "first"
+    show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     collects_only: bool = False
@@ -109,7 +124,8 @@ class Session:
     def judge(self) -> Judge:
         """The judge's process, started on first use."""
         if self._judge is None:
-            self._judge = JudgeProcess(Options(timeout_s=self.timeout_s or Options.timeout_s), self.request.device)
+            options = Options(timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose)
+            self._judge = JudgeProcess(options, self.request.device)
         return self._judge
 
     def run(self, item: Item) -> CaseResult:
@@ -176,6 +192,9 @@ class Session:
         data: dict[str, Any] | None = getattr(report, "attn_result", None)
         if data is not None:
             self._keep(result_from_plain(data))
+        own: dict[str, Any] | None = getattr(report, "attn_own_result", None)
+        if own is not None:
+            self.own_results.append(result_from_plain(own))
 
     def finish(self, exitstatus: int) -> int:
         """Return the session's exit status: pytest's own, unless an expected case-run did not run."""
@@ -199,10 +218,14 @@ class Session:
 
     def summarize(self, terminal: pytest.TerminalReporter) -> None:
         """Write the table and the verdict at the end of pytest's output."""
+        if lines := failure_lines(None, self.own_results):
+            terminal.section("attention conformance: failures by cause")
+            for line in lines:
+                terminal.line(line)
         if self.header is None or terminal.config.option.collectonly:
             return
         terminal.section("attention conformance")
-        for line in text_table(self.results):
+        for line in [*text_table(self.results), *failure_lines(self.header, self.results)]:
             terminal.line(line)
         for hint in dict.fromkeys(hint for result in self.results for hint in result.hints):
             terminal.line(f"hint: {hint}")
@@ -218,7 +241,10 @@ class Session:
             terminal.line(f"problem: {problem}")
         for line in note_lines(self.header.notes):
             terminal.line(line)
-        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered)]:
+        for line in printed_lines(self.results):
+            terminal.line(line)
+        how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
+        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered, how)]:
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)

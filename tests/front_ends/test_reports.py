@@ -326,7 +326,7 @@ def test_text_from_a_backend_cannot_become_markup():
     report = run_of("ok,wrong")
     evil = replace(report.results[-1], reason="<script>alert(1)</script>", status=Status.CRASHED, findings=())
     assert "<script>alert" not in html_page(replace(report, results=(*report.results, evil)))
-    note = CaseResult("a|b", "decode", "graph", "", Status.UNSUPPORTED, reason="x|y")
+    note = CaseResult("a|b", "decode", "graph", "", Status.NOT_RUN_HERE, reason="x|y")
     assert "a\\|b" in markdown_summary(replace(report, results=(note,)))
 
 

@@ -37,6 +37,7 @@ from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepR
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
 from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests
+from .diagnosed import Diagnosed, First
 
 __all__ = ["Run", "evaluate_item", "fails"]
 
@@ -57,8 +58,13 @@ class _Outcome:
     passed: list[Observation] = field(default_factory=list)
 
 
-def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
-    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
+def evaluate_item(
+    drive: Run, described: Described, plan: Plan, asked: CaseRun, diagnosed: Diagnosed | None = None
+) -> CaseResult:
+    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises.
+
+    ``diagnosed``: earlier failures; one that is like them is not asked about. None: each failure is.
+    """
     item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
     outcome, seconds = _evaluated(drive, described, case, execution, environment)
     result = partial(_result, item, plan, described.declared, case, execution, outcome, seconds)
@@ -66,19 +72,11 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
         return bare_result(item, Status.NOT_RUN_HERE, outcome.record.not_here)
     if outcome.record.lost:
         return result(Status.CRASHED, outcome.record.lost)
-    if plan.explains == "nothing":
-        explained = list(_first_of_each_check(outcome.findings).values())
-    else:
-        declared = described.declared
-        rerunner = Rerunner(
-            _unless_lost(drive), environment, declared.eager, lambda case: not not_declared(declared, case)
-        )
-        explained = _explained(outcome, rerunner, cause=plan.explains == "cause")
-        if explained and plan.explains == "cause":
-            explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
-    outcome.findings = [_of_variant(finding, case) for finding in explained]
     if outcome.findings:
-        return result(Status.FAILED)
+        started = time.perf_counter()
+        outcome.findings, like = _diagnosed(drive, described, plan, asked, outcome, environment, diagnosed)
+        seconds["diagnosis"] = time.perf_counter() - started
+        return replace(result(Status.FAILED), like=like)
     passed = result(Status.PASSED)
     if item.probe:
         probed, _ = _evaluated(drive, described, case, Execution.GRAPH, environment)
@@ -86,6 +84,47 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
             hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not declared"
             return replace(passed, hints=(*passed.hints, hint))
     return passed
+
+
+def _diagnosed(
+    drive: Run,
+    described: Described,
+    plan: Plan,
+    asked: CaseRun,
+    outcome: _Outcome,
+    environment: Environment,
+    diagnosed: Diagnosed | None,
+) -> tuple[list[Finding], str]:
+    """Findings with as much of their cause as the plan asks for, and the earlier failure that they are like, if any."""
+    declared, case, execution = described.declared, asked.case, asked.execution
+    found, place = outcome.findings[0], (asked.item.backend, asked.case, asked.execution)
+    explains, like = plan.explains, None
+    if explains == "cause" and diagnosed is not None and (like := diagnosed.like(*place, found)):
+        explains = "check" if asked.item.known else "nothing"
+    if explains == "nothing":
+        explained = _alike(outcome, like) if like else list(_first_of_each_check(outcome.findings).values())
+    else:
+        rerunner = Rerunner(
+            _unless_lost(drive), environment, declared.eager, lambda case: not not_declared(declared, case)
+        )
+        explained = _explained(outcome, rerunner, cause=explains == "cause")
+        if explains == "cause":
+            explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
+            if diagnosed is not None:
+                diagnosed.note(*place, found, explained[0])
+    return [_of_variant(finding, case) for finding in explained], like.name if like else ""
+
+
+def _alike(outcome: _Outcome, like: First) -> list[Finding]:
+    """Findings that are not looked into: wrong numbers once, under the check of the failure that they are like."""
+    explained: list[Finding] = []
+    for check, finding in _first_of_each_check(outcome.findings).items():
+        if check not in NUMERIC:
+            explained.append(finding)
+        elif not any(each.check == like.check or each.check in NUMERIC for each in explained):
+            steps = outcome.failed.get(check, [])
+            explained.append(_with_other_steps(replace(finding, check=like.check), [seen.label for seen in steps]))
+    return explained
 
 
 def _with_cause(

@@ -49,6 +49,8 @@ class LocalWorker:
         """Raises ``UsageError`` when the backend cannot be imported."""
         self.candidate = candidate
         self.ended = False
+        self.printed = ""
+        """Empty: it prints to where this process does."""
         self.history: list[RunCase] = []
         """What it has driven."""
         self.environment: Environment = resolve(device)

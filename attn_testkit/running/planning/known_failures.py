@@ -197,6 +197,10 @@ class Ledger:
                 return CaseResult(backend, mode, execution, case, Status.QUARANTINED, reason=entry.issue)
         return None
 
+    def tolerates(self, backend: str, execution: str, case: str) -> bool:
+        """Report whether an entry may make a failure of this case-run a known one."""
+        return any(entry.kind == "tolerated" and entry.covers(backend, execution, case) for entry in self._active)
+
     def judge(self, result: CaseResult) -> CaseResult:
         """The result, with an expected failure marked as such and an expected failure that did not come as broken.
 
