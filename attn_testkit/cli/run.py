@@ -68,9 +68,7 @@ Examples:
 @click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
-@click.option(
-    "--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first."
-)
+@click.option("--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:

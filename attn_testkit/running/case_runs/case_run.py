@@ -39,6 +39,7 @@ from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
 from ..planning.request import Item
 from ..processes.memory_limit import no_more_than
+from .diagnosed import Diagnosed
 
 __all__ = [
     "CaseRun",
@@ -60,6 +61,8 @@ class CaseRun:
     item: Item
     case: Case
     execution: Execution
+    diagnosed: Diagnosed | None = None
+    """Earlier failures: one that is like them is not diagnosed. None: each failure is."""
 
 
 @contextmanager

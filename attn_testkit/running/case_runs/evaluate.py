@@ -37,7 +37,7 @@ from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepR
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
 from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests
-from .diagnosed import Diagnosed, First
+from .diagnosed import First
 
 __all__ = ["Run", "evaluate_item", "fails"]
 
@@ -58,13 +58,8 @@ class _Outcome:
     passed: list[Observation] = field(default_factory=list)
 
 
-def evaluate_item(
-    drive: Run, described: Described, plan: Plan, asked: CaseRun, diagnosed: Diagnosed | None = None
-) -> CaseResult:
-    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises.
-
-    ``diagnosed``: earlier failures; one that is like them is not asked about. None: each failure is.
-    """
+def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
+    """Have one case driven, judge it, and ask further where numbers are wrong. Raises what ``drive`` raises."""
     item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
     outcome, seconds = _evaluated(drive, described, case, execution, environment)
     result = partial(_result, item, plan, described.declared, case, execution, outcome, seconds)
@@ -74,7 +69,7 @@ def evaluate_item(
         return result(Status.CRASHED, outcome.record.lost)
     if outcome.findings:
         started = time.perf_counter()
-        outcome.findings, like = _diagnosed(drive, described, plan, asked, outcome, environment, diagnosed)
+        outcome.findings, like = _diagnosed(drive, described, plan, asked, outcome, environment)
         seconds["diagnosis"] = time.perf_counter() - started
         return replace(result(Status.FAILED), like=like)
     passed = result(Status.PASSED)
@@ -93,10 +88,9 @@ def _diagnosed(
     asked: CaseRun,
     outcome: _Outcome,
     environment: Environment,
-    diagnosed: Diagnosed | None,
 ) -> tuple[list[Finding], str]:
     """Findings with as much of their cause as the plan asks for, and the earlier failure that they are like, if any."""
-    declared, case, execution = described.declared, asked.case, asked.execution
+    declared, case, execution, diagnosed = described.declared, asked.case, asked.execution, asked.diagnosed
     found, place = outcome.findings[0], (asked.item.backend, asked.case, asked.execution)
     explains, like = plan.explains, None
     if explains == "cause" and diagnosed is not None and (like := diagnosed.like(*place, found)):

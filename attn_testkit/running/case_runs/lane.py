@@ -104,15 +104,13 @@ class Lane:
 
     def _run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
         item, slot = work.item, self._slot
-        asked = CaseRun(item, parse_case(item.case), Execution(item.execution))
+        asked = CaseRun(item, parse_case(item.case), Execution(item.execution), self._diagnosed)
         candidate = next(each for each in plan.candidates if each.spec == item.backend)
         slot.turn_to(asked.case)
         slot.before, slot.next, slot.printed = None, self._following(work, asked), ""
         try:
             described = slot.take(candidate, plan.device).describe()
-            result = evaluate_item(
-                self._noted_drive(item), described, self._to_explain(plan, item), asked, self._diagnosed
-            )
+            result = evaluate_item(self._noted_drive(item), described, self._to_explain(plan, item), asked)
         except WorkerLost as error:
             result = bare_result(item, error.status, error.reason, plan.header.device)
         else:
