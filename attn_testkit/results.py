@@ -269,6 +269,9 @@ class CaseResult:
     like: str = ""
     """The earlier failure, as ``eager:CASE`` or ``graph:CASE``, whose cause this one is taken to have: only that one
     was diagnosed. A wrong number has the check of that one."""
+    failed_mode: str = ""
+    """The mode of the step that failed first, if it is another than ``mode``: of an instance that runs several modes.
+    Tables count the failure there."""
     printed: str = ""
     """What the backend printed in this case-run, stdout and stderr, at most the end of it."""
 
@@ -281,6 +284,11 @@ class CaseResult:
     def emulated(self) -> bool:
         """True if something in this case-run was emulated, so that it proves nothing about hardware."""
         return bool(emulated_parts(self))
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Backend, mode and execution under which tables count it."""
+        return self.backend, self.failed_mode or self.mode, self.execution
 
     @property
     def is_case_run(self) -> bool:
@@ -499,10 +507,11 @@ def undeclared_line(results: Iterable[CaseResult]) -> list[str]:
         if not row.case and row.status is Status.UNSUPPORTED:
             absent.setdefault(row.backend, []).append((row.mode, row.execution))
     several = len({row.backend for row in rows}) > 1
+    asked = {row.execution for row in rows if row.execution}
     lines = []
     for backend, pairs in absent.items():
         modes = dict.fromkeys(mode for mode, _ in pairs)
-        whole = [mode for mode in modes if all((mode, execution) in pairs for execution in EXECUTIONS)]
+        whole = [mode for mode in modes if all((mode, execution) in pairs for execution in asked)]
         halves = [f"{mode} {execution}" for mode, execution in pairs if mode not in whole]
         lines.append(f"not declared{f' ({backend})' if several else ''}: {', '.join([*whole, *halves])}")
     return lines

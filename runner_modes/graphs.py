@@ -95,7 +95,7 @@ def run_graphs(
     options = options or RunOptions()
     early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
     pool = torch.cuda.graph_pool_handle()
-    kept = KeptState(harness) if options.restore_state else None
+    kept = KeptState(harness, options.restore_only) if options.restore_state else None
     captured = in_graphs(schedules, harness.capabilities)
     graphs = capture_schedules(harness, captured, pool, clock)
     harness.captured()

@@ -100,7 +100,7 @@ class Card:
     @property
     def places(self) -> list[tuple[str, int]]:
         """Pairs of mode with execution, and number of case-runs."""
-        return list(Counter(f"{r.mode} {r.execution}".strip() for r in self.group.results).items())
+        return list(Counter(" ".join(r.place[1:]).strip() for r in self.group.results).items())
 
     @property
     def emulated(self) -> list[str]:
@@ -237,7 +237,7 @@ def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str,
     """Map (backend, mode, execution, emulated) to the cards of what is red there, in the page's order."""
     numbers: dict[tuple[str, str, str, bool], list[int]] = {}
     for card in found:
-        places = ((r.backend, r.mode, r.execution, is_emulated(r, emulated)) for r in card.group.results)
+        places = ((*r.place, is_emulated(r, emulated)) for r in card.group.results)
         for place in dict.fromkeys(places):
             numbers.setdefault(place, []).append(card.number)
     return numbers

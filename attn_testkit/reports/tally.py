@@ -65,7 +65,7 @@ def rows(results: Iterable[CaseResult]) -> list[Row]:
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
         if result.case or result.status is not Status.UNSUPPORTED:
-            groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
+            groups.setdefault(result.place, []).append(result)
     backends = list(dict.fromkeys(backend for backend, _, _ in groups))
 
     def place(key: tuple[str, str, str]) -> tuple[int, int, str]:

@@ -340,6 +340,7 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> RunRecord:
         written_at_capture=run.written_at_capture,
         allocated_in_capture=tuple((each.path, each.where) for each in run.allocated_in_capture),
         replaced=run.replaced,
+        restored=run.restored,
     )
 
 

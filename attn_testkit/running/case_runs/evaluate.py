@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,10 +69,10 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
     if outcome.record.lost:
         return result(Status.CRASHED, outcome.record.lost)
     if outcome.findings:
-        started = time.perf_counter()
+        started, first = time.perf_counter(), outcome.findings[0]
         outcome.findings, like = _diagnosed(drive, described, plan, asked, outcome, environment)
         seconds["diagnosis"] = time.perf_counter() - started
-        return replace(result(Status.FAILED), like=like)
+        return replace(result(Status.FAILED), like=like, failed_mode=_mode_of_failure(outcome, first, case))
     passed = result(Status.PASSED)
     if item.probe:
         probed, _ = _evaluated(drive, described, case, Execution.GRAPH, environment)
@@ -107,6 +108,22 @@ def _diagnosed(
             if diagnosed is not None:
                 diagnosed.note(*place, found, explained[0])
     return [_of_variant(finding, case) for finding in explained], like.name if like else ""
+
+
+def _mode_of_failure(outcome: _Outcome, first: Finding, case: Case) -> str:
+    """The mode of the step that ``first``, the first finding, is about, if it is not that of the case."""
+    steps = outcome.failed.get(first.check, [])
+    if steps:
+        mode = steps[0].schedule.case.mode.value
+    else:
+        # An exception has no observation; labels of steps that share an instance name the mode.
+        found = _LABEL_OF_MODE.search(first.step)
+        mode = found[1] or found[2] if found else ""
+    return mode if mode != case.mode.value else ""
+
+
+_MODES = "|".join(sorted((mode.value for mode in ForwardMode), key=len, reverse=True))
+_LABEL_OF_MODE = re.compile(rf"^eager ({_MODES}),|bucket \d+ of ({_MODES})(?=,|$)")
 
 
 def _alike(outcome: _Outcome, like: First) -> list[Finding]:
