@@ -268,7 +268,9 @@ class CaseResult:
     """Remarks that are not failures, such as graph support that works but is not declared."""
     like: str = ""
     """The earlier failure, as ``eager:CASE`` or ``graph:CASE``, whose cause this one is taken to have: only that one
-    was diagnosed. A wrong number has the check of that one."""
+    was diagnosed, or both. A wrong number that was not has the check of that one."""
+    diagnosed: bool = False
+    """True if the cause of a failure was looked for."""
     failed_mode: str = ""
     """The mode of the step that failed first, if it is another than ``mode``: of an instance that runs several modes.
     Tables count the failure there."""
@@ -410,19 +412,19 @@ def format_failure(
     for finding in result.findings[:1] if first_only or brief else result.findings:
         lines.append(f"{result.case}: {finding.headline}")
         rows = [("check", finding.check), ("step", finding.step)]
-        if not (brief and result.like):
+        if not (brief and result.like and not result.diagnosed):
             names = ("where", "spread", "attended", "hint")
             rows += [(name, getattr(finding, name)) for name in names]
         lines += [line for name, text in rows if text for line in _row(name, text)]
     if brief:
         lines += [f"  also     {finding.check}: {finding.headline}" for finding in result.findings[1:]]
-    if result.like:
+    if result.like and not result.diagnosed:
         lines += _row("cause", f"taken to be that of {result.like}; --diagnose all looks for the cause of each failure")
     if not result.findings:
         first, *rest = result.reason.splitlines() or [""]
         lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
         lines += [f"  {line}" for line in rest]
-    if brief and result.like:
+    if brief and result.like and not result.diagnosed:
         return "\n".join([*lines, f"  repro    {repro_command(result, header)}"])
     if result.not_evaluated:
         lines += _row("untested", _some(result.not_evaluated))

@@ -33,7 +33,9 @@ class Group:
     cause: str
     """The cause in words, as the first case-run has it."""
     results: tuple[CaseResult, ...]
-    """The case-runs in the order of the results file; never empty. The first is diagnosed."""
+    """The case-runs, never empty: first the one that names the cause, then the others in the order of the results
+    file.
+    """
 
 
 @dataclass(frozen=True)
@@ -61,13 +63,22 @@ class _Cause:
     """The keys of all lines."""
 
     def group(self) -> Group:
-        first = self.results[0]
-        return Group(first.backend, _check(first), self._in_words(), tuple(self.results))
+        first = self._named_by()
+        others = (result for result in self.results if result is not first)
+        return Group(first.backend, _check(first), self._in_words(), (first, *others))
+
+    def _named_by(self) -> CaseResult:
+        """The last that was diagnosed although it is like another: it has less options. Else the first."""
+        again = [result for result in self.results if result.like and result.diagnosed]
+        return again[-1] if again else self.results[0]
 
     def _in_words(self) -> str:
         """The best hint that most case-runs share, as the first that has it words it: with its numbers, but without
         names that a compiler made up for it.
         """
+        named_by = self._named_by()
+        if named_by is not self.results[0]:
+            return self.lines[self.results.index(named_by)][0].text
         best = Counter(lines[0].key for lines in self.lines if lines)
         shared = Counter(line.key for lines in self.lines for line in lines)
         key = max(best, key=lambda each: (shared[each], best[each]))
@@ -82,8 +93,8 @@ class Causes:
         self._causes: list[_Cause] = []
 
     def add(self, result: CaseResult) -> bool:
-        """Add one failure. Returns True if no earlier failure has its cause."""
-        lines = () if result.like else _lines(result)
+        """Add one failure. Returns True if no earlier failure has its cause, or if it tells more about that."""
+        lines = () if result.like and not result.diagnosed else _lines(result)
         cause = next((each for each in self._causes if _same(each, result, lines)), None)
         new = cause is None
         if cause is None:
@@ -95,7 +106,7 @@ class Causes:
         cause.names.add(_name(result))
         cause.best.update(line.key for line in lines[:1])
         cause.keys.update(line.key for line in lines)
-        return new
+        return new or bool(result.like and result.diagnosed)
 
     @property
     def groups(self) -> list[Group]:

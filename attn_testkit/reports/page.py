@@ -125,8 +125,9 @@ def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
     found = []
     for group in group_failures(r for r in report.results if r.case and r.status in BAD):
         runs = [failed(result) for result in group.results]
-        # New case-runs show the cause best, and of these one that was diagnosed.
-        runs.sort(key=lambda run: (not _is_new(run.age), bool(run.result.like)))
+        # New case-runs show the cause best, and of these one that was diagnosed, if not all were.
+        some = any(run.result.diagnosed for run in runs)
+        runs.sort(key=lambda run: (not _is_new(run.age), some and not run.result.diagnosed))
         found.append((group, runs, sum(_is_new(run.age) for run in runs)))
     found.sort(key=lambda entry: not entry[2])
     cards_of = {(group.backend, group.check, group.cause): number for number, (group, _, _) in enumerate(found, 1)}

@@ -2,11 +2,13 @@
 
 A symptom is what a failure shows before anything is run again. Failures of one symptom mostly have one cause: a backend
 with a single bug fails most of its cases. A later failure of a known symptom is taken to be like the first
-(``CaseResult.like``), unless its case lacks an option, such as a window, that every diagnosed case of the symptom has.
+(``CaseResult.like``). One more is diagnosed if its case lacks an option, such as a window, that the first has: its hint
+cannot be about that option, so it names the cause of both.
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 
 from ...cases.case import Case
@@ -19,13 +21,15 @@ from .between_cases import named
 
 __all__ = ["Diagnosed", "First"]
 
+_LINE = re.compile(r"\S+:\d+ in \S")
+"""Beginning of the ``where`` of an exception."""
 _WHATEVER = ("data", "counts")
 """Features that every case has in some way."""
 
 
 @dataclass(frozen=True)
 class First:
-    """A failure that was diagnosed, and is the first of its symptom or of its options."""
+    """A failure that was diagnosed."""
 
     name: str
     """``eager:CASE`` or ``graph:CASE``."""
@@ -49,11 +53,17 @@ class Diagnosed:
         if execution is Execution.GRAPH and of_eager and finding.check in NUMERIC:
             # A graph repeats what is wrong in eager.
             return of_eager
+        known = self._firsts.get(self._symptom(backend, case, execution, finding))
+        if known and execution is Execution.EAGER and finding.check in NUMERIC:
+            self._eager[backend, case.id] = known[-1]
+        return known[-1] if known else None
+
+    def tells_more(self, backend: str, case: Case, execution: Execution, finding: Finding) -> bool:
+        """Report whether a failure that is like another is diagnosed all the same."""
+        if execution is Execution.GRAPH and (backend, case.id) in self._eager and finding.check in NUMERIC:
+            return False
         known = self._firsts.get(self._symptom(backend, case, execution, finding), ())
-        first = next((each for each in known if each.options <= _options(case)), None)
-        if first and execution is Execution.EAGER and finding.check in NUMERIC:
-            self._eager[backend, case.id] = first
-        return first
+        return len(known) == 1 and not known[0].options <= _options(case)
 
     def note(self, backend: str, case: Case, execution: Execution, found: Finding, named_as: Finding) -> None:
         """Remember a failure that was diagnosed, until ``settle``. ``named_as``: its first finding after that."""
@@ -73,9 +83,9 @@ class Diagnosed:
     def _symptom(backend: str, case: Case, execution: Execution, finding: Finding) -> tuple[str, ...]:
         if finding.check in NUMERIC:
             return backend, "numbers", execution.value
-        # Of an exception the author's line, whatever the phase.
-        place = finding.where.partition(":")[0] + finding.where.partition(":")[2].partition(" in ")[0]
-        return backend, finding.check, place if " in " in finding.where else case.mode.value, execution.value
+        # An exception is known by the author's line, whatever the phase and the execution.
+        line = _LINE.match(finding.where)
+        return (backend, finding.check, *((line[0],) if line else (case.mode.value, execution.value)))
 
 
 def _options(case: Case) -> frozenset[str]:

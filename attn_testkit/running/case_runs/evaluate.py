@@ -70,9 +70,11 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
         return result(Status.CRASHED, outcome.record.lost)
     if outcome.findings:
         started, first = time.perf_counter(), outcome.findings[0]
-        outcome.findings, like = _diagnosed(drive, described, plan, asked, outcome, environment)
+        outcome.findings, like, done = _diagnosed(drive, described, plan, asked, outcome, environment)
         seconds["diagnosis"] = time.perf_counter() - started
-        return replace(result(Status.FAILED), like=like, failed_mode=_mode_of_failure(outcome, first, case))
+        return replace(
+            result(Status.FAILED), like=like, diagnosed=done, failed_mode=_mode_of_failure(outcome, first, case)
+        )
     passed = result(Status.PASSED)
     if item.probe:
         probed, _ = _evaluated(drive, described, case, Execution.GRAPH, environment)
@@ -89,13 +91,18 @@ def _diagnosed(
     asked: CaseRun,
     outcome: _Outcome,
     environment: Environment,
-) -> tuple[list[Finding], str]:
-    """Findings with as much of their cause as the plan asks for, and the earlier failure that they are like, if any."""
+) -> tuple[list[Finding], str, bool]:
+    """Findings with as much of their cause as the plan asks for, the earlier failure that they are like, if any, and
+    True if their cause was looked for.
+    """
     declared, case, execution, diagnosed = described.declared, asked.case, asked.execution, asked.diagnosed
     found, place = outcome.findings[0], (asked.item.backend, asked.case, asked.execution)
     explains, like = plan.explains, None
-    if explains == "cause" and diagnosed is not None and (like := diagnosed.like(*place, found)):
-        explains = "check" if asked.item.known else "nothing"
+    if explains == "cause" and diagnosed is not None:
+        more = diagnosed.tells_more(*place, found)
+        like = diagnosed.like(*place, found)
+        if like and not more:
+            explains = "check" if asked.item.known else "nothing"
     if explains == "nothing":
         explained = _alike(outcome, like) if like else list(_first_of_each_check(outcome.findings).values())
     else:
@@ -107,7 +114,8 @@ def _diagnosed(
             explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
             if diagnosed is not None:
                 diagnosed.note(*place, found, explained[0])
-    return [_of_variant(finding, case) for finding in explained], like.name if like else ""
+    findings = [_of_variant(finding, case) for finding in explained]
+    return findings, like.name if like else "", explains == "cause"
 
 
 def _mode_of_failure(outcome: _Outcome, first: Finding, case: Case) -> str:
