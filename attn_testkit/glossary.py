@@ -5,6 +5,7 @@ This module imports neither torch nor the rest of the kit: the command line prin
 
 from __future__ import annotations
 
+import posixpath
 import re
 import tomllib
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ def _by_key() -> tuple[dict[str, Entry], dict[str, Entry]]:
 
 
 def page() -> str:
-    """The text of ``docs/glossary.md``."""
+    """The text of ``docs/reference/glossary.md``."""
     lines = [
         "# Glossary",
         "",
@@ -89,7 +90,7 @@ def page() -> str:
             title = entry.group
             lines += ["", f"## {title}", "", "| word | also | meaning |", "|---|---|---|"]
         also = ", ".join(entry.also)
-        lines.append(f"| [{entry.word}]({entry.page}) | {also} | {entry.text} |")
+        lines.append(f"| [{entry.word}]({posixpath.relpath(entry.page, 'reference')}) | {also} | {entry.text} |")
     return "\n".join(lines) + "\n"
 
 

@@ -28,6 +28,7 @@ __all__ = [
     "Finding",
     "KeyMap",
     "RunHeader",
+    "Selection",
     "Status",
     "emulated_parts",
     "exit_code",
@@ -37,6 +38,7 @@ __all__ = [
     "left_lines",
     "message_of",
     "not_covered_lines",
+    "not_declared_lines",
     "note_lines",
     "printed_lines",
     "printed_rows",
@@ -276,6 +278,10 @@ class CaseResult:
     Tables count the failure there."""
     printed: str = ""
     """What the backend printed in this case-run, stdout and stderr, at most the end of it."""
+    node: str = ""
+    """The machine of a cluster that ran it; empty without a cluster."""
+    gpu: str = ""
+    """The GPU of that machine; empty without a cluster, or if the device is emulated."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
@@ -337,6 +343,33 @@ _EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
 
 
 @dataclass(frozen=True)
+class Selection:
+    """The part of a tier that a run takes. It is empty if the run takes everything that the tier plans for everything
+    that is declared: only such a run can be ``CONFORMANT``. ``reports/verdict.py`` makes and reads it.
+    """
+
+    by: tuple[str, ...] = ()
+    """Options and hooks that selected, in words such as ``mode decode``; empty if nothing was left out."""
+    of: int = 0
+    """Number of case-runs that the tier plans without the selection; 0 if nobody counted them."""
+    beyond: int = 0
+    """Number of selected case-runs that the tier does not plan: cases that were named by their ids."""
+    asked: bool = True
+    """False if no argument of the caller asked for it, as a hook of pytest that deselects tests: then the exit code is
+    not 0."""
+    shard: str = ""
+    """``K/N`` if the run is one shard of N."""
+
+    def __bool__(self) -> bool:
+        return bool(self.by)
+
+    @property
+    def of_cases(self) -> bool:
+        """True if it takes some cases of a mode and execution, and not only whole modes and executions."""
+        return any(not text.startswith(("mode ", "execution ")) for text in self.by)
+
+
+@dataclass(frozen=True)
 class RunHeader:
     """Facts about the whole run that every report needs."""
 
@@ -356,7 +389,7 @@ class RunHeader:
     backends: Mapping[str, str]
     """Spec -> version or origin."""
     planned: int
-    """Number of case-runs that were planned: the denominator of the verdict."""
+    """Number of case-runs that this run has to do: those of the tier, or of the selection."""
     limits: tuple[str, ...] = ()
     """Limits of the emulation; empty on hardware."""
     not_covered: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -365,8 +398,16 @@ class RunHeader:
     notes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
     of it are missing and done in torch."""
+    plan: str = ""
+    """Digest, in the record of a shard, of every case-run of the plan, those of other shards included."""
+    planned_in_all: int = 0
+    """Number, in the record of a shard, of the case-runs of the plan, those of other shards included."""
     explained: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """Id of each check -> ``text``, ``cause``, ``source`` and ``how_to_read``, so that a page can explain it."""
+    not_declared: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Spec -> what the backend does not declare and others do, and capabilities that it leaves at their defaults."""
+    selection: Selection = field(default_factory=Selection)
+    """The part of the tier that this run takes."""
 
 
 CUT = 7
@@ -374,11 +415,17 @@ CUT = 7
 
 
 def exit_code(
-    planned: int, results: Iterable[CaseResult], interrupted: bool = False, problems: Sequence[str] = ()
+    planned: int,
+    results: Iterable[CaseResult],
+    interrupted: bool = False,
+    problems: Sequence[str] = (),
+    *,
+    shard_of: int = 0,
 ) -> int:
     """The exit code, in pytest's numbers: 0 conformant, 1 not (or planned case-runs did not run), 2 interrupted, 3 the
     kit itself failed, 5 nothing to run; 7 if nothing failed and the budget left something out. ``problems``: what else
-    fails the run.
+    fails the run. ``shard_of``: number of case-runs of the whole run, if this is a shard of it: whether something is
+    known to work, only all shards together show.
     """
     runs = [result for result in results if result.is_case_run]
     if interrupted:
@@ -387,12 +434,16 @@ def exit_code(
         return 3
     left = sum(result.left_out for result in runs)
     if not planned and not runs:
-        return 1 if problems else 5
+        return 1 if problems else 0 if shard_of else 5
     counts = Counter(result.status for result in runs)
     accounted = sum(counts[status] for status in RAN | {Status.QUARANTINED})
     accounted += sum(result.had_no_room for result in runs)
     # A run with only known failures does not pass: nothing is known to work.
-    good = counts[Status.PASSED] and accounted + left >= planned and not any(counts[status] for status in BAD)
+    good = (
+        (counts[Status.PASSED] or shard_of)
+        and accounted + left >= planned
+        and not any(counts[status] for status in BAD)
+    )
     if not good or problems:
         return 1
     return CUT if left else 0
@@ -517,6 +568,15 @@ def undeclared_line(results: Iterable[CaseResult]) -> list[str]:
         halves = [f"{mode} {execution}" for mode, execution in pairs if mode not in whole]
         lines.append(f"not declared{f' ({backend})' if several else ''}: {', '.join([*whole, *halves])}")
     return lines
+
+
+def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of ``RunHeader.not_declared``: one per backend that has any."""
+    return [
+        f"not declared{f' ({spec})' if len(not_declared) > 1 else ''}: {'; '.join(phrases)}"
+        for spec, phrases in not_declared.items()
+        if phrases
+    ]
 
 
 def note_lines(notes: Mapping[str, Sequence[str]]) -> list[str]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The corpus of public Triton kernels: every launch in the emulation and in the stock interpreter. Without a GPU; hours on one core.
 #
-#   ci/corpus.sh OUT [PAGE]     OUT/PROJECT.jsonl, a line a call; the table of docs/corpus.md into PAGE, else printed
+#   ci/corpus.sh OUT [PAGE]     OUT/PROJECT.jsonl, a line a call; the full table into PAGE, else printed
 #
 # Kernels that ask for block pointers run with Triton 3.6.0 as well, in a copy of their environment. Fails where a kernel leaves
 # different bits, or where the emulation raises and the stock interpreter does not. Goes on where an earlier run stopped.

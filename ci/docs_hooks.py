@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: the README as the first page, a nav with globs, and links that leave ``docs``.
+"""Hooks of mkdocs: a nav with globs, links that leave ``docs``, pictures and failure texts in the colors of the page.
 
 The pages are read in three places: on the site, in the repository, and by the tests. They are written for the second,
 so a link to a file outside ``docs`` is relative there; here it becomes one to the repository's address. A page that
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
-from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = "https://github.com/attn-testkit/attn-testkit/blob/main/"
@@ -32,35 +31,29 @@ _log = logging.getLogger("mkdocs.hooks.docs")
 
 def on_config(config: Any) -> Any:
     """Replace each glob of the nav by its pages, in the order of the links of its section's first page."""
-    for section in config.nav:
-        for title, entries in section.items():
-            if isinstance(entries, list):
-                section[title] = [page for entry in entries for page in _pages(entry, entries[0])]
+    config.nav = _expanded(config.nav)
     return config
+
+
+def _expanded(entries: list[Any]) -> list[Any]:
+    """Entries of a section with the pages of its globs, at any depth."""
+    found: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, dict):
+            found.append({t: _expanded(e) if isinstance(e, list) else e for t, e in entry.items()})
+        else:
+            found += _pages(entry, entries[0])
+    return found
 
 
 def _pages(entry: Any, first: Any) -> list[Any]:
     if not isinstance(entry, str) or "*" not in entry:
         return [entry]
     docs = ROOT / "docs"
-    index = (docs / first).read_text()
+    index = (docs / first).read_text() if isinstance(first, str) else " "
     found = [page.relative_to(docs).as_posix() for page in docs.glob(entry)]
-    return sorted(found, key=lambda page: (index.find(f"({page})") % len(index), page))
-
-
-def on_files(files: Any, config: Any) -> Any:
-    """Make ``index.md`` of the README."""
-    text = _LINK.sub(_from_docs, (ROOT / "README.md").read_text())
-    files.append(File.generated(config, "index.md", content=text))
-    return files
-
-
-def _from_docs(match: re.Match[str]) -> str:
-    """Convert a link of the README to one from ``docs``."""
-    before, target, anchor, after = match.groups(default="")
-    if "://" not in target:
-        target = posixpath.relpath(target, "docs")
-    return f"{before}{target}{anchor}{after}"
+    folder = posixpath.dirname(first if isinstance(first, str) else entry)
+    return sorted(found, key=lambda page: (index.find(f"({posixpath.relpath(page, folder)})") % len(index), page))
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -72,13 +65,47 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         path = posixpath.normpath(posixpath.join("docs", folder, target))
         if "://" in target or path.startswith("docs/"):
             return match[0]
-        if path == "README.md":
-            return f"{before}{posixpath.relpath('index.md', folder or '.')}{anchor}{after}"
         if not (ROOT / path).exists():
             _log.warning("%s links to %s, and the repository has no %s", page.file.src_uri, target, path)
         return f"{before}{SOURCE}{path}{anchor}{after}"
 
     return _LINK.sub(to_source, markdown)
+
+
+def on_pre_page(page: Any, **_: Any) -> Any:
+    """Give each page the address where its source is edited."""
+    if page.is_homepage:
+        return page
+    page.edit_url = f"{SOURCE.replace('/blob/', '/edit/')}docs/{page.file.src_uri}"
+    return page
+
+
+_PICTURE = re.compile(r'<img alt="[^"]*" src="([^":]+/)?(rows-[a-z0-9-]+\.svg)" ?/?>')
+_MODES = "decode|target-verify|draft-extend|draft-extend-v2|extend|draft-decode"
+_LINES = (
+    ("kit-head", rf"(?:{_MODES})-[a-z0-9.-]+(?:_[a-z0-9_.-]*)*: .*"),
+    ("kit-line kit-hint", r"  hint .*"),
+    ("kit-line kit-repro", r"  repro .*"),
+    ("kit-line kit-dim", r"  (?:untested|backend|minimal) .*"),
+    ("kit-line", r"  (?:check|step|where|spread|attended|needs|case) .*"),
+    ("kit-row", r"\S+(?: \S+)*(?: {2,}\S+(?: \S+)*){3,}"),
+)
+"""Class of a line of a failure text -> pattern of its text."""
+
+
+def on_page_content(html: str, page: Any, **_: Any) -> str:
+    """Put pictures of rows into the page, where the page's colors apply, and name the lines of failure texts."""
+    folder = ROOT / "docs" / posixpath.dirname(page.file.src_uri)
+    html = _PICTURE.sub(lambda match: (folder / (match[1] or "") / match[2]).read_text(), html)
+    above = ""
+
+    def with_class(match: re.Match[str]) -> str:
+        nonlocal above
+        if not match[1].startswith(" " * 11):
+            above = next((name for name, pattern in _LINES if re.fullmatch(pattern, match[1])), "")
+        return f'<span class="go {above}">{match[1]}</span>' if above else match[0]
+
+    return re.sub(r'<span class="go">([^<\n]*)</span>', with_class, html)
 
 
 def on_post_build(config: Any) -> None:

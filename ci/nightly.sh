@@ -4,13 +4,20 @@
 #   ci/nightly.sh OUT [NIGHTS | PREVIOUS.json]
 #
 # NIGHTS is a folder of the records of earlier nights, made if it is not there: the page shows what changed since the last
-# one that finished, trends, and since when each failure is red (docs/nightly.md). Tonight's record is put beside them.
+# one that finished, trends, and since when each failure is red (docs/how-to/nightly.md). Tonight's record is put beside them.
 #
 # Writes OUT/report.json, junit.xml, report.html, summary.md and, with an earlier night, compare.txt; with an audit
 # also audit.json, audit.html and audit.txt. What an earlier night left under these names is removed first.
 # Fails when a backend is not conformant or cannot be imported any more, when nothing ran, when something newly fails or
 # vanished since the night before, or when the audit fails. Page and summary are red when a backend fails or nothing ran.
+# With an earlier night the exit code tells what changed: 8 where tests fail and each of them failed the night before too.
+# compare.txt ends with what changed since the last night of NIGHTS that was green.
 #
+# Several machines: each runs a part (ATTN_SHARD=K/N, without NIGHTS), and one that has their records runs this script with
+# ATTN_SHARDS: it merges them instead of running, and does all the rest.
+#
+#   ATTN_SHARD=K/N         run part K of N
+#   ATTN_SHARDS="GLOB ..." records of all shards, such as shards/*/report.json: merge them, run nothing
 #   ATTN_NIGHTS=60         records that stay in NIGHTS; of those that this script put there the oldest are removed
 #   ATTN_TIER=full         smoke, core or full
 #   ATTN_BACKENDS="a b"    instead of every registered backend
@@ -59,7 +66,37 @@ keep() {
   [[ ${#names[@]} -le $most ]] || rm -- "${names[@]:0:${#names[@]}-most}"
 }
 
-if [[ -n "${ATTN_BACKENDS:-}" ]]; then
+# Page, comparison and what is kept, of tonight's record.
+finish() {
+  # An earlier record that cannot be read costs what it would have told, and not the page.
+  page "${before[@]}" || { worse $?; page; } ||
+    { code=$?; red "the record cannot be read; see report.json"; worse $code; }
+  # A record that lacks results, as where the disk was full, is no green.
+  grep -q '"finished": true' "$out/report.json" || worse 1
+  if [[ ${#before[@]} -gt 0 ]]; then
+    local changed=0
+    "$python" -m attn_testkit compare "${before[1]}" "$out/report.json" | tee "$out/compare.txt" || changed=$?
+    # Tests fail, as pytest's exit code says, and each of them did the night before.
+    [[ $status -ne 1 || $changed -ne 0 || ! -s "$out/compare.txt" ]] || status=8
+    worse $changed
+    [[ -s "$out/compare.txt" ]] || rm "$out/compare.txt"
+    if [[ -n "$nights" && -f "$out/compare.txt" ]]; then
+      # Not a reason to fail of its own: what is red since then is red tonight.
+      echo "== since the last green night" | tee -a "$out/compare.txt"
+      "$python" -m attn_testkit compare --good "$nights" "$out/report.json" 2>&1 | tee -a "$out/compare.txt" || true
+    fi
+  fi
+  [[ -z "$nights" ]] || keep
+}
+
+if [[ -n "${ATTN_SHARDS:-}" ]]; then
+  # Globs, left unquoted on purpose.
+  # shellcheck disable=SC2086
+  "$python" -m attn_testkit merge $ATTN_SHARDS --json "$out/report.json" 2> "$kept/merge.txt" || worse $?
+  cat "$kept/merge.txt" >&2
+  if [[ -f "$out/report.json" ]]; then finish; else red "no verdict: $(tail -n 1 "$kept/merge.txt")"; fi
+  backends=""
+elif [[ -n "${ATTN_BACKENDS:-}" ]]; then
   backends="$(tr -s ' ,' '\n' <<< "$ATTN_BACKENDS" | sed '/^$/d')"
 else
   # One that cannot be imported any more stays in: it is a failing row.
@@ -67,13 +104,16 @@ else
     "$python" -c 'import json, sys; print("\n".join(b["name"] for b in json.load(sys.stdin)))')" || backends=""
 fi
 
-if [[ -z "$backends" ]]; then
+if [[ -n "${ATTN_SHARDS:-}" ]]; then
+  : # merged
+elif [[ -z "$backends" ]]; then
   red "no backend is registered, or attn-testkit list failed"
   worse 5
 else
   mapfile -t backends <<< "$backends"
   options=(--attn-tier="${ATTN_TIER:-full}" --attn-device="${ATTN_DEVICE:-auto}" --attn-timeout="${ATTN_TIMEOUT:-600}")
   options+=(--attn-keep-unloadable "${backends[@]/#/--attn-backend=}")
+  [[ -z "${ATTN_SHARD:-}" ]] || options+=(--attn-shard="$ATTN_SHARD")
   [[ -z "${ATTN_KNOWN:-}" ]] || options+=(--attn-known-failures="$(realpath "$ATTN_KNOWN")")
   # From the output directory, so that nothing of the checkout's own configuration or conftest is in play. A backend in
   # the caller's directory is found all the same.
@@ -85,16 +125,7 @@ else
     red "pytest ended with exit code $status before it had a record; see its output"
     worse 5
   else
-    # An earlier record that cannot be read costs what it would have told, and not the page.
-    page "${before[@]}" || { worse $?; page; } ||
-      { code=$?; red "the record cannot be read; see report.json"; worse $code; }
-    # A record that lacks results, as where the disk was full, is no green.
-    grep -q '"finished": true' "$out/report.json" || worse 1
-    if [[ ${#before[@]} -gt 0 ]]; then
-      "$python" -m attn_testkit compare "${before[1]}" "$out/report.json" | tee "$out/compare.txt" || worse $?
-      [[ -s "$out/compare.txt" ]] || rm "$out/compare.txt"
-    fi
-    [[ -z "$nights" ]] || keep
+    finish
   fi
 fi
 [[ -z "${GITHUB_STEP_SUMMARY:-}" ]] || cat "$out/summary.md" >> "$GITHUB_STEP_SUMMARY"

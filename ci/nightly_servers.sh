@@ -11,6 +11,7 @@
 #
 #   ATTN_SERVERS="a b"     instead of every environment of ci/servers/
 #   ATTN_TIER=smoke        smoke, core or full; the known failures are those of smoke
+#   ATTN_SHARDS=DIR        merge what several machines wrote, DIR/*/ENVIRONMENT/report.json, and run nothing
 #   and what else ci/nightly.sh reads
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -40,6 +41,11 @@ names=(${ATTN_SERVERS:-sglang-0.5.23 sglang-0.5.12.post1 vllm-0.33.0 public-kern
 status=0
 for name in "${names[@]}"; do
   [[ -n "${backends[$name]:-}" ]] || { echo "ci/nightly_servers.sh: there is no $name; there are ${!backends[*]}" >&2; exit 4; }
+  if [[ -n "${ATTN_SHARDS:-}" ]]; then
+    ATTN_SHARDS="$ATTN_SHARDS/*/$name/report.json" bash ci/nightly.sh "$out/$name" ${nights:+"$nights/$name"} ||
+      { code=$?; [[ $status -ne 0 ]] || status=$code; }
+    continue
+  fi
   bash ci/servers.sh "$name"
   PYTHONPATH="$PWD/tests/bridges:$PWD/tests/kernels${PYTHONPATH:+:$PYTHONPATH}" ATTN_PYTHON="$PWD/build/servers/$name/bin/python" \
     ATTN_BACKENDS="${backends[$name]}" ATTN_KNOWN="ci/servers/${known[$name]}" ATTN_TIER="${ATTN_TIER:-smoke}" \

@@ -4,6 +4,7 @@
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   ATTN_PYTHON=python3   no .venv: use this interpreter and the packages it has (an image with its own torch)
 #   ATTN_SETUP=run        only what running the kit takes: no triton, no FlashInfer, no developers' tools
+#   ATTN_EXTRAS=ray       further extras of the kit: Ray, whose tests are skipped without it, is 80 MB
 #   ATTN_TORCH_INDEX=URL  take torch from this package index, such as torch's own of CPU builds: without CUDA's libraries
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -20,7 +21,7 @@ python="${PYTHON:-python3}"
 
 # The directory belongs to it: an environment that was copied or moved runs somebody else's code.
 torch_index="${ATTN_TORCH_INDEX:-}"
-wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt pyproject.toml; echo "$torch_index"; } | sha256sum)"
+wanted="$(pwd) $("$python" --version) $({ cat ci/constraints.txt ci/vendor.txt pyproject.toml; echo "$torch_index${ATTN_EXTRAS:-}"; } | sha256sum)"
 level="${ATTN_SETUP:-dev}"
 ready="$(cat .venv/ready 2>/dev/null || true)"
 [[ "$ready" == "$wanted" || "$ready" == "$wanted $level" ]] && exit 0
@@ -40,6 +41,6 @@ if [[ "$level" == run ]]; then
 fi
 # torch's CUDA builds bring the one triton that they work with; its CPU builds bring none.
 .venv/bin/python -c 'import importlib.metadata as m; m.version("triton")' 2>/dev/null || "${pip[@]}" 'triton<=3.9.0'
-"${pip[@]}" --no-build-isolation -e '.[dev]'
+"${pip[@]}" --no-build-isolation -e ".[dev${ATTN_EXTRAS:+,$ATTN_EXTRAS}]"
 "${pip[@]}" --no-deps -r ci/vendor.txt
 echo "$wanted" > .venv/ready

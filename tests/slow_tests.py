@@ -10,6 +10,8 @@ from __future__ import annotations
 import pytest
 
 SLOW: tuple[str, ...] = (
+    "cluster/test_ray_cluster.py",
+    "docs/test_several_machines.py",
     "docs/test_transcripts.py::test_a_page_shows_what_its_commands_print",
     "docs/test_readme_commands.py::test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands",
     "new/test_new.py::test_what_it_prints_can_be_typed_and_is_green",
@@ -31,6 +33,7 @@ SLOW: tuple[str, ...] = (
     "backends/test_reserved_names.py::test_an_adapter_with_names_of_its_own_passes_in_every_mode_and_in_graphs",
     "running/test_between_cases.py",
     "running/test_diagnose_first.py",
+    "cases/test_code_cases.py::test_a_decode_that_leaves_one_key_out_of_66_000_fails_a_case_of_core",
     "running/test_exit_codes.py",
     "running/test_what_pages_need.py",
     "emulation/test_emulated_large_memory.py",

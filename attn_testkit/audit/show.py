@@ -12,7 +12,10 @@ from ..faults import all_controls, all_faults, all_known_bugs, thread_address
 from ..faults.catalogue import CLASSES, Fault
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
-__all__ = ["audit_page", "audit_text", "check_pages"]
+__all__ = ["CHECKS_FOLDER", "audit_page", "audit_text", "check_pages"]
+
+CHECKS_FOLDER = "reference/checks"
+"""Folder of the pages of the checks in ``docs/``."""
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
@@ -150,30 +153,27 @@ def audit_page(audit: Audit) -> str:
     )
 
 
-def check_pages(index: str = "checks.md") -> dict[str, str]:
-    """The documentation of the checks, path to text: the index, and a folder with a page for each check.
-
-    The folder has the index's name without its suffix, and also has the catalogue of faults and controls. The journal
-    of known bugs is in the folder of the index.
+def check_pages() -> dict[str, str]:
+    """The documentation of the checks, path in ``docs/`` to text: an index, a page for each check, the catalogue of
+    faults and controls, and the journal of known bugs.
     """
-    folder, faults = index.rpartition(".")[0], all_faults()
+    faults = all_faults()
     checks = [(check, _proofs(faults, check.id)) for check in CHECKS.values()]
-    every = {"folder": folder, "faults": faults, "controls": all_controls()}
+    every = {"faults": faults, "controls": all_controls()}
     one = _template("check.md.j2", autoescape=False)
     pages = {
-        index: _template("checks.md.j2", autoescape=False).render(every, checks=checks),
-        f"{folder}/catalogue.md": _template("catalogue.md.j2", autoescape=False).render(every, classes=CLASSES),
-        "known-bugs.md": _known_bugs_page(folder),
+        f"{CHECKS_FOLDER}.md": _template("checks.md.j2", autoescape=False).render(every, checks=checks),
+        f"{CHECKS_FOLDER}/catalogue.md": _template("catalogue.md.j2", autoescape=False).render(every, classes=CLASSES),
+        "evidence/known-bugs.md": _known_bugs_page(),
     }
     for check, proofs in checks:
-        pages[f"{folder}/{check.id}.md"] = one.render(folder=folder, check=check, proofs=proofs)
+        pages[f"{CHECKS_FOLDER}/{check.id}.md"] = one.render(check=check, proofs=proofs)
     return {path: f"{text}\n" for path, text in pages.items()}
 
 
-def _known_bugs_page(folder: str) -> str:
+def _known_bugs_page() -> str:
     known = all_known_bugs()
     return _template("known_bugs.md.j2", autoescape=False).render(
-        folder=folder,
         bugs=known.bugs,
         met=[bug for bug in known.bugs if bug.faults],
         outside=known.outside,

@@ -37,6 +37,7 @@ from .pool_layouts import pool_layout_cases
 from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .rows import minimal_rows
+from .seldom_cases import seldom_cases
 from .server_variants import big_pool_cases, variant_cases
 from .shared_prefixes import shared_prefix_cases
 from .uniform_batches import uniform_batch_cases
@@ -136,6 +137,8 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
+    if tier != "smoke":
+        yield from seldom_cases(declared, base)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

@@ -16,12 +16,15 @@ _LENS = (4097, 300, 33)
 """No multiple of a tile or of a page; others are there to be read from by mistake."""
 _FEW_LENS = (1025, 33)
 _MLA_LENS = (1025, 300, 33)
-"""576 numbers a key: the longer ones are for ``full``."""
+"""576 numbers a key: the longer ones are for ``full``, but for one in each mode."""
+_MLA_LONG = (4096, 300, 33)
 _MANY_LENS = (66_001, 1500, 33)
-"""Beyond 16 bits. A case of ``full``: with ordinary values nobody sees one key of so many."""
+"""Beyond 16 bits. With ordinary values nobody sees one key of so many."""
+_LONGEST, _LONGEST_OF_MLA = (66_000,), {ForwardMode.DECODE: (16_384,)}
+"""The longest request that core has in each mode. With one-hot values a case watches some of its keys, here all."""
 _OPTIONS_LENS = (1500, 70, 9)
 _WINDOW, _MOST_PAGES = 700, 5
-_PAGE, _DIM = 16, 128
+_PAGE, _DIM, _FEW_CHANNELS = 16, 128, 64
 """As servers have them, where they are declared: splits begin at pages, and a code has as many channels as a value."""
 
 
@@ -38,7 +41,7 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
             yield _of(minimal, _FEW_LENS)
         return
     wide = small.heads.layout.wide_rows
-    yield _of(minimal, _MLA_LENS if wide else _LENS)
+    yield _of(minimal, _MLA_LONG if wide else _LENS)
     if small.mode is ForwardMode.DECODE:
         yield from _of_other_pages(declared, minimal)
     yield replace(
@@ -46,6 +49,10 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
         dtype=max(declared.dtypes - {"fp32"}, default=dtype),
         kv_dtype=min(declared.kv_dtypes),
     )
+    if longest := _LONGEST_OF_MLA.get(small.mode) if wide else _LONGEST:
+        # Fewer channels: codes of 64 tell one key of 66,000 as well as codes of 128, at half the time.
+        dim = small.head_dim if wide else nearest(declared.head_dims, _FEW_CHANNELS)
+        yield replace(minimal, head_dim=dim).of_requests(longest)
     if tier == "full":
         yield from [_of(minimal, _LENS)] * wide
         yield _of(minimal, _MANY_LENS)

@@ -9,7 +9,7 @@ request and of any other. The limit is half a key: a whole one is on the other s
 What rounding does: outputs and partial results are at most 2 B / n in size, B the bound of the walk, so one rounding
 moves the error in keys by 2 B u in a channel at most; s partial results that are rounded, independently of each other
 and of the code, move an estimate by 2 B u sqrt(s / D) in the root of the mean square at most. That is 0.06 in bf16 for
-s = D, and half a key is eight times as much. docs/sensitivity.md has what is measured.
+s = D, and half a key is eight times as much. docs/explanation/sensitivity.md has what is measured.
 """
 
 from __future__ import annotations

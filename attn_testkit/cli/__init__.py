@@ -20,6 +20,7 @@ from .fuzz import fuzz
 from .interpreter import continue_in
 from .known import known
 from .list_ import list_
+from .merge import merge
 from .minimize import minimize
 from .new import new
 from .record import record
@@ -73,7 +74,23 @@ def commands(python: str | None) -> None:
     """Check that an LLM attention backend returns the right numbers, in eager mode and under CUDA graphs."""
 
 
-for _command in (demo, run, repro, minimize, fuzz, record, new, doctor, list_, explain, report, compare, known, audit):
+for _command in (
+    demo,
+    run,
+    repro,
+    minimize,
+    fuzz,
+    record,
+    new,
+    doctor,
+    list_,
+    explain,
+    report,
+    merge,
+    compare,
+    known,
+    audit,
+):
     commands.add_command(_command)
 
 

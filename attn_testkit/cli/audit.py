@@ -104,7 +104,7 @@ def audit(
     from ..environment import resolve
 
     if docs:
-        _write_pages(Path(docs), check_pages(Path(docs).name))
+        _write_pages(Path(docs), check_pages())
         return 0
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
@@ -120,19 +120,21 @@ def audit(
     return found.exit_code
 
 
-def _write_pages(index: Path, pages: dict[str, str]) -> None:
-    """Write the pages at their paths from the folder of the index, and name pages of checks that no longer exist."""
-    folder = index.with_suffix("")
-    if folder == index:
-        raise UsageError(f"--docs {index}: the file needs a suffix, as docs/checks.md; the pages go into docs/checks")
-    try:
-        folder.mkdir(exist_ok=True)
-    except OSError as error:
-        raise cannot_write(folder, error) from error
+def _write_pages(docs: Path, pages: dict[str, str]) -> None:
+    """Write the pages at their paths from the folder ``docs``, and name pages of checks that no longer exist."""
+    from ..audit.show import CHECKS_FOLDER
+
+    if not docs.is_dir():
+        raise UsageError(f"--docs {docs}: no such folder; give the folder of the documentation, docs in a checkout")
     for name, text in pages.items():
-        write_text(str(index.parent / name), text)
-    for page in sorted(folder.glob("*.md")):
-        if f"{folder.name}/{page.name}" not in pages:
+        path = docs / name
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise cannot_write(path.parent, error) from error
+        write_text(str(path), text)
+    for page in sorted((docs / CHECKS_FOLDER).glob("*.md")):
+        if page.relative_to(docs).as_posix() not in pages:
             click.echo(f"attn-testkit: {page} belongs to no check; remove it", err=True)
 
 

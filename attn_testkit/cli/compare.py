@@ -7,7 +7,9 @@ from pathlib import Path
 
 import click
 
+from ..registry import UsageError
 from ..reports.record import read_report
+from ..reports.shards import read_merged
 
 __all__ = ["compare"]
 
@@ -18,28 +20,37 @@ __all__ = ["compare"]
 Examples:
   attn-testkit compare yesterday.json today.json
   attn-testkit compare nights/ today.json
+  attn-testkit compare nights/ shard-*.json
   attn-testkit compare yesterday.json today.json --json
 \b
-Exit code 1: something newly fails, or vanished.""",
+Exit code 1: something newly fails or vanished, NEW did not finish, or NEW has another problem that OLD has not.
+Without an OLD it is that of NEW's verdict.""",
 )
 @click.argument("old", type=click.Path())
-@click.argument("new", type=click.Path())
+@click.argument("new", type=click.Path(), nargs=-1, required=True)
+@click.option("--good", is_flag=True, help="Of a folder, take the newest run with exit code 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def compare(old: str, new: str, as_json: bool) -> int:
+def compare(old: str, new: tuple[str, ...], good: bool, as_json: bool) -> int:
     """Show what changed between two results files: newly failing, newly passing, vanished, margins that shrank.
 
     OLD may be a folder of results files. Then the newest finished one before NEW is taken, of the same tier and the
-    same kind of device, real or emulated.
+    same kind of device, real or emulated. NEW may be all shards of a run.
     """
-    from ..reports.compare import compare_reports, comparison_text
+    from ..reports.compare import compare_reports, comparison_text, ending_of
     from ..reports.history import last_night
+    from ..reports.page import verdict_of
 
     before = None if Path(old).is_dir() else read_report(old)
-    after = read_report(new)
-    before = before or last_night(old, after)
+    after = read_merged(new)
+    before = before or last_night(old, after, good=good)
     if before is None:
         click.echo(f"nothing to compare with: {old} has no finished run of this tier and device before NEW", err=True)
-        return 0
+        click.echo(verdict_of(after), err=True)
+        return ending_of(after)
+    if before == after:
+        raise UsageError(
+            f"{old} and {' '.join(new)} are the same run; nothing can have changed. Name the earlier run first"
+        )
     found = compare_reports(before, after)
     click.echo(json.dumps(found.as_plain(), indent=1) if as_json else comparison_text(found))
     return found.exit_code

@@ -30,7 +30,8 @@ An entry:
   check = "matches-oracle"                 # the check that may fail, or a list
   issue = "https://example.org/issues/12"
   until = 2027-03-31                       # after this day the run fails; a year ahead at most
-  # optional: backend = "my_pkg*", execution = "graph", when = "sm90 and my-pkg<0.4\"""",
+  # optional: backend = "my_pkg*", execution = "graph", when = "sm90 and my-pkg<0.4"
+  # of a quarantine: record = "crash.json", in which the case crashed""",
 )
 @click.argument("file", type=click.Path())
 @backend_option

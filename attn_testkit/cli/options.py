@@ -84,9 +84,7 @@ def selection_options(command: F) -> F:
     """Add the options that select case-runs, of ``run`` and of ``list --cases``."""
     options = [
         backend_option,
-        click.option(
-            "--mode", "modes", multiple=True, type=Spelled("mode", MODES), help=f"{', '.join(MODES)}; default: all."
-        ),
+        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help=f"{', '.join(MODES)}."),
         execution_option,
         click.option(
             "--tier", type=Spelled("tier", TIERS), default="smoke", show_default=True, help="Number of cases."

@@ -6,20 +6,22 @@ import click
 
 from ..registry import UsageError
 from ..reports.record import read_report
+from ..reports.shards import read_runs
 from .files import write_text
 
 __all__ = ["report"]
 
 
 @click.command(
-    short_help="Turn a results file into a page or a summary.",
+    short_help="Turn results files into a page or a summary.",
     epilog="""\b
 Examples:
   attn-testkit report out.json --html out.html
+  attn-testkit report shard-*.json --html out.html
   attn-testkit report out.json --html out.html --history nights/
   attn-testkit report out.json --markdown >> "$GITHUB_STEP_SUMMARY\"""",
 )
-@click.argument("file", type=click.Path())
+@click.argument("files", type=click.Path(), nargs=-1, required=True)
 @click.option("--html", "html_file", type=click.Path(), metavar="OUT", help="Write an HTML report in one file.")
 @click.option("--markdown", is_flag=True, help="Print a summary for a CI job.")
 @click.option("--previous", type=click.Path(), metavar="RECORD", help="Show what changed since this results file.")
@@ -28,9 +30,12 @@ Examples:
     help="Results files of earlier nights: show trends, and when each failure began. The newest finished one is the "
     "previous night.",
 )  # fmt: skip
-def report(file: str, html_file: str | None, markdown: bool, previous: str | None, history: str | None) -> int:
+def report(
+    files: tuple[str, ...], html_file: str | None, markdown: bool, previous: str | None, history: str | None
+) -> int:
     """Turn the results file of a run (run --json, or pytest --attn-report) into a page or a summary.
 
+    The shards of a run are merged. Of several runs, such as those of two architectures, there is a summary each.
     Earlier nights count if they have the same tier and ran on the same kind of device, real or emulated.
     """
     from ..reports.history import read_history
@@ -38,12 +43,15 @@ def report(file: str, html_file: str | None, markdown: bool, previous: str | Non
 
     if not html_file and not markdown:
         raise UsageError("no kind of report is named; give --html OUT or --markdown")
-    loaded = read_report(file)
-    nights = read_history(history, loaded) if history else None
-    last = previous or (nights.last if nights else None)
-    before = read_report(last) if last else None
-    if html_file:
-        write_text(html_file, html_page(loaded, before, nights))
-    if markdown:
-        click.echo(markdown_summary(loaded, before, nights))
+    runs = read_runs(files)
+    if html_file and len(runs) > 1:
+        raise UsageError(f"the files are of {len(runs)} runs, and a page is of one: give those of one run")
+    for loaded in runs:
+        nights = read_history(history, loaded) if history else None
+        last = previous or (nights.last if nights else None)
+        before = read_report(last) if last else None
+        if html_file:
+            write_text(html_file, html_page(loaded, before, nights))
+        if markdown:
+            click.echo(markdown_summary(loaded, before, nights))
     return 0

@@ -7,7 +7,7 @@ import itertools
 import os
 import signal
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -17,12 +17,15 @@ import click
 
 from ..registry import UsageError
 from ..reports.record import Record, Report, read_report
-from ..results import BAD, RAN, CaseResult
+from ..reports.verdict import refuse_another_run
+from ..results import BAD, CUT, NO_CASE, RAN, CaseResult
 from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
+from .cluster_run import ray_option, refuse_with_ray, run_on_cluster
 from .files import write_text
 from .options import Seconds, request_from, selection_options
+from .shards import refuse_other_shard, shard_options, sharded
 from .show import Watch, echo_header, print_summary
 
 __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
@@ -55,7 +58,7 @@ Examples:
 )  # fmt: skip
 @click.option(
     "--budget", type=Seconds("budget"), metavar="S",
-    help="Start no case-run after S seconds; the most valuable ones come first. Exit code 7.",
+    help="Start none after S seconds. Exit code 7.",
 )  # fmt: skip
 @click.option(
     "--last", type=click.Path(), metavar="FILE",
@@ -65,6 +68,8 @@ Examples:
     "--rest-of", type=click.Path(), multiple=True, metavar="FILE",
     help="Skip what ran in this results file.",
 )  # fmt: skip
+@shard_options
+@ray_option
 @click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
@@ -76,9 +81,10 @@ def run(**values: Any) -> int:
 
     Failures are printed as they occur. Each case-run happens in a child process, so that a crash costs one case-run.
     """
-    request = request_from(values)
+    request = replace(request_from(values), counts_tier=True)
     if values["cases_from"]:
-        request = replace(request, cases=(*request.cases, *_cases_from(values["cases_from"])))
+        cases = (*request.cases, *_cases_from(values["cases_from"]))
+        request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
     with terminated_like_interrupted():
         return _run(request, values)
@@ -89,7 +95,7 @@ def _cases_from(name: str) -> tuple[str, ...]:
     would be run.
     """
     try:
-        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8")
+        text = sys.stdin.read() if name == "-" else Path(name).read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {name}: {getattr(error, 'strerror', None) or error}") from error
     found = tuple(line.strip() for line in text.splitlines() if line.strip() and not line.startswith("#"))
@@ -99,6 +105,7 @@ def _cases_from(name: str) -> tuple[str, ...]:
 
 
 def _refuse_clashes(values: dict[str, Any]) -> None:
+    refuse_with_ray(values)
     if values["in_process"] and values["jobs"] > 1:
         raise UsageError("--in-process runs in one process; leave out --jobs")
     if values["stop_first"] and values["max_failures"]:
@@ -125,17 +132,28 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         request = replace(request, order="plainest")
     if not request.backends:
         raise UsageError("no backend is named; give --backend module:Class, or a name from `attn-testkit list`")
+    limit = 1 if values["stop_first"] else values["max_failures"]
+    if values["ray_address"]:
+
+        def follow(prepared: Prepared, values: dict[str, Any]) -> int:
+            _begin(prepared, values)
+            return _follow(prepared, values, limit, carried=0)
+
+        return run_on_cluster(request, replace(options, gpus=()), values, follow)
     with contextlib.closing(judge_for(options, request.device)) as judge:
-        prepared = prepare(judge, request, values["known_failures"])
-        for name, before in earlier.items():
-            prepared = _rest_of(prepared, before, name)
-        echo_header(prepared.plan.header)
-        if options.in_process:
-            click.echo(NO_GATE, err=True)
-        for warning in prepared.ledger.warnings():
-            click.echo(f"warning: {warning}", err=True)
-        limit = 1 if values["stop_first"] else values["max_failures"]
-        return _follow(prepared, values, limit)
+        prepared = prepare(judge, request, values["known_failures"], sharded(judge.plan(request), values))
+        prepared, carried = _rest_of(prepared, earlier)
+        _begin(prepared, values)
+        return _follow(prepared, values, limit, carried)
+
+
+def _begin(prepared: Prepared, values: dict[str, Any]) -> None:
+    """Print what there is to say before anything runs."""
+    echo_header(prepared.plan.header)
+    if values["in_process"]:
+        click.echo(NO_GATE, err=True)
+    for warning in prepared.ledger.warnings():
+        click.echo(f"warning: {warning}", err=True)
 
 
 NO_GATE = (
@@ -150,24 +168,33 @@ def _failed(record: str | None) -> tuple[tuple[str, str], ...]:
     return tuple(dict.fromkeys((r.backend, r.case) for r in results if r.case and r.status in BAD))
 
 
-def _rest_of(prepared: Prepared, before: Report, name: str) -> Prepared:
-    """Leave out what ran in a results file of the same request. Raises ``UsageError`` for a file of another."""
-    header, then = prepared.plan.header, before.header
-    for what in ("kit", "tier", "seed", "device", "device_name", "backends", "versions"):
-        if getattr(header, what) != getattr(then, what):
-            raise UsageError(
-                f"{name} is of another run: its {what} is {getattr(then, what)!r}, here {getattr(header, what)!r}"
-            )
-    ran = {(r.backend, r.execution, r.case) for r in before.results if r.case and r.status in RAN}
-    items = tuple(item for item in prepared.items if (item.backend, item.execution, item.case) not in ran)
-    tried = len(prepared.items) - len(items)
-    if not items:
-        raise UsageError(f"nothing is left to run: all {tried} case-runs ran in {name}")
-    not_covered = {
-        spec: (*phrases, f"what {tried} case-runs in {name} cover") for spec, phrases in header.not_covered.items()
-    }
-    header = replace(header, planned=header.planned - tried, not_covered=not_covered)
-    return replace(prepared, items=items, plan=replace(prepared.plan, header=header))
+def _rest_of(prepared: Prepared, earlier: Mapping[str, Report]) -> tuple[Prepared, int]:
+    """Leave out what ran in results files of the same run, and take over its results: the verdict is on all of it.
+
+    Returns also the number of failures that were taken over. Raises ``UsageError`` for a file of another run.
+    """
+    rows: dict[tuple[str, str, str], CaseResult] = {}
+    for name, before in earlier.items():
+        refuse_another_run(name, before.header, "here", prepared.plan.header)
+        refuse_other_shard(name, before.header, prepared.plan.header)
+        for row in before.results:
+            raw = prepared.ledger.undone(row) if row.case and row.status in RAN else None
+            key = (row.backend, row.execution, row.case)
+            # A failure is never hidden by a file in which the same case-run passed.
+            if raw is not None and not (key in rows and rows[key].status in BAD):
+                rows[key] = raw
+    due = {(item.backend, item.execution, item.case) for item in prepared.items}
+    kept = {key: row for key, row in rows.items() if key in due or (row.status in BAD and not _is_no_case(row))}
+    items = tuple(item for item in prepared.items if (item.backend, item.execution, item.case) not in kept)
+    if earlier and not items:
+        raise UsageError(f"nothing is left to run: all {len(prepared.items)} case-runs ran in {', '.join(earlier)}")
+    failures = sum(prepared.ledger.judge(row).status in BAD for row in kept.values())
+    return replace(prepared, items=items, preset=(*prepared.preset, *kept.values())), failures
+
+
+def _is_no_case(row: CaseResult) -> bool:
+    """True for the row of a mode or a backend as a whole, which planning makes anew."""
+    return row.case.endswith(NO_CASE)
 
 
 def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
@@ -177,7 +204,8 @@ def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:
     return gpus if len(gpus) > 1 else ()
 
 
-def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> int:
+def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carried: int) -> int:
+    """Run, print and record. ``carried``: failures of earlier runs among the results that are known already."""
     header = prepared.plan.header
     if values["html_file"]:
         # Written now, so that a path that cannot be written fails at once and not after hours.
@@ -186,11 +214,12 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     _warn(record)
     results: list[CaseResult] = []
     interrupted = False
+    total = len(prepared.items) + sum(row.status in RAN for row in prepared.preset)
     # Asked now: the judge's process may have ended at the end of the run.
     problems = prepared.problems()
     try:
         source = prepared.judge.run(prepared.plan, prepared.items)
-        with _closing(source), Watch(len(prepared.items), header, verbose=values["verbose"]) as watch:
+        with _closing(source), Watch(total, header, verbose=values["verbose"]) as watch:
             if isinstance(prepared.judge, JudgeProcess):
                 prepared.judge.note = watch.note
             for raw in itertools.chain(prepared.preset, source):
@@ -200,7 +229,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
                 if record and not record.failure:
                     record.add(result)
                     _warn(record)
-                if limit and sum(r.status in BAD for r in results) >= limit:
+                if limit and sum(r.status in BAD for r in results) - carried >= limit:
                     click.echo(f"stopped after {limit} failures", err=True)
                     break
     except KeyboardInterrupt:
@@ -212,6 +241,9 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None) -> in
     code = final_code(header, results, problems, interrupted)
     if record:
         record.finish(code, interrupted=interrupted, problems=problems)
+    if record and record.failure and code in (0, CUT):
+        # Whoever reads the file, in this job or the next, would not see what this run found.
+        code = 3
     print_summary(
         header, results, problems=problems, interrupted=interrupted, code=code, verbose=values["verbose"],
         show_not_covered=values["show_not_covered"],

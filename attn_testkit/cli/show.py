@@ -25,6 +25,7 @@ from ..results import (
     Status,
     left_lines,
     not_covered_lines,
+    not_declared_lines,
     note_lines,
     printed_lines,
     undeclared_line,
@@ -142,6 +143,8 @@ def print_summary(
         click.echo(line)
     how = "" if show_not_covered else "--show-not-covered lists them"
     for line in [*left_lines(header, results), *not_covered_lines(header.not_covered, how)]:
+        click.echo(line)
+    for line in not_declared_lines(header.not_declared):
         click.echo(line)
     text = verdict(header, results, problems=problems, interrupted=interrupted)
     click.secho(text, bold=True, fg="green" if code == 0 else "red")

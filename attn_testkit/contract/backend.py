@@ -30,9 +30,11 @@ class BackendContext:
     """Everything a server knows when it constructs a backend."""
 
     device: torch.device
+    """Device of all tensors."""
     dtype: torch.dtype
     """Dtype of q, k, v and of the output."""
     kv_pool: KVPool
+    """KV pool of all layers, or of the first KV group."""
     req_to_token: torch.Tensor
     """[pool_size + 1, max_context_len] int32: KV *slot* of each token of each request. Row 0 is a reserved dummy, all
     zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
@@ -41,7 +43,9 @@ class BackendContext:
     """All layers that will be run. With ``heads_by_layer`` they differ in their heads: a workspace has to fit the
     largest, and each of ``head_shapes`` needs a plan."""
     page_size: int
+    """Slots per page."""
     max_context_len: int
+    """Most tokens of one request, prefix and new tokens together: columns of ``req_to_token``."""
     max_bs: int
     """Most requests in one batch, padding included; eager batches may be larger than the largest graph."""
     max_num_tokens: int
@@ -235,9 +239,9 @@ class AttentionBackend(ABC):
 
     Draft-decode: the same, with several forwards for one plan, and all of them in one graph. The hooks above plan the
     draft and are given the batch of its first forward. Each later forward has its own batch, numbered by
-    ``spec_info.step``, and begins with ``init_forward_metadata_in_graph`` of it, in eager too. So a server's multi-step
-    backend plans all steps beforehand and selects one by ``step``; a backend that plans one step at a time does it
-    there.
+    ``spec_info.step``, and begins with ``init_forward_metadata_in_graph`` of that batch, in eager mode too. A server's
+    multi-step backend plans all steps beforehand and selects one by ``step``. A backend that plans one step at a time
+    does it there.
 
     ==================================== ============================================================================
     hook                                 may do

@@ -45,7 +45,9 @@ class VerifyMask:
     ``QLEN_ONLY_BITPACKING``: ``max_bs * N`` items of the dtype that ``TreeMaskMode`` names.
     """
     mode: TreeMaskMode
+    """Layout of ``buffer``."""
     max_bs: int
+    """Most requests that the buffer holds."""
     is_read: bool = True
     """False: the kernel never reads it (a chain-only backend), and the prefix columns need not be filled."""
 
@@ -59,7 +61,7 @@ class VerifyInput:
     """``spec_info`` of target-verify: the draft tree of every request. N nodes per request, node 0 is the root."""
 
     draft_token: torch.Tensor
-    """[bs * N] int64."""
+    """[bs * N] int64: token id of each node."""
     custom_mask: torch.Tensor | None
     """Tree visibility in ``tree_mask_mode``; FULL_MASK unless the backend's ``verify_mask`` says otherwise. None, like
     ``retrieve_*``: a chain without tree tensors, for a backend that declares ``takes_bare_chains``."""
@@ -80,8 +82,11 @@ class VerifyInput:
     num_tokens_per_req: int
     """N again; during a capture 0 or -1, for a backend that declares ``takes_unset_width``."""
     tree_mask_mode: TreeMaskMode = TreeMaskMode.FULL_MASK
+    """Layout of ``custom_mask``."""
     seq_lens_sum: int | None = None
+    """``ForwardBatch.seq_lens_sum`` again."""
     seq_lens_cpu: torch.Tensor | None = None
+    """``ForwardBatch.seq_lens_cpu`` again."""
 
     @property
     def max_tree_depth(self) -> int:
@@ -100,13 +105,14 @@ class DraftExtendInput:
     num_accept_tokens: torch.Tensor
     """[bs] int32: correct + 1. In v1 the number of rows of each request; padded requests of a graph have S + 1."""
     positions: torch.Tensor
-    """[T] int64."""
+    """[T] int64: position of each row."""
     num_accept_tokens_cpu: list[int] | None = None
     """Host copy of ``num_accept_tokens``; None when the backend needs no CPU lengths."""
     num_tokens_per_req: int = -1
     """N in v2; -1 in v1, except in the captured batch, which has S + 1. During a capture 0 or -1 in both, for a backend
     that declares ``takes_unset_width``."""
     num_tokens_for_logprob_per_req: int = 1
+    """Rows of each request that give logits: 1, the last."""
     extend_seq_lens_tensor: torch.Tensor | None = None
     """[bs] int32: rows of each request; set in a graph, at capture and at every replay."""
     extend_seq_lens_cpu: list[int] | None = None
@@ -122,10 +128,10 @@ SpecInput = VerifyInput | DraftExtendInput | DraftDecodeInput
 class ForwardBatch:
     """The batch that a backend is given for one step.
 
-    **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes,
-    some longer than the batch. Below, B is ``batch_size``, padded requests included; R <= B are live and come first
-    (R is 0 on an empty data-parallel rank that replays because others do); T is the number of live tokens; a request
-    was captured with S + 1 or N rows; max_bs is that of the graph state.
+    **At a replay** ``init_forward_metadata_out_graph`` gets a *view* of it instead: a namespace with fewer attributes.
+    Some are longer than the batch. In the tables, B is ``batch_size``, padded requests included. R of them are live
+    and come first; R is 0 on an empty data-parallel rank. T is the number of live tokens. A request was captured with
+    S + 1 or N rows. max_bs is that of the graph state.
 
     ================================== ============================= ======================= =========================
     attribute                          decode, target-verify         draft-extend (v1)       draft-extend-v2
@@ -192,9 +198,11 @@ class ForwardBatch:
     """
 
     forward_mode: ForwardMode
+    """Mode of the step. It decides how many rows a request has, and what ``seq_lens`` counts."""
     batch_size: int
+    """Number of requests (bs), padded ones included."""
     input_ids: torch.Tensor
-    """[T] int64."""
+    """[T] int64: token id of each row."""
     req_pool_indices: torch.Tensor
     """[bs] int64: row of ``req_to_token``. Row 0 is a reserved dummy whose slots are all 0."""
     seq_lens: torch.Tensor
@@ -227,6 +235,8 @@ class ForwardBatch:
     draft-decode these are the rows of each forward. None, and absent from a replay's view, if padded requests have rows
     (``Dialect.padded_requests``)."""
     spec_info: SpecInput | None = None
+    """Inputs of speculative decoding: ``VerifyInput``, ``DraftExtendInput`` or ``DraftDecodeInput``. None in decode and
+    extend."""
     num_padding: int = 0
     """Padded requests at the end; 0 in eager."""
     group_cache_locs: torch.Tensor | None = None

@@ -45,152 +45,142 @@ class Unsupported(Exception):
 
 @dataclass(frozen=True)
 class Capabilities(Declared):
-    """What a backend declares that it can do, as values. Each field answers a question.
+    """Capabilities that a backend declares. The kit tries only these, and expects the constructor to refuse all others.
 
-    Any iterable of plain values may be given; strings are checked and a wrong spelling is answered with the right one
-    (``ValueError``). Fields are in nine groups. True, a larger number and a longer set declare more in all of them but
-    the last, the requirements. Closed by default: what is not declared is not tried, and must be refused. Open by
-    default, so that a backend which can do less has to say so: ``any_scaling``, ``max_extend_tokens``,
-    ``max_context_len``; in ``windows``, once it has modes, ``smallest`` and ``layers``; in ``server``
-    ``drafts_without_prefix``, ``eager_without_waits`` and ``overlap_scheduling``.
+    Fields are in nine groups. True, a larger number and a longer set declare more, except in the last group, the
+    requirements. Any iterable of plain values is accepted. A misspelt word raises ``ValueError`` with the right one.
+
+    Most defaults are narrow. These are wide, so a backend that can do less must declare it: ``any_scaling``,
+    ``max_extend_tokens``, ``max_context_len``; in ``windows``, once it has modes, ``smallest`` and ``layers``; in
+    ``server`` ``drafts_without_prefix``, ``eager_without_waits`` and ``overlap_scheduling``.
     """
 
-    # Modes. Closed: a mode that is not listed must be refused.
+    # Modes. The constructor must refuse a mode that is in neither set.
     eager: Set[ForwardMode]
-    """Which modes run eagerly? One that is in ``graph`` alone is captured and replayed, and no step of it runs eagerly;
-    what holds a replay against an eager run is then not judged. It has no default: most name all of theirs."""
+    """Modes that run eagerly. A mode that is only in ``graph`` is captured and replayed, and no step of it runs
+    eagerly; the kit then skips the checks that compare a replay with an eager run."""
     graph: Set[ForwardMode] = frozenset()
-    """Which modes run under CUDA-graph capture and replay? Default: none."""
+    """Modes that run under CUDA-graph capture and replay."""
 
-    # Heads. The defaults are the usual values, and a longer set declares more.
+    # Heads. Shapes of q, k and v. The defaults are the usual values.
     families: Set[str] = frozenset({"mha"})
-    """Which head layouts? ``mha`` (Hq = Hk), ``gqa``, ``mqa`` (Hk = 1), ``mla`` (latent, absorbed). Default: ``mha``
-    alone."""
+    """Head layouts: ``mha`` (Hq = Hk), ``gqa``, ``mqa`` (Hk = 1), ``mla`` (latent, absorbed)."""
     gqa_ratios: Set[int] = frozenset({1, 2, 4, 8})
-    """Which numbers of query heads for one KV head (``gqa`` and ``mqa``; for ``mla`` the number of heads)? Default: 1,
-    2, 4, 8."""
+    """Numbers of query heads per KV head, for ``gqa`` and ``mqa``. For ``mla``: numbers of query heads."""
     head_dims: Set[int] = frozenset({64, 128})
-    """Which widths of a q/k/v row (for MLA: the latent width; the rope part is ``mla_rope_dims``)? Default: 64 and
-    128."""
+    """Widths of a q, k and v row. For MLA: width of the latent part; ``mla_rope_dims`` has the rope part."""
     mla_rope_dims: Set[int] = frozenset({64})
-    """MLA: which rope widths? Default: 64."""
+    """MLA: widths of the rope part of a key."""
     heads_by_layer: bool = False
-    """May layers of one model differ in head counts and head dims, as windowed and full ones, or a draft's, do?
-    Default: no. Each layer's are declared by ``families``, ``gqa_ratios`` and ``head_dims``.
-    ``BackendContext.head_shapes`` lists those of an instance. Layers of MLA all have one shape, and so have those whose
-    keys are attended in parts."""
+    """True: layers of one model may differ in head counts and head dims, as windowed and full layers do, and the layers
+    of a draft model. ``families``, ``gqa_ratios`` and ``head_dims`` declare the shape of each layer;
+    ``BackendContext.head_shapes`` lists the shapes of an instance. All layers of an MLA model have one shape, and so
+    have the layers of a case with KV splits."""
 
-    # Numbers. A longer set declares more. A word says what the kernels do, and no word is more than another: the oracle
-    # and the limits follow it.
+    # Numbers. How the kernel rounds. The oracle and the limits follow these values.
     dtypes: Set[str] = frozenset({"fp16", "bf16"})
-    """Which dtypes of q, k, v and output? Default: ``fp16`` and ``bf16``."""
+    """Dtypes of q, k, v and of the output: ``fp16``, ``bf16``, ``fp32``."""
     matmul_dtype: str = "model"
-    """With an FP8 pool: to what are queries and probabilities rounded before the two products? Default, ``model``: the
-    model's dtype; ``fp8_e4m3``: FP8 kernels round both to FP8, queries as ``q_scale`` says. The limits follow from it,
-    and so do queries: numbers that FP8 holds for the second, any for the first. Probabilities, of which the row's
-    largest is 1, are multiplied by 4 at least before they are rounded (FlyDSL by 7, FlashAttention 3 by 256, XQA by
-    448): without a factor all below 2^-10 vanish, which may be most of a long request's weight (flashinfer #5020). A
-    kernel that has none says ``fp8_e4m3_unscaled``. Those that sum to 1 vanish in long requests, and no capability
-    allows that.
+    """Dtype to which queries and probabilities are rounded before the two products, with an FP8 pool. ``model``: the
+    model's dtype. ``fp8_e4m3``: FP8, with queries scaled as ``q_scale`` declares, and probabilities multiplied by a
+    factor of at least 4 before they are rounded (FlyDSL: 7, FlashAttention 3: 256, XQA: 448). ``fp8_e4m3_unscaled``:
+    the same, and probabilities are rounded without a factor, so all below 2^-10 vanish (flashinfer #5020). The limits
+    and the test data follow from the word. No value allows probabilities that sum to 1 before they are rounded to FP8:
+    they vanish in long requests.
 
-    Whatever it says: q.k is kept in float32 through scale, soft cap, mask and softmax, and both products accumulate in
-    float32. Probabilities may be rounded to the model's dtype before the second product, the output is, and so may be
-    partial results that are combined, each once; the sum that they are added to is kept in float32. Logits that are
-    rounded to bf16 or fp16 before the softmax are outside the limits, and fail ``matches-oracle``."""
+    With every value the kit expects that q·k stays in float32 through scale, soft cap, mask and softmax, and that both
+    products accumulate in float32. The kernel may round probabilities to the model's dtype before the second product,
+    the output, and each partial result that it combines, once; their sum stays in float32. Logits that are rounded to
+    bf16 or fp16 before the softmax fail ``matches-oracle``."""
     q_scale: str = "none"
-    """With an FP8 pool and ``matmul_dtype`` of FP8: by what are queries divided before they are rounded to FP8, and
-    logits multiplied after the product? Default, ``none``: by nothing. Otherwise by the largest absolute value over 448
-    (the largest number of e4m3), or by the next power of two, of which numbers? ``per_token_head``: of one head of one
-    token; ``per_token``: of all heads of a token; ``per_tensor``: of all live rows of the forward, without padding. A
-    backend with scales of fewer numbers than it declares is right too: its error is smaller.
+    """Group of numbers that share a scale when queries are rounded to FP8. It matters with an FP8 pool and a
+    ``matmul_dtype`` of FP8. The scale is the largest absolute value of the group divided by 448 (the largest number of
+    e4m3), or the next power of two. ``none``: queries are not scaled. ``per_token_head``: a scale for each head of each
+    token. ``per_token``: a scale for each token. ``per_tensor``: one scale for all live rows of the forward, without
+    padding. A backend with finer scales than it declares passes too.
 
-    Queries are numbers on which this rounding is exact, beyond 448 and below the smallest number of FP8 too. With
-    ``per_tensor`` rows that are small next to the largest may vanish, and the limits allow it."""
+    Test queries are exact under this rounding, beyond 448 and below the smallest number of FP8. With ``per_tensor``,
+    rows that are small next to the largest may vanish, and the limits allow it."""
     fp32_products: str = "ieee"
-    """With float32: what are the factors of both products rounded to? Default, ``ieee``: nothing. ``tf32``: 10 bits
-    behind the point, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits follow from
-    it."""
+    """Format to which the factors of both products are rounded if the model's dtype is float32. ``ieee``: float32.
+    ``tf32``: 10 bits of mantissa, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits
+    follow from it."""
     new_rows_as_given: Set[ForwardMode] = frozenset()
-    """With an FP8 pool: in which modes does a forward attend its own k and v as they were given, in the model's dtype?
-    Default: in none. Prefill kernels that read them where they are do so, and are more exact. In the other modes they
-    are attended as the pool stores them. What earlier forwards stored, those of the same draft and earlier chunks too,
-    is attended as the pool holds it, and so is everything where ``save_kv_cache`` is False. The oracle follows."""
+    """Modes in which a forward attends its own k and v in the model's dtype, before they are rounded to FP8, with an
+    FP8 pool, as prefill kernels do that read k and v directly. In other modes it attends them as the pool stores them.
+    Tokens that earlier forwards stored (earlier chunks, the same draft) are always attended as the pool holds them, and
+    so is everything if ``save_kv_cache`` is False. The oracle follows."""
 
-    # Pool. A longer set declares more.
+    # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
-    """Which dtypes of the KV pool? ``same`` as the model, ``fp8_e4m3`` with per-tensor scales. Default: ``same``."""
+    """Dtypes of the KV pool: ``same`` as the model, or ``fp8_e4m3`` with per-tensor scales."""
     page_sizes: Set[int] = frozenset({16})
-    """Which page sizes of the KV pool, in slots? Default: 16 alone."""
+    """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})
-    """Which layouts of the KV pool in memory, of those that ``KVPool`` lists? Default: ``nhd``. With ``custom`` the
-    class lays its pool out itself: ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` is that of an instance."""
+    """Layouts of the KV pool in memory, of those that ``KVPool`` lists. With ``custom`` the class allocates the pool
+    itself, in ``AttentionBackend.lay_out_kv_pool``. ``KVPool.layout`` is the layout of an instance."""
     kv_groups: bool = False
-    """May layers have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens for the
-    windowed ones, and others for the rest? Default: all layers share one. In draft-decode they always do."""
+    """True: layers may have KV groups (``BackendContext.kv_groups``): a pool, a request table and slots of new tokens
+    for windowed layers, and others for the rest. False: all layers share one. In draft-decode they always do."""
 
-    # Windows and options of a layer. Closed, but for ``any_scaling``.
+    # Windows and options of a layer.
     windows: Windows = field(default_factory=Windows)
-    """Which sliding windows? Default: none in any mode. A set of modes is taken for ``Windows(modes)``."""
+    """Sliding windows that the backend honors. A set of modes is short for ``Windows(modes)``."""
     any_scaling: bool = True
-    """Is the layer's ``scaling`` honoured, whatever it is? Default: it is. False: it is 1/sqrt(head_dim) in all layers,
-    for kernels that have no other. MLA always has one of its own: its rows are wider than the heads that they stand
-    for."""
+    """True: the kernel honors every ``AttentionLayer.scaling``. False: all layers have 1/sqrt(head_dim). MLA layers
+    always have their own scaling, because their rows are wider than the heads they represent."""
     logit_cap: bool = False
-    """Is the soft cap honoured? Default: no."""
+    """True: the kernel honors ``AttentionLayer.logit_cap`` (soft cap)."""
     sinks: bool = False
-    """Are attention sinks honoured? Default: no."""
+    """True: the kernel honors ``AttentionLayer.sinks`` (attention sinks)."""
     non_causal: Set[ForwardMode] = frozenset()
-    """In which of extend and target-verify may layers be not causal (``AttentionLayer.causal``)? Default: in none. A
-    row sees all keys of its request then, and a verify comes without a tree, ``custom_mask`` and ``retrieve_*`` None: a
-    draft block."""
+    """Modes, of extend and target-verify, in which layers may be non-causal (``AttentionLayer.causal`` is False). A row
+    then sees all keys of its request. A verify comes without a tree, with ``custom_mask`` and ``retrieve_*`` None, as
+    in draft blocks."""
 
-    # Bounds. A larger one declares more. ``max_extend_tokens`` and ``max_context_len`` are open, the others closed.
+    # Bounds. A larger number declares more.
     max_q_rows: int = 1
-    """How many query rows may one request have (N of verify, N of v2, S+1 of v1)? Default: 1."""
+    """Most query rows of one request: N in target-verify and draft-extend-v2, S + 1 in draft-extend."""
     max_extend_tokens: int = 1 << 20
-    """How many new tokens may one request have in extend? Default: any number. Prefill kernels take any number; one
-    that is a decode kernel for a few rows says how few."""
+    """Most new tokens of one request in extend. The default means any number. A decode kernel that takes a few rows
+    declares how many."""
     max_topk: int = 0
-    """How wide may a draft tree branch? Default, 0: no target-verify, 1: chains only, K: trees with up to K children a
-    node."""
+    """Widest branching of a draft tree. 0: no target-verify. 1: chains only. K: trees whose nodes have up to K
+    children."""
     max_draft_branches: int = 1
-    """How many branches may a request have in draft-decode? Default, 1: chains only. Not ``max_topk``: a tree in verify
-    takes a kernel with a mask, and branches in draft-decode any kernel, with a page table for each."""
+    """Most branches of one request in draft-decode. 1: chains only. It differs from ``max_topk``: verifying a tree
+    needs a kernel with a mask, whereas draft-decode needs a page table per branch."""
     max_context_len: int = 1 << 20
-    """How long may prefix plus new tokens be? Default: any number."""
+    """Most tokens of one request, prefix and new tokens together. The default means any number."""
     kernel_changes_at: Set[int] = frozenset()
-    """From which batch sizes on does another kernel run? Default: from none. 8 for one kernel of up to 7 requests and
-    another of more. A batch of each size is tried, and one that is smaller by a request."""
+    """Batch sizes from which on another kernel runs, such as ``{8}`` for a kernel of up to 7 requests and another for
+    more. The kit tries a batch of each size, and one with a request less."""
 
-    # Conventions of servers. Closed, but for three that are the last of ``ServerConventions``.
+    # Conventions of servers. Differences between servers.
     server: ServerConventions = field(default_factory=ServerConventions)
-    """Which conventions of servers? Default: what all of them do. ``SGLANG`` and ``VLLM`` are what one of them does; so
-    are ``"sglang"`` and ``"vllm"``."""
+    """Conventions of servers that the backend takes. ``SGLANG`` and ``VLLM``, or ``"sglang"`` and ``"vllm"``, are what
+    one server does; the default is what all of them do."""
 
-    # Promises. Closed.
+    # Promises. The kit adds a check for each.
     deterministic: bool = False
-    """Does the same batch give the same bits each time? Default: no promise."""
+    """True: the same batch gives the same bits each time (``repeatable``)."""
     batch_invariant: bool = False
-    """Does a request give the same bits whatever else is in the batch? Default: no promise."""
+    """True: a request gives the same bits whatever else is in the batch (``batch-invariant``)."""
     lse: LogSumExp | None = None
-    """Is a log-sum-exp returned beside the output, in which form, and for which parts of a request's keys? Default:
-    none is."""
+    """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it does. None: it
+    returns none."""
 
-    # Requirements. The less is required, the more a backend can do.
+    # Requirements. A backend that requires less can do more.
     needs_cpu_seq_lens: bool = True
-    """Does planning read ``seq_lens_cpu`` / ``seq_lens_sum`` / ``*_cpu`` lists? Default: it does. If False they are
-    None or trap.
-
-    In extend ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu`` are there all the same, in draft-extend v2 the
-    first of them: a server knows them without a wait."""
+    """True: planning reads ``seq_lens_cpu``, ``seq_lens_sum`` and the ``*_cpu`` lists. False: they are None, or reading
+    them is an error. Extend always has ``extend_seq_lens_cpu`` and ``extend_prefix_lens_cpu``, and draft-extend-v2 the
+    first of them, because a server knows them without a host sync."""
     finite_page_tails: Set[str] = frozenset()
-    """For which KV dtypes must unused slots of a request's last page hold finite numbers? Default: for none. (Otherwise
-    they hold NaN.)"""
+    """KV dtypes for which unused slots of a request's last page must hold finite numbers. Otherwise they hold NaN."""
     requires: Requires = field(default_factory=Requires)
-    """Hardware and packages that the real kernels need. Default: none."""
+    """Hardware and packages that the real kernels need."""
     mode_requires: Mapping[ForwardMode, Requires] = field(default_factory=dict, hash=False)
-    """What a mode needs beyond that, where one mode's kernels exist for fewer devices than the others'. Default:
-    nothing."""
+    """Further requirements of single modes, if their kernels exist for fewer devices."""
 
     def __new__(cls, *args: Any, **given: Any) -> Self:
         """Answer fields that have moved into a record."""

@@ -78,7 +78,7 @@ class Declared:
 
 
 def is_whole(value: object) -> bool:
-    """Whether it is a whole number; True and False are none."""
+    """Return True for a whole number. True and False do not count as numbers."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 

@@ -91,6 +91,7 @@ class KernelPlan:
     """
 
     step: KernelStep
+    """Metadata that all layers of the KV group share. Read its members through the plan."""
     layer: AttentionLayer
     """Scale, window, soft cap, sinks, FP8 scales."""
     out_cache_loc: torch.Tensor

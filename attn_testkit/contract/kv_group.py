@@ -24,6 +24,7 @@ class KVGroup:
     index: int
     """Index in ``BackendContext.groups``."""
     layer_ids: tuple[int, ...]
+    """Ids of the group's layers."""
     kv_pool: KVPool
     """Pool of these layers only."""
     req_to_token: torch.Tensor

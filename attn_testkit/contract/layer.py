@@ -17,7 +17,9 @@ class HeadShape(NamedTuple):
     """Numbers of heads of a layer on this rank, and their width: plans, strides and workspaces depend on them."""
 
     num_qo_heads: int
+    """Query heads on this rank."""
     num_kv_heads: int
+    """KV heads on this rank."""
     head_dim: int
     """Width of a query and key row."""
 

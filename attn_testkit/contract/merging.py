@@ -82,6 +82,7 @@ class KVSplit:
     rank: int = 0
     """Number of the rank, 0 .. ranks - 1."""
     ranks: int = 1
+    """R: number of ranks."""
     interleave: int = 1
     """Consecutive keys on a rank: 1, or the page size."""
     sinks: bool = True

@@ -1,4 +1,4 @@
-"""What must be there for a backend's real kernels to run."""
+"""Hardware and packages that real kernels need."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["Requires", "written_requires"]
 
 @dataclass(frozen=True)
 class Requires:
-    """What must be there for the backend's real kernels to run; where it is not, the report says "not run here"."""
+    """Hardware and packages that the backend's real kernels need. Without them the report says "not run here"."""
 
     sm: tuple[int, int] | tuple[tuple[int, int], ...] | None = None
     """Lowest and highest compute capability, inclusive, as 90 for SM90; or several such ranges. None: any device."""
     packages: tuple[str, ...] = ()
     """Requirement strings such as ``"flashinfer-python>=0.7.2,<0.8"``."""
     why: str = ""
-    """What the package says about other devices, for the report."""
+    """Reason that the package gives for not running on other devices. Reports show it."""
 
     def __post_init__(self) -> None:
         if self.sm is not None:
@@ -39,23 +39,23 @@ class Requires:
         return (self.sm,)
 
     def runs_on(self, sm: int) -> bool:
-        """Whether the real kernels run on this compute capability (90 for SM90)."""
+        """Return True if the real kernels run on this compute capability (90 for SM90)."""
         return self.sm_ranges is None or any(low <= sm <= high for low, high in self.sm_ranges)
 
 
 _LOWEST_SM = 20
-"""Less is a major version alone."""
+"""Smaller numbers are only a major version."""
 
 
 def _ranges(sm: Any) -> tuple[Any, ...]:
-    """As given, checked, in tuples."""
+    """Check the ranges and return them as tuples."""
     pairs = [sm] if _is_pair(sm) else sm
     if not isinstance(pairs, (tuple, list)) or not pairs or not all(_is_pair(pair) for pair in pairs):
         usual = f"({sm}, {sm})" if is_whole(sm) else "(90, 90), or ((90, 90), (100, 103))"
         raise ValueError(f"Requires.sm must be the lowest and the highest SM, got {sm!r}; write {usual}")
     for low, high in pairs:
         if low > high or low < _LOWEST_SM:
-            raise ValueError(f"Requires.sm: no device is from SM{low} to SM{high}; SM90 alone is (90, 90)")
+            raise ValueError(f"Requires.sm: no device is from SM{low} to SM{high}; write (90, 90) for SM90")
     return tuple(sm) if pairs[0] is sm else tuple(tuple(pair) for pair in pairs)
 
 
@@ -64,18 +64,20 @@ def _is_pair(value: object) -> bool:
 
 
 def _requirement(text: object) -> None:
-    # Imported here: most backends need no package, and the contract is otherwise torch alone.
+    # Imported here: most backends need no package, and the contract is otherwise only torch.
     from packaging.requirements import InvalidRequirement, Requirement
 
     try:
         Requirement(str(text))
     except InvalidRequirement as error:
         reason = " ".join(str(error).split())
-        raise ValueError(f"Requires.packages: {text!r} is no requirement such as 'my-kernels>=1.2': {reason}") from None
+        raise ValueError(
+            f"Requires.packages: {text!r} is not a requirement such as 'my-kernels>=1.2': {reason}"
+        ) from None
 
 
 def written_requires(given: object) -> str:
-    """How a ``Requires`` is written, with what was given where that can be read."""
+    """Text that shows how to write a ``Requires``, with the given values if they can be read."""
     if isinstance(given, Mapping) and set(given) <= {"sm", "packages", "why"}:
         sm = given.get("sm")
         values = {**given, "sm": (sm, sm)} if isinstance(sm, int) else dict(given)

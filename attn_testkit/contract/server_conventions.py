@@ -27,60 +27,57 @@ OUTPUT_LIFETIMES = ("model", "layer")
 class ServerConventions(Declared):
     """The conventions of servers that a backend takes: ``Capabilities(server=ServerConventions(takes_out=True))``.
 
-    More is wider: each further value of a set, and True, is a convention that is tried too. Closed by default, to what
-    all servers do (and to SGLang's answer where they differ), but for the last three fields, which are open.
-    ``VLLM`` and ``SGLANG`` are what one server does, and ``VLLM.with_changes(takes_none_kv=True)`` that and more.
+    Each further value of a set, and True, is a convention that the kit tries too. The defaults are what all servers do,
+    or what SGLang does if they differ; the last three fields are wide by default. ``SGLANG`` and ``VLLM`` are what one
+    server does, and ``VLLM.with_changes(takes_none_kv=True)`` is that and more.
     """
 
     padding_slots: Set[int] = frozenset({0})
-    """Which KV slots may rows of padding have in a graph? Default, 0: they are stored in page 0, which is reserved. -1:
-    they are not stored at all (vLLM). With both replays take turns. ``KVPool.set_kv_buffer`` takes no -1."""
+    """KV slots that padded rows may have in a graph. 0: they are stored in page 0, which is reserved. -1: they are not
+    stored (vLLM). With both, replays alternate between the two. ``KVPool.set_kv_buffer`` does not take -1."""
     padded_requests: Set[str] = frozenset({"rows"})
-    """What may a padded request of a graph have? Default, ``rows``: as many as it was captured with. ``nothing``:
-    neither rows nor keys (vLLM). See ``Dialect``, and ``BackendContext.dialect`` for which of several it is."""
+    """Contents of padded requests of a graph. ``rows``: as many rows as at capture, and the fill value as ``seq_lens``.
+    ``nothing``: neither rows nor keys (vLLM). If both are declared, ``BackendContext.dialect`` has the one of the
+    instance."""
     verify_lens: Set[str] = frozenset({"prefix"})
-    """What may ``seq_lens`` count in target-verify? Default, ``prefix``: the keys before the step. ``all``: its new
-    ones as well (vLLM). See ``Dialect``."""
+    """Keys that ``seq_lens`` may count in target-verify. ``prefix``: the keys before the step. ``all``: the step's own
+    keys as well (vLLM). If both are declared, ``BackendContext.dialect`` has the one of the instance."""
     takes_none_kv: bool = False
-    """With ``save_kv_cache`` False: may k and v be None? Servers say so that the pool holds the new keys and values
-    already. The first layer gets None then, and the others tensors of NaN, as all do by default."""
+    """True: k and v may be None if ``save_kv_cache`` is False, which is how servers say that the pool holds the new
+    keys and values already. The kit then gives None to the first layer and tensors of NaN to the others. False: all get
+    tensors of NaN."""
     takes_strided_heads: bool = False
-    """May the heads of new k and v be strided? They are parts of [T, H, Dk + Dv] then, as where MLA is attended as MHA
-    and one projection gives k and v of each head (``kv_b_proj``). By default the heads of a row lie one behind the
-    other, as models split them off q, k and v of one projection, so that head h is at ``token * stride + h *
-    head_dim``: rows may be strided, heads are not."""
+    """True: the heads of new k and v may be strided, as parts of one [T, Hk, Dk + Dv] tensor (``kv_b_proj`` of MLA that
+    is attended as MHA). False: the heads of a row are contiguous, so head h begins at ``token * stride + h *
+    head_dim``; rows may still be strided."""
     takes_unset_width: bool = False
-    """May ``spec_info.num_tokens_per_req`` be 0 or -1 while a graph is captured, as servers up to mid-2026 had it? By
-    default it is the width there too, as current servers give it."""
+    """True: ``spec_info.num_tokens_per_req`` may be 0 or -1 during a capture, as in servers up to mid-2026. False: it
+    is the width there too."""
     takes_empty_batches: bool = False
-    """May an eager batch have no request? Servers whose ranks take steps together plan such a batch, and every forward
-    of it returns [0, Hq, Dv]; others leave it out, which is the default. A replay of a graph may have no live request
-    whatever this says."""
+    """True: an eager batch may have no request, as on a rank without work; each forward then returns [0, Hq, Dv]. A
+    replay may have no live request whatever the backend declares."""
     takes_bare_chains: bool = False
-    """May a chain be verified without a tree, ``custom_mask`` and ``retrieve_*`` None? Draft methods that know no trees
-    have it so: a row sees the prefix, the rows before it and itself. By default all of them are given."""
+    """True: a chain may be verified without tree tensors: ``custom_mask`` and ``retrieve_*`` are None, and a row sees
+    the prefix, the rows before it and itself. False: a chain has all of them."""
     takes_out: bool = False
-    """Does ``forward`` take ``out=``, a contiguous [T, Hq, Dv] of the model's dtype that holds anything? Where it is
-    given, the output is written there and ``out`` is returned. Another one comes with each call, or none. By default
-    it is never given."""
+    """True: ``forward`` takes ``out=``, a contiguous [T, Hq, Dv] in the model's dtype with undefined contents, writes
+    the output there and returns it. Each call gets another buffer, or None. False: ``out`` is never given."""
     takes_more_rows: bool = False
-    """May a forward have more rows than its plan? Servers pad a batch once it is planned, to sizes of the layers around
-    attention. The batch of such a forward is another object than that of the plan: ``input_ids``, ``positions`` and
-    ``out_cache_loc`` are longer, with a slot of padding. q, k, v and the output have as many rows; what the output
-    holds in those behind the plan is ignored. Not in draft-decode. By default it has as many."""
+    """True: a forward may have more rows than its plan, because servers pad a batch after planning. Its batch is then
+    another object than that of the plan; ``input_ids``, ``positions`` and ``out_cache_loc`` are longer, with a slot of
+    padding, and so are q, k, v and the output. The kit ignores the extra output rows. Never in draft-decode."""
     output_lifetime: str = "layer"
-    """How long does an output hold what it held? Default, ``layer``: until the next ``forward`` of the instance, as
-    where all layers share one buffer; the model reads it at once. ``model``: until every layer of the model has run."""
+    """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
+    all layers share one buffer. ``model``: until every layer of the model has run."""
     drafts_without_prefix: bool = True
-    """In draft-decode, may a request have no key before the draft? Servers draft behind a prefill, so theirs have one
-    at least. Default: it may. False for planners that count on it."""
+    """True: a request of a draft-decode may have no key before the draft. Servers draft after a prefill, so theirs have
+    at least one. Declare False if the planner counts on that."""
     eager_without_waits: bool = True
-    """Do an eager plan and forward run without a wait for the device, where ``needs_cpu_seq_lens`` is False? Default: a
-    wait there is a failure. False: they may wait, as SGLang's Triton class does where a layer has a window
-    (``update_sliding_window_buffer``)."""
+    """True: eager plans and forwards do not wait for the device if ``needs_cpu_seq_lens`` is False; a wait fails
+    ``no-host-lengths``. Declare False if they may wait, as SGLang's Triton class does for windowed layers."""
     overlap_scheduling: bool = True
-    """May the server plan the next step while the device has not begun with this one, copies from pinned memory
-    included? Default: it may, as schedulers do that overlap the two. False: it waits for the device in between."""
+    """True: the server may plan the next step while the device still runs this one, including its copies from pinned
+    memory. Declare False if the server has to wait for the device in between."""
 
     def __post_init__(self) -> None:
         slots = self._listed("padding_slots")
@@ -120,12 +117,12 @@ SERVERS: Mapping[str, ServerConventions] = {"sglang": SGLANG, "vllm": VLLM}
 
 @dataclass(frozen=True)
 class Dialect:
-    """How the server around an instance says it: of each convention of the same name one value."""
+    """Conventions of the server around an instance: one value of each field of ``ServerConventions`` with this name."""
 
     padded_requests: str = "rows"
-    """What a padded request of a graph has. ``rows``: as many rows as it was captured with, and the fill value as
-    ``seq_lens`` (SGLang). ``nothing``: neither rows nor keys, whatever the fill value of the backend is; the batch has
+    """Contents of a padded request of a graph. ``rows``: as many rows as at capture, and the fill value as ``seq_lens``
+    (SGLang). ``nothing``: neither rows nor keys, whatever the backend's fill value is; the batch has
     ``query_start_loc`` (vLLM). A graph is captured on requests that have rows either way."""
     verify_lens: str = "prefix"
-    """``seq_lens`` of target-verify. ``prefix``: keys before the step (SGLang). ``all``: with its N new ones, in
-    ``spec_info`` as well (vLLM). The cells of a FULL_MASK are laid out by prefixes either way."""
+    """Keys that ``seq_lens`` counts in target-verify. ``prefix``: keys before the step (SGLang). ``all``: keys before
+    the step and its N new ones, in ``spec_info`` as well (vLLM). A FULL_MASK is laid out by prefixes either way."""

@@ -20,22 +20,20 @@ LAYER_WINDOWS = ("any", "one", "same")
 class Windows(Declared):
     """The sliding windows that a backend takes: ``Capabilities(windows=Windows({"decode", "extend"}, smallest=1))``.
 
-    Closed by default: no mode takes one. In the modes that do, all sizes and layers are open. ``Capabilities`` and
-    ``with_changes`` take the set of modes alone, too: ``windows={"decode"}``.
+    By default no mode takes one. A mode that does takes all sizes, in any layer. ``Capabilities`` and ``with_changes``
+    also take only the set of modes: ``windows={"decode"}``.
     """
 
     modes: Set[ForwardMode] = frozenset()
-    """In which modes is ``sliding_window_size`` honoured? Default: in none."""
+    """Modes in which ``sliding_window_size`` is honored."""
     smallest: int = 0
-    """What is the smallest W? A row sees itself and W keys before it. Default: 0. 1 for kernels to which a window of 0
-    is none."""
+    """Smallest W. A row sees itself and W keys before it. Declare 1 if the kernel takes a window of 0 for no window."""
     layers: str = "any"
-    """How may the windows of a model's layers differ? Default, ``any``: each layer has its own, or none. ``one``:
-    layers that have one have the same, next to layers that have none, for backends that plan by the model's window.
-    ``same``: all layers have the same, or none has one. ``BackendContext.sliding_window_size`` is that of the model."""
+    """Difference between the windows of a model's layers. ``any``: each layer has its own window, or none. ``one``: all
+    windowed layers have the same, next to layers without one, for backends that plan by
+    ``BackendContext.sliding_window_size``. ``same``: all layers have the same window, or none."""
     in_trees: bool = False
-    """With branching trees, is the window counted by position (tree depth), not by row? Default: trees that branch have
-    no window."""
+    """True: windows are honored in draft trees that branch, counted by position (depth in the tree), not by row."""
 
     def __post_init__(self) -> None:
         self._check_modes("modes")

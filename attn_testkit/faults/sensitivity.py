@@ -1,7 +1,7 @@
 """The smallest error that the kit finds in one key, one row, one head, compared with a fixed tolerance.
 
-``python -m attn_testkit.faults.sensitivity docs`` writes ``sensitivity.md`` and ``sensitivity.svg`` there. The checked
-output is the oracle's own with the error, rounded to the dtype, so the result does not depend on a kernel.
+``python -m attn_testkit.faults.sensitivity docs/explanation`` writes ``sensitivity.md`` and ``sensitivity.svg`` there.
+The checked output is the oracle's own with the error, rounded to the dtype, so the result does not depend on a kernel.
 """
 
 from __future__ import annotations

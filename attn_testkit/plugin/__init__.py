@@ -47,6 +47,9 @@ def pytest_configure(config: pytest.Config) -> None:
         diagnose=config.option.attn_diagnose,
         show_not_covered=config.option.attn_show_not_covered,
         collects_only=config.option.collectonly,
+        named=bool(config.option.attn_backend or config.option.attn_report),
+        selected_by=plugin_options.selected_by(config),
+        shard=plugin_options.shard(config),
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -9,11 +10,12 @@ from typing import TypeVar
 import pytest
 
 from ..registry import UsageError, unknown
+from ..reports.shards import Shard, requested_shard
 from ..running.planning.request import DIAGNOSE, EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 T = TypeVar("T")
 
-__all__ = ["add", "known_file", "min_cases", "report_file", "request"]
+__all__ = ["add", "known_file", "min_cases", "report_file", "request", "selected_by", "shard"]
 
 
 def add(parser: pytest.Parser) -> None:
@@ -76,6 +78,11 @@ def add(parser: pytest.Parser) -> None:
         help="List the declared values that no case covers.",
     )  # fmt: skip
     group.addoption(
+        "--attn-shard", metavar="K/N", dest="attn_shard",
+        help="Run only part K of N of the suite; `attn-testkit merge` has the verdict. "
+        "Default: SHARD_INDEX/SHARD_COUNT, if they are set.",
+    )  # fmt: skip
+    group.addoption(
         "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
         help="Report a backend that cannot be imported as a failing row, and test the others.",
     )  # fmt: skip
@@ -102,6 +109,7 @@ def request(config: pytest.Config) -> Request:
         order="plainest" if option.attn_budget is None else "most valuable",
         failed_before=_failed_before(config, backends) if option.attn_budget is not None else (),
         keep_unloadable=option.attn_keep_unloadable,
+        counts_tier=True,
     )
 
 
@@ -119,6 +127,23 @@ def _failed_before(config: pytest.Config, backends: Sequence[str]) -> tuple[tupl
     return tuple(dict.fromkeys(found))
 
 
+def selected_by(config: pytest.Config) -> str:
+    """The arguments of pytest itself that select tests, as written; empty if there are none.
+
+    What a hook or another plugin deselects is not among them: nobody reads of it on the command line.
+    """
+    option = config.option
+    words = [
+        *([f"-k {option.keyword!r}"] if option.keyword else []),
+        *([f"-m {option.markexpr!r}"] if option.markexpr else []),
+        *(f"--deselect {name}" for name in option.deselect or ()),
+        *(["--lf"] if getattr(option, "lf", False) else []),
+        *(["--sw"] if getattr(option, "stepwise", False) else []),
+        *(name for name in map(str, config.args) if "::" in name),
+    ]
+    return ", ".join(words)
+
+
 def known_file(config: pytest.Config) -> Path | None:
     """The absolute path of the known-failures file, or None."""
     given: str | None = config.option.attn_known_failures
@@ -126,6 +151,17 @@ def known_file(config: pytest.Config) -> Path | None:
         return config.invocation_params.dir / given
     listed: str = config.getini("attn_known_failures")
     return (config.inipath.parent if config.inipath else config.rootpath) / listed if listed else None
+
+
+def shard(config: pytest.Config) -> Shard | None:
+    """The shard of the suite, or None for all of it; raises ``pytest.UsageError``."""
+    given: str | None = config.option.attn_shard
+    if not given and not (config.option.attn_backend or config.getini("attn_backends")):
+        return None  # a session without the suite: the variables are meant for something else
+    try:
+        return requested_shard(given, os.environ)
+    except UsageError as error:
+        raise pytest.UsageError(f"attn-testkit: {error}") from None
 
 
 def report_file(config: pytest.Config) -> Path | None:

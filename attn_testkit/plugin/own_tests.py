@@ -108,6 +108,7 @@ def _wanted(
         seed=seed,
         cases=tuple(cases),
         command="conformance_cases",
+        counts_tier=True,
         order="plainest",
     )
     return Wanted(request, Options(timeout_s=timeout_s), Path(known_failures) if known_failures else None)

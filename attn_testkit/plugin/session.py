@@ -14,15 +14,19 @@ import pytest
 from ..registry import UsageError
 from ..reports.outcome import failure_lines, verdict
 from ..reports.record import Record, result_from_plain
+from ..reports.shards import Shard
 from ..reports.tally import text_table
+from ..reports.verdict import narrowed
 from ..results import (
     BAD,
+    CUT,
     RAN,
     CaseResult,
     RunHeader,
     format_failure,
     left_lines,
     not_covered_lines,
+    not_declared_lines,
     note_lines,
     printed_lines,
 )
@@ -39,6 +43,7 @@ from ..running.planning.request import (
     not_started,
     prepare,
 )
+from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 
 __all__ = ["SESSION", "Session", "param_id", "pickled_plan"]
@@ -84,6 +89,8 @@ class Session:
     budget_s: float | None = None
     """Seconds from the session's start after which no case-run is started."""
     begun: float = field(default_factory=lambda: time.monotonic())
+    shard: Shard | None = None
+    """The part of the case-runs that this session runs; None for all."""
     planned: Plan | None = None
     """The controller's plan, on a worker of xdist."""
     prepared: Prepared | None = None
@@ -98,6 +105,10 @@ class Session:
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     collects_only: bool = False
+    named: bool = False
+    """The command line names a backend or a results file of the suite."""
+    selected_by: str = ""
+    """The arguments of pytest that select tests, as written; empty if there are none."""
     code: int = 0
     _record: Record | None = None
     _not_recorded: str = ""
@@ -113,7 +124,9 @@ class Session:
                     )
                 if self.planned is None:
                     request = replace(self.request, command=self.command)
-                    self.prepared = prepare(self.judge(), request, self.known)
+                    plan = self.judge().plan(request)
+                    plan = shard_of(plan, self.shard) if self.shard else plan
+                    self.prepared = prepare(self.judge(), request, self.known, plan)
                 else:
                     # The judge is started for the first case-run, not for collection.
                     self.prepared = prepare(_NoJudge(), self.request, self.known, self.planned)
@@ -175,9 +188,14 @@ class Session:
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()
             }
-        self.header = replace(
-            header, planned=header.planned - deselected, command=self.command, not_covered=not_covered
+        by = self.selected_by or _by_a_hook(deselected)
+        header = narrowed(
+            header,
+            header.planned - deselected,
+            by,
+            asked=bool(self.selected_by),
         )
+        self.header = replace(header, command=self.command, not_covered=not_covered)
         self.problems = prepared.problems()
         if self.report:
             try:
@@ -202,16 +220,26 @@ class Session:
             # Workers of xdist that collect nothing report nothing.
             self.begin([])
         if self.header is None:
-            return exitstatus
+            # The session may be green, and whoever typed the option reads that as the backend's verdict.
+            asked_for_nothing = self.named and not self.collects_only and exitstatus == pytest.ExitCode.OK
+            self.refusal = self.refusal or (_NO_SUITE if asked_for_nothing else "")
+            return int(pytest.ExitCode.USAGE_ERROR) if asked_for_nothing else exitstatus
         self.interrupted = exitstatus == pytest.ExitCode.INTERRUPTED
         ran = sum(result.status in RAN for result in self.results if result.case)
+        if self.shard:
+            # The floor is one for all shards together.
+            ran = self.header.planned_in_all
         if ran < self.min_cases:
-            self.problems.append(f"{ran} case-runs ran, fewer than attn-min-cases = {self.min_cases}")
+            what = "planned for all shards" if self.shard else "ran"
+            self.problems.append(f"{ran} case-runs {what}, fewer than attn-min-cases = {self.min_cases}")
         self.code = final_code(self.header, self.results, self.problems, self.interrupted)
         if self._record:
             self._record.finish(self.code, interrupted=self.interrupted, problems=self.problems)
             self._not_recorded = self._record.failure
             self._record = None
+            if self._not_recorded and self.code in (0, CUT):
+                # Whoever reads the file, in this job or the next, would not see what this session found.
+                self.code = 3
         if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
             return self.code
         return 3 if exitstatus == pytest.ExitCode.TESTS_FAILED and self.code == 3 else exitstatus
@@ -222,6 +250,8 @@ class Session:
             terminal.section("attention conformance: failures by cause")
             for line in lines:
                 terminal.line(line)
+        if self.header is None and self.refusal == _NO_SUITE:
+            terminal.line(_NO_SUITE, red=True)
         if self.header is None or terminal.config.option.collectonly:
             return
         terminal.section("attention conformance")
@@ -245,6 +275,8 @@ class Session:
             terminal.line(line)
         how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
         for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered, how)]:
+            terminal.line(line)
+        for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)
         text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
         terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
@@ -273,6 +305,16 @@ class Session:
         self.results.append(result)
         if self._record:
             self._record.add(result)
+
+
+_NO_SUITE = (
+    "attn-testkit: --attn-backend or --attn-report was given, and no test of the suite was collected, so that nothing "
+    "was tested; add --pyargs attn_testkit.suite"
+)
+
+
+def _by_a_hook(deselected: int) -> str:
+    return f"a hook or plugin of pytest, which took {deselected} tests away"
 
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()

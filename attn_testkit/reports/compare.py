@@ -10,6 +10,7 @@ from typing import Any
 from ..results import BAD, CaseResult, Status, format_failure
 from .history import Key, key_of
 from .record import Report, plain
+from .verdict import conclude
 
 __all__ = ["Change", "Comparison", "compare_reports", "comparison_text"]
 
@@ -57,11 +58,17 @@ class Comparison:
     still_failing: tuple[Change, ...]
     remarks: tuple[str, ...]
     """Differences of the runs as a whole that make the rest hard to compare."""
+    newly_excused: tuple[Change, ...] = ()
+    """Case-runs that passed before, and that an entry of the known-failures file excuses now."""
+    problems: tuple[str, ...] = ()
+    """Reasons besides its case-runs why the new run is worse: it did not finish, or has a problem that the old one does
+    not have.
+    """
 
     @property
     def exit_code(self) -> int:
         """The exit code: 1 if the new run is worse."""
-        return 1 if self.newly_failing or self.vanished else 0
+        return 1 if self.newly_failing or self.vanished or self.problems else 0
 
     def as_plain(self) -> dict[str, Any]:
         """The comparison as plain values for JSON."""
@@ -91,7 +98,20 @@ def compare_reports(old: Report, new: Report) -> Comparison:
         ),
         still_failing=tuple(_change(b, a) for b, a in pairs if _bad(b) and _bad(a)),
         remarks=tuple(_remarks(old, new)),
+        newly_excused=tuple(
+            _change(b, a) for b, a in pairs if b.status is Status.PASSED and a.status is Status.KNOWN_FAILURE
+        ),
+        problems=(
+            *([] if new.finished else ["the new run did not finish"]),
+            *(problem for problem in new.problems if problem not in old.problems),
+        ),
     )
+
+
+def ending_of(report: Report) -> int:
+    """The exit code of a run by itself: that of its verdict, and 1 if it was cut off."""
+    found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
+    return found.code or (0 if report.finished else 1)
 
 
 def comparison_text(found: Comparison) -> str:
@@ -103,7 +123,10 @@ def comparison_text(found: Comparison) -> str:
         ("still failing", found.still_failing),
         ("newly passing", found.newly_passing),
     ]
+    # Not counted in the last line, which older readers of logs know; shown where there are any.
+    sections += [("newly excused as known failures", found.newly_excused)] if found.newly_excused else []
     lines = [f"note: {remark}" for remark in found.remarks]
+    lines += [f"problem: {problem}" for problem in found.problems]
     if found.not_reached:
         lines.append(f"note: the new run's budget left no time for {len(found.not_reached)} of the old run's case-runs")
     for title, changes in sections:

@@ -47,6 +47,8 @@ class History:
     """The nights, oldest first."""
     last: Path | None = None
     """The results file of the newest night that finished."""
+    last_good: Path | None = None
+    """The results file of the newest night that finished with exit code 0."""
     remarks: tuple[str, ...] = ()
     """Names of files that were left out, with the reason."""
 
@@ -124,7 +126,7 @@ def read_history(folder: str | Path, report: Report) -> History:
         raise UsageError(f"{folder} is not a folder; expected a folder of results files")
     red = {key_of(r, report.header.seed) for r in report.results if r.case and r.status in BAD}
     found: list[tuple[Night, Path]] = []
-    remarks = []
+    remarks, good = [], set()
     for path in sorted(folder.glob("*.json")):
         try:
             data = json.loads(path.read_bytes())
@@ -133,11 +135,18 @@ def read_history(folder: str | Path, report: Report) -> History:
                 remarks.append(f"{path.name} {why}")
             elif data["header"]["started"] < report.header.started:
                 found.append((_night_of_plain(data, red), path))
+                good |= {path} if data["exit_code"] == 0 else set()
         except (OSError, ValueError, KeyError, TypeError) as error:
             remarks.append(f"{path.name} cannot be read: {type(error).__name__}")
     found.sort(key=lambda each: each[0].started)
     finished = [path for night, path in found if night.finished]
-    return History(tuple(night for night, _ in found), finished[-1] if finished else None, tuple(remarks))
+    green = [path for path in finished if path in good]
+    return History(
+        tuple(night for night, _ in found),
+        finished[-1] if finished else None,
+        green[-1] if green else None,
+        tuple(remarks),
+    )
 
 
 def _not_comparable(data: Any, report: Report) -> str:
@@ -148,6 +157,10 @@ def _not_comparable(data: Any, report: Report) -> str:
     for name in ("tier", "device"):
         if header[name] != getattr(report.header, name):
             return f"is of another {name}: {header[name]}"
+    # A night of a part lacks what it left out, so that nothing of that could newly fail or vanish.
+    part = tuple(header.get("selection", {}).get("by", ()))
+    if part and part != report.header.selection.by:
+        return f"took only a part: {', '.join(part)}"
     return ""
 
 
@@ -162,7 +175,8 @@ def _night_of_plain(data: Mapping[str, Any], asked: Collection[Key]) -> Night:
     return _night(header["started"], data["finished"], runs, asked)
 
 
-def last_night(folder: str | Path, report: Report) -> Report | None:
-    """Return the newest finished night before ``report`` in a folder of results files."""
-    last = read_history(folder, report).last
+def last_night(folder: str | Path, report: Report, *, good: bool = False) -> Report | None:
+    """Return the newest finished night before ``report`` in a folder of results files. ``good``: of exit code 0."""
+    history = read_history(folder, report)
+    last = history.last_good if good else history.last
     return read_report(last) if last else None

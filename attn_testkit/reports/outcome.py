@@ -2,91 +2,26 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
 from ..results import (
     BAD,
-    EXECUTIONS,
-    FUZZ,
-    MODES,
-    RAN,
     CaseResult,
     RunHeader,
     Status,
-    emulated_parts,
-    exit_code,
     format_failure,
     left_lines,
     not_covered_lines,
+    not_declared_lines,
     repro_command,
 )
 from .grouping import Causes, group_failures
 from .in_common import in_common
+from .verdict import Verdict, conclude, verdict
 
 __all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "verdict"]
-
-
-def verdict(
-    header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
-) -> str:
-    """The verdict in one line: whether the backend conforms, how many case-runs that is based on, what was emulated."""
-    rows = list(results)
-    runs = [row for row in rows if row.is_case_run]
-    counts = Counter(run.status for run in runs)
-    ran = sum(counts[status] for status in RAN)
-    no_room = sum(run.had_no_room for run in runs)
-    accounted = ran + counts[Status.QUARANTINED] + no_room
-    of = f"of {header.planned} planned case-runs"
-    ours = sum(run.of_the_kit for run in runs)
-    counts[Status.CRASHED] -= ours
-    left = sum(run.left_out for run in runs)
-    cut = f"; {left} were not started because the budget was used up" if left else ""
-    bad = [f"{counts[status]} {status}" for status in Status if status in BAD and counts[status]]
-    if interrupted:
-        return f"INTERRUPTED: {ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
-    if ours:
-        rest = [f"{counts[Status.PASSED]} passed", *bad]
-        return f"KIT ERROR: the kit itself failed in {ours} {of}, no verdict on the backend; {', '.join(rest)}"
-    if header.tier == FUZZ and runs:
-        words = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
-        return f"{'FOUND' if bad else 'NOTHING FOUND'}: of {len(runs)} random case-runs {words}"
-    if not header.planned and not runs:
-        return f"NOTHING RAN: {_why_nothing(header, rows)}"
-    if bad:
-        missing = header.planned - accounted - left
-        return f"NOT CONFORMANT: {', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "") + cut
-    if accounted + left < header.planned:
-        return f"INCOMPLETE: {ran} {of} ran"
-    other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
-    other.append((no_room, "not run here for lack of memory"))
-    text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *(f"{n} {what}" for n, what in other if n)])
-    if not counts[Status.PASSED]:
-        return f"NOT CONFORMANT: {text}; nothing is known to work{cut}"
-    if problems:
-        return f"NOT ACCEPTED: {text}, but {problems[0]}{cut}"
-    parts = sorted({part for run in runs for part in emulated_parts(run)})
-    word = "CUT SHORT" if left else "CONFORMANT"
-    return f"{word}: {text}{cut}" + (f"; emulated {', '.join(parts)}: no proof about hardware" if parts else "")
-
-
-def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
-    lacking = dict.fromkeys(row.reason for row in rows if row.case and row.status is Status.UNSUPPORTED)
-    absent = [row for row in rows if row.status is Status.NOT_RUN_HERE]
-    reasons = ", ".join(dict.fromkeys(row.reason for row in absent if row.reason))
-    if lacking:
-        beside = f"; not runnable here: {reasons}" if reasons else ""
-        return f"no backend declares what the selected cases need; {', '.join(lacking)}{beside}"
-    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
-    undeclared = sum(row.status is Status.UNSUPPORTED for row in rows)
-    counts = [
-        (undeclared, "not declared"),
-        (len(absent), "not runnable here" + (f" ({reasons})" if reasons else "")),
-        (pairs - undeclared - len(absent), "not selected"),
-    ]
-    return f"of {pairs} pairs of mode and execution " + ", ".join(f"{n} {why}" for n, why in counts if n > 0)
 
 
 class FailureTexts:
@@ -147,13 +82,21 @@ class Results(Sequence[CaseResult]):
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command line: 0 conformant, 1 not, 3 the kit itself failed, 5 nothing to run."""
-        return exit_code(self.header.planned, self.rows, problems=self.problems)
+        """The exit code of the command line: 0 conformant, or a selection that was asked for passed; 1 not, 3 the kit
+        itself failed, 5 nothing to run."""
+        return self._concluded.code
 
     @property
     def ok(self) -> bool:
-        """True if the backend conforms: something passed, every planned case-run ran, and nothing failed."""
+        """True if the backend conforms: something passed, every planned case-run ran, and nothing failed. Of a
+        selection, only if the caller asked for it; see ``partial``.
+        """
         return self.exit_code == 0
+
+    @property
+    def partial(self) -> bool:
+        """True if the run took only a part of what the tier plans, so that it says nothing about the rest."""
+        return bool(self.header.selection)
 
     @property
     def failures(self) -> tuple[CaseResult, ...]:
@@ -163,7 +106,11 @@ class Results(Sequence[CaseResult]):
     @property
     def verdict(self) -> str:
         """The line that the command line ends with."""
-        return verdict(self.header, self.rows, problems=self.problems)
+        return str(self._concluded)
+
+    @property
+    def _concluded(self) -> Verdict:
+        return conclude(self.header, self.rows, problems=self.problems)
 
     def __bool__(self) -> bool:
         return self.ok
@@ -197,6 +144,7 @@ class Results(Sequence[CaseResult]):
                     self.texts,
                     *left_lines(self.header, self.rows),
                     *not_covered_lines(self.header.not_covered, "header.not_covered lists them"),
+                    *not_declared_lines(self.header.not_declared),
                     self.verdict,
                 ),
             )

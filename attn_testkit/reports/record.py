@@ -7,13 +7,14 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 from typing import IO, Any
 
 from ..registry import UsageError
-from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Status
+from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Selection, Status
+from .record_check import Digest, contradiction
 
 __all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]
 
@@ -124,6 +125,7 @@ class Record:
         except OSError as error:
             raise cannot_write(self._path, error) from error
         head = json.dumps({"format": FORMAT, "header": plain(asdict(header))}, indent=1)
+        self._digest = Digest(plain(asdict(header)))
         self._append(head[:-2].encode() + b',\n "results": [')
 
     def add(self, result: CaseResult) -> None:
@@ -132,6 +134,7 @@ class Record:
             self._counts[result.status.value] += 1
         values = {name: value for name, value in plain(asdict(result)).items() if value or name not in _OF_FAILURES}
         text = json.dumps(values, separators=(",", ":"))
+        self._digest.add(values)
         self._append((b",\n  " if self._written else b"\n  ") + text.encode())
         self._written += not self.failure
 
@@ -157,13 +160,14 @@ class Record:
         # ends the run.
         if self.failure:
             return
-        end = {
+        end: dict[str, Any] = {
             "counts": dict(sorted(self._counts.items())),
             "problems": list(problems),
             "interrupted": interrupted,
             "exit_code": exit_code,
             "finished": finished,
         }
+        end["digest"] = self._digest.with_end(end)
         tail = b"\n ],\n " + json.dumps(end)[1:].encode() + b"\n"
         try:
             self._put(body + tail)
@@ -185,7 +189,7 @@ class Record:
 
 
 def read_report(path: str | Path) -> Report:
-    """Read a results file; raises ``UsageError`` with one line for any other file."""
+    """Read a results file; raises ``UsageError`` with one line for another file, or for one that contradicts itself."""
     path = Path(path)
     try:
         data = json.loads(path.read_bytes())
@@ -198,16 +202,29 @@ def read_report(path: str | Path) -> Report:
         what = f"has format {found!r}" if found else "is not a results file of attn-testkit"
         raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
     try:
-        header = RunHeader(**_renamed(data["header"]))
-        not_covered = {spec: tuple(phrases) for spec, phrases in header.not_covered.items()}
-        notes = {spec: tuple(texts) for spec, texts in header.notes.items()}
-        header = replace(header, limits=tuple(header.limits), not_covered=not_covered, notes=notes)
+        header = _header_from_plain(data["header"])
         results = tuple(result_from_plain(item) for item in data["results"])
+        wrong = contradiction(data, header, results)
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if wrong:
+        raise UsageError(f"{path} {wrong}. Run the kit again; results files are not edited")
     return Report(
         header, results, data["finished"], data["interrupted"], data["exit_code"], tuple(data.get("problems", ()))
     )
+
+
+def _header_from_plain(data: Mapping[str, Any]) -> RunHeader:
+    values = _renamed(data)
+    selection = {**values.get("selection", {})}
+    values |= {
+        "limits": tuple(values["limits"]),
+        "not_covered": {spec: tuple(phrases) for spec, phrases in values.get("not_covered", {}).items()},
+        "notes": {spec: tuple(texts) for spec, texts in values.get("notes", {}).items()},
+        "not_declared": {spec: tuple(texts) for spec, texts in values.get("not_declared", {}).items()},
+        "selection": Selection(**{**selection, "by": tuple(selection.get("by", ()))}),
+    }
+    return RunHeader(**values)
 
 
 def schema() -> dict[str, Any]:

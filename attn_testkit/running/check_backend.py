@@ -55,6 +55,7 @@ def check_backend(
         seed=seed,
         cases=tuple(cases),
         command="check_backend",
+        counts_tier=True,
     )
     return run_request(request, options, known_failures)
 

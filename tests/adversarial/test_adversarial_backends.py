@@ -73,7 +73,7 @@ def test_there_are_many_and_each_says_what_it_tries() -> None:
 
 
 def test_the_page_on_isolation_has_a_row_for_each() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "isolation.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "contributing" / "isolation.md").read_text()
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     named = {slug for row in rows for slug in re.findall(r"`([a-z0-9-]+)`", row)}
     assert named == {entry.slug for entry in ENTRIES}

@@ -17,7 +17,7 @@ from attn_testkit.examples.blocks_of_vllm import BlocksOfVllmBackend
 
 def test_the_example_is_as_long_as_its_page_says() -> None:
     lines = len(Path(example.__file__).read_text().splitlines())
-    page = (Path(__file__).parents[2] / "docs" / "kv-layouts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "kv-layouts.md").read_text()
     assert f"in {lines} lines" in page
 
 

@@ -11,5 +11,15 @@ def came_later(case: Case) -> bool:
     model = case.layers != Layers() or case.heads == Heads("mha", 1, 1) or case.heads.kv_heads == 3
     of_packed_rows = case.prefixes in ((107, 20), (70, 33, 1), (66_000, 32_769), (530, 33, 1))
     together = len(case.prefixes) == 9 and case.layout == "shared"
+    seldom = len(case.prefixes) > 12 and case.prefixes[1] == case.prefixes[0] + 1
     alone = not any(case.prefixes) or case.prefixes == (3,)
-    return numbers or model or case.kv_layout != "nhd" or bool(case.variants) or of_packed_rows or together or alone
+    return (
+        numbers
+        or model
+        or case.kv_layout != "nhd"
+        or bool(case.variants)
+        or of_packed_rows
+        or together
+        or alone
+        or seldom
+    )

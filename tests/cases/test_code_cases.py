@@ -8,14 +8,17 @@ import numpy as np
 import pytest
 import torch
 from later import came_later
+from typing_extensions import override
 
+from attn_testkit import check_backend
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import CODES, DATA, Case, parse_case
 from attn_testkit.cases.catalogue import generate
 from attn_testkit.cases.data import make_layers, make_step_data
 from attn_testkit.cases.patterns import CODE_BOUND, balanced_codes
 from attn_testkit.cases.schedule import make_schedule
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Capabilities, ForwardBatch, ForwardMode
+from attn_testkit.faults.dense import DenseBackend, Visibility
 
 CAPABILITIES = TorchNativeBackend.capabilities
 
@@ -28,7 +31,7 @@ def every_code_case(declared: Capabilities, mode: ForwardMode, tier: str) -> lis
 
 
 def of_other_pages(case: Case) -> bool:
-    return case.prefixes[1:] == (300, 33) and case.prefixes[0] not in (4097, 1025)
+    return case.prefixes[1:] == (300, 33) and case.prefixes[0] not in (4097, 4096, 1025)
 
 
 def codes(declared: Capabilities, mode: ForwardMode, tier: str) -> list[Case]:
@@ -92,7 +95,7 @@ def test_a_pool_holds_codes_exactly(kv_dtype: str) -> None:
 
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_each_mode_has_one_long_batch_and_one_with_all_options(mode: ForwardMode) -> None:
-    minimal, options = codes(CAPABILITIES, mode, "core")
+    minimal, options, _ = codes(CAPABILITIES, mode, "core")
     assert (minimal.prefixes, minimal.dtype, minimal.page_size, minimal.head_dim) == ((4097, 300, 33), "bf16", 16, 128)
     assert (minimal.window, minimal.sinks, minimal.logit_cap, minimal.kv_dtype) == (-1, False, 0.0, "same")
     assert (options.prefixes, options.dtype, options.kv_dtype) == ((1500, 70, 9), "fp16", "fp8_e4m3")
@@ -105,13 +108,50 @@ def test_smoke_has_a_short_one_of_decode_and_full_has_the_longest() -> None:
     assert [case.prefixes for case in codes(CAPABILITIES, ForwardMode.DECODE, "smoke")] == [(1025, 33)]
     assert codes(CAPABILITIES, ForwardMode.TARGET_VERIFY, "smoke") == []
     full = [case.prefixes for case in codes(CAPABILITIES, ForwardMode.DECODE, "full")]
-    assert full == [(4097, 300, 33), (1500, 70, 9), (66_001, 1500, 33)]
+    assert full == [(4097, 300, 33), (1500, 70, 9), (66_000,), (66_001, 1500, 33)]
+
+
+@pytest.mark.parametrize("mode", ForwardMode)
+def test_every_key_of_the_longest_request_of_a_mode_is_counted_in_core(mode: ForwardMode) -> None:
+    """With one-hot values a case watches as many keys as there are channels: of 66,000 one in thousand."""
+    for family in ("gqa", "mla"):
+        found = generate(CAPABILITIES.with_changes(families={family}, heads_by_layer=False), mode, "core")
+        counted = max(max(case.prefixes) for case in found if case.data == CODES)
+        assert counted == max(max(case.prefixes) for case in found), family
+        assert family == "mla" or counted == 66_000
+    short = generate(CAPABILITIES.with_changes(max_context_len=9000), mode, "core")
+    assert max(max(case.prefixes) for case in short if case.data == CODES) > 8900
+
+
+def skipping(key: int, longest: int) -> type[DenseBackend]:
+    class Skipping(DenseBackend):
+        """Requests of more than ``longest`` keys lack one of them."""
+
+        capabilities = DenseBackend.capabilities
+
+        @override
+        def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+            position, at, visible = super().visibility(batch, counts, offset)
+            return position, at, visible & ~((at == key) & (self.kv_lens[:, None, None] > longest))
+
+    return Skipping
+
+
+@pytest.mark.parametrize(("longest", "status"), [(65_536, "failed"), (66_001, "passed")])
+def test_a_decode_that_leaves_one_key_out_of_66_000_fails_a_case_of_core(longest: int, status: str) -> None:
+    backend = skipping(31_234, longest)
+    case = next(case for case in codes(backend.capabilities, ForwardMode.DECODE, "core") if case.prefixes == (66_000,))
+    found = check_backend(backend, device="cpu", executions=["eager"], cases=[case.id], in_process=True)
+    (result,) = (row for row in found if row.case)
+    assert result.status.value == status
+    assert [finding.check for finding in result.findings] == ["keys-counted-once"] * (status == "failed")
+    assert status == "passed" or "31,234" in str(result.findings) or "31234" in str(result.findings)
 
 
 def test_mla_has_shorter_ones_in_core() -> None:
     declared = CAPABILITIES.with_changes(families={"mla"}, head_dims={512})
     lens = {tier: [case.prefixes for case in codes(declared, ForwardMode.DECODE, tier)] for tier in ("core", "full")}
-    assert lens["core"] == [(1025, 300, 33), (1500, 70, 9)]
+    assert lens["core"] == [(4096, 300, 33), (1500, 70, 9), (16_384,)]
     assert lens["full"] == [*lens["core"], (4097, 300, 33), (66_001, 1500, 33)]
     assert {case.head_dim for case in codes(declared, ForwardMode.DECODE, "core")} == {512}
 

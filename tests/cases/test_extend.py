@@ -65,7 +65,7 @@ def test_chunks_are_a_word_of_the_id_and_one_chunk_is_none() -> None:
 
 
 def test_the_page_of_modes_has_every_mode() -> None:
-    page = (Path(__file__).resolve().parents[2] / "docs" / "modes.md").read_text()
+    page = (Path(__file__).resolve().parents[2] / "docs" / "reference" / "modes.md").read_text()
     assert [mode for mode in ForwardMode if f"| `{mode.value}`" not in page] == []
 
 

@@ -24,7 +24,7 @@ from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
 
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
-TIERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "running.md"
+TIERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "running.md"
 BUNDLED = {
     entry.name: entry.load().capabilities
     for entry in importlib.metadata.entry_points(group="attn_testkit.backends")

@@ -140,7 +140,7 @@ def test_what_is_no_layout_is_answered(layouts: object, message: str) -> None:
 
 
 def test_the_page_and_the_pool_list_every_layout() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "kv-layouts.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "how-to" / "kv-layouts.md").read_text()
     assert tuple(re.findall(r"^\| `([\w-]+)` \|", page, re.M)) == KV_LAYOUTS
     table = (KVPool.__doc__ or "").split("``get_layer_buffer``")[1]
     assert tuple(re.findall(r"^    ``([\w-]+)`` ", table, re.M)) == KV_LAYOUTS

@@ -6,9 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from signed import signed
+
+from attn_testkit.reports.record import Record
+from attn_testkit.reports.verdict import conclude
 
 ROOT = Path(__file__).resolve().parents[2]
 FAKES = ROOT / "tests" / "front_ends"
@@ -139,8 +144,10 @@ def test_a_later_night_is_compared_with_the_last_one_and_its_page_knows_all(nigh
     (tmp_path / "nights").mkdir()
     for name, day, backends in (("a", 19, ("fake:ok",)), ("b", 18, ("fake:ok", "fake:full"))):
         results = [result for result in record["results"] if result["backend"] in backends]
-        header = {**record["header"], "started": f"2026-11-{day}T04:00:00+00:00"}
-        (tmp_path / "nights" / f"{name}.json").write_text(json.dumps({**record, "header": header, "results": results}))
+        ran = sum(bool(result["case"]) for result in results)
+        header = {**record["header"], "started": f"2026-11-{day}T04:00:00+00:00", "planned": ran}
+        night_before = {**record, "header": header, "results": results, "counts": {"passed": ran}}
+        (tmp_path / "nights" / f"{name}.json").write_text(json.dumps(signed(night_before)))
     code, printed = night("nights", ATTN_BACKENDS="fake:ok fake:wrong")
     assert code == 1, printed
     # b.json knows of fake:full, which is not there any more; the last night is a.json, whatever its name.
@@ -172,3 +179,44 @@ def test_an_earlier_record_that_cannot_be_read_costs_no_page(night, tmp_path):
     assert "previous.json is not JSON" in printed
     assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")
     assert "CONFORMANT: 4 of 4" in (night.out / "report.html").read_text()
+
+
+def test_a_red_night_without_news_has_an_exit_code_of_its_own_and_knows_the_last_green_one(night, tmp_path):
+    """8: what fails failed the night before, too."""
+    sys.path.insert(0, str(FAKES))
+    import fake_runner
+
+    (tmp_path / "nights").mkdir()
+    for day, backends in ((18, ["fake:ok"]), (19, ["fake:ok", "fake:inf"])):
+        plan = fake_runner.plan_run(backends=backends)
+        header = replace(plan.header, started=f"2026-11-{day}T04:00:00+00:00")
+        record = Record(tmp_path / "nights" / f"{day}.json", header)
+        results = (*plan.preset, *map(fake_runner.run_item, plan.items))
+        for result in results:
+            record.add(result)
+        record.finish(conclude(header, results).code)
+    code, printed = night("nights", ATTN_BACKENDS="fake:ok fake:inf")
+    assert code == 8, printed
+    last, green = (night.out / "compare.txt").read_text().split("== since the last green night\n")
+    assert "not worse: 0 newly failing" in last
+    assert "WORSE: 4 newly failing" in green
+
+
+def test_several_machines_share_a_night_and_one_gathers_it(night, tmp_path):
+    for number in (1, 2):
+        code, printed = night(ATTN_BACKENDS="fake:ok fake:full", ATTN_SHARD=f"{number}/2")
+        assert code == 0, printed
+        assert (night.out / "summary.md").read_text().startswith(f"### ✅ SHARD {number}/2")
+        place = tmp_path / "shards" / str(number)
+        place.mkdir(parents=True)
+        (night.out / "report.json").rename(place / "report.json")
+    code, printed = night(str(tmp_path / "nights"), ATTN_SHARDS="shards/*/report.json")
+    assert code == 0, printed
+    assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 8 of 8")
+    assert len([*(tmp_path / "nights").iterdir()]) == 1, "the merged night is kept"
+    (tmp_path / "shards" / "2" / "report.json").unlink()
+    code, printed = night(str(tmp_path / "nights"), ATTN_SHARDS="shards/*/report.json")
+    assert code == 4, printed
+    assert "shard 2/2 is missing" in (night.out / "summary.md").read_text()
+    assert "<title>✗" in (night.out / "report.html").read_text()
+    assert len([*(tmp_path / "nights").iterdir()]) == 1

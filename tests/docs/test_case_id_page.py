@@ -14,7 +14,7 @@ from attn_testkit.cases.rows import Rows
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.contract import ForwardMode
 
-PAGE = (ROOT / "docs" / "case-ids.md").read_text()
+PAGE = (ROOT / "docs" / "reference" / "case-ids.md").read_text()
 PLAIN = {
     "decode": "decode-gqa4x2-d64-bf16-p8-k33-shuffled-gauss-b5prod",
     "target-verify": "target-verify-gqa4x2-d64-bf16-p8-k33-chain5-shuffled-gauss-b5prod",
@@ -38,7 +38,7 @@ def words(cell: str) -> list[str]:
 
 EVERYWHERE = [(word, "decode") for row in table("Always there") for word in words(row[0]) if word not in PLAIN]
 OF_MODES = [(w, mode) for row in table("Of a mode") for w in words(row[0]) for mode in row[1].split(", ")]
-OPTIONAL = [(word, "decode") for row in table("Where there are any") for word in words(row[0])]
+OPTIONAL = [(word, "decode") for row in table("Optional") for word in words(row[0])]
 
 
 def kinds() -> list[re.Pattern[str]]:

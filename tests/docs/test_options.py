@@ -19,7 +19,8 @@ ELSEWHERE = {
     "--no-deps", "--no-build-isolation", "--index-url", "--system-site-packages",  # pip, venv
     "--pyargs", "--deselect", "--ff", "--lf", "--junitxml", "--maxfail",  # pytest
     "--strict",  # mypy, mkdocs
-    "--disable-hybrid-kv-cache-manager",  # vLLM
+    "--disable-hybrid-kv-cache-manager", "--model-path",  # vLLM, SGLang
+    "--working-dir",  # Ray
 }  # fmt: skip
 """Options of programs that are not ours."""
 
@@ -60,7 +61,8 @@ def wrong_in(line: str) -> list[str]:
     known = options_of()
     if match[1] not in known:
         return [f"attn-testkit {match[1]}: no such command"]
-    rest = re.split(r"[|>]|&&", line[match.end() :])[0]
+    # Behind a lone -- is the command of another program.
+    rest = re.split(r"[|>]|&&| -- ", line[match.end() :])[0]
     return [f"attn-testkit {match[1]} {word}" for word in _OPTION.findall(rest) if word not in known[match[1]]]
 
 
@@ -87,6 +89,7 @@ def test_every_option_that_is_named_exists_somewhere() -> None:
         ("python -m attn_testkit repro --jobs 3 CASE", ["attn-testkit repro --jobs"]),
         ("attn-testkit rum --backend x", ["attn-testkit rum: no such command"]),
         ("attn-testkit list | grep --count x", []),
+        ("attn-testkit record --to x -- serve --port 1", []),
         ("python -m attn_testkit.calibrate --measure", []),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -75,5 +76,5 @@ def test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands(proj
         ["bash", "-c", command], cwd=project, env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-2000:]}"
-    assert "CONFORMANT: 10 of 10 planned case-runs passed; emulated device: no proof about hardware" in done.stdout
-    assert "NOT CONFORMANT" not in done.stdout
+    assert re.search(r"PARTIAL: 10 of \d+ planned case-runs ran, all passed; .*: no proof about hardware", done.stdout)
+    assert "CONFORMANT" not in done.stdout

@@ -13,7 +13,7 @@ NAMES = [page.relative_to(ROOT).as_posix() for page in SHOWN]
 
 
 def test_the_pages_with_transcripts_are_found() -> None:
-    assert {"README.md", "docs/tutorial.md", "docs/metadata-and-graph-hooks.md"} <= set(NAMES)
+    assert {"README.md", "docs/tutorials/your-first-backend.md", "docs/tutorials/graph-hooks.md"} <= set(NAMES)
 
 
 @pytest.mark.parametrize("page", SHOWN, ids=NAMES)
@@ -40,10 +40,10 @@ def test_no_transcript_lacks_its_output() -> None:
 
 
 @pytest.mark.parametrize(
-    ("page", "name"), [("tutorial", "my_decode.py"), ("metadata-and-graph-hooks", "planned_decode.py")]
+    ("page", "name"), [("your-first-backend", "my_decode.py"), ("graph-hooks", "planned_decode.py")]
 )
 def test_the_file_to_copy_is_the_one_that_the_page_ends_with(page: str, name: str, tmp_path: Path) -> None:
-    for fence in fences(ROOT / "docs" / f"{page}.md"):
+    for fence in fences(ROOT / "docs" / "tutorials" / f"{page}.md"):
         if fence.title:
             write(fence, tmp_path)
     assert (tmp_path / name).read_text() == (ROOT / "docs" / "code" / name).read_text()

@@ -9,7 +9,7 @@ import pytest
 
 from attn_testkit.faults.sensitivity import KINDS, Point, markdown, point, svg
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "explanation"
 
 
 @pytest.mark.parametrize("length", [64, 4096])
@@ -41,8 +41,8 @@ def test_a_hundredth_of_a_row_or_head_is_seen_where_a_fixed_tolerance_needs_a_te
 
 
 def test_the_page_of_the_docs_has_these_numbers() -> None:
-    found = point("key", "fp16", 512)
-    (row,) = [line for line in markdown([found]).splitlines() if "| fp16 | 512 |" in line]
+    found = point("key", "bf16", 512)
+    (row,) = [line for line in markdown([found]).splitlines() if "| bf16 | 512 |" in line]
     assert row in (DOCS / "sensitivity.md").read_text(), "run: python -m attn_testkit.faults.sensitivity docs"
 
 

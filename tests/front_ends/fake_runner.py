@@ -11,11 +11,23 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 
 from attn_testkit.registry import BackendNotFound, UsageError
+from attn_testkit.reports.record import Record
 from attn_testkit.results import CaseResult, Finding, RunHeader, Status
 from attn_testkit.running.planning.candidate import Candidate
-from attn_testkit.running.planning.request import Item, Options, Plan, Request, bare_result, kit_error, unloadable
+from attn_testkit.running.planning.request import (
+    Item,
+    Options,
+    Plan,
+    Request,
+    bare_result,
+    kit_error,
+    selection_of,
+    unloadable,
+)
 
 MODES = ("decode", "target-verify")
 EXECUTIONS = ("eager", "graph")
@@ -26,6 +38,16 @@ def known(cases: str, check: str = "matches-oracle", kind: str = "tolerated", **
     fields = {"cases": cases, "kind": kind, "issue": ISSUE, **({"check": check} if kind == "tolerated" else {}), **more}
     until = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30)
     return "[[known]]\n" + "".join(f"{key} = {value!r}\n" for key, value in fields.items()) + f"until = {until}\n"
+
+
+def crash_record(path: Path, spec: str, cases: str, status: Status = Status.CRASHED) -> None:
+    """Write a results file in which the cases of a backend ended so: what a quarantine has to show."""
+    plan = plan_run(backends=[spec])
+    items = [item for item in plan.items if fnmatch.fnmatchcase(item.case, cases)]
+    record = Record(path, replace(plan.header, planned=len(items)))
+    for item in items:
+        record.add(result(item, status, margin=None, findings=(finding(),) if status is Status.FAILED else ()))
+    record.finish(1)
 
 
 ISSUE = "https://example.org/issues/12"
@@ -41,10 +63,12 @@ def plan_run(
     cases: Sequence[str] = (),
     command: str = "attn-testkit run",
     keep_unloadable: bool = False,
+    cases_from: str = "",
     **_: object,
 ) -> Plan:
     items: list[Item] = []
     broken: list[CaseResult] = []
+    whole: list[Item] = []
     for spec in backends:
         if not spec.startswith("fake:"):
             why = f"unknown backend {spec!r}; did you mean 'fake:ok'?"
@@ -54,14 +78,19 @@ def plan_run(
             continue
         words = [w for w in spec[5:].split(",") if w]
         words += ["full"] if tier == "full" else []
-        for mode in modes or MODES:
-            for execution in executions or EXECUTIONS:
-                for number, word in enumerate(words):
-                    case = f"{mode}-{word}-k{number}"
-                    if not cases or any(fnmatch.fnmatchcase(case, glob) for glob in cases):
-                        items.append(Item(spec, mode, execution, case))
+        whole += [
+            Item(spec, mode, execution, f"{mode}-{word}-k{number}")
+            for mode in MODES
+            for execution in EXECUTIONS
+            for number, word in enumerate(words)
+        ]
+    for item in whole:
+        of_mode = item.mode in (modes or MODES) and item.execution in (executions or EXECUTIONS)
+        if of_mode and (not cases or any(fnmatch.fnmatchcase(item.case, glob) for glob in cases)):
+            items.append(item)
     if cases and not items:
         raise UsageError(f"no case matches {cases[0]!r}")
+    asked = Request(tuple(backends), tuple(modes), tuple(executions), cases=tuple(cases), cases_from=cases_from)
     preset = (
         CaseResult(backends[0], "draft-extend", "graph", "", Status.UNSUPPORTED),
         CaseResult(backends[0], "draft-extend-v2", "graph", "", Status.NOT_RUN_HERE, reason="needs sm100"),
@@ -78,6 +107,7 @@ def plan_run(
         backends=dict.fromkeys(backends, "1.0"),
         planned=len(items) + len(broken),
         limits=("timing is not emulated",),
+        selection=selection_of(asked, items, whole, len(broken)),
     )
     return Plan(header, tuple(items), (*preset, *broken))
 
@@ -97,6 +127,9 @@ class Runner:
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"capabilities of {spec}", "") for spec in specs]
+
+    def device_name(self, device: str) -> str:
+        return "CPU (emulated CUDA)"
 
     def declared(self, candidate: Candidate, device: str) -> object:
         return f"capabilities of {candidate.spec}"
@@ -155,6 +188,15 @@ def _hang(item: Item) -> CaseResult:
     raise AssertionError
 
 
+def _gated(item: Item) -> CaseResult:
+    """In eager it passes; in graphs when the file ATTN_GATE is there."""
+    end = time.monotonic() + 120
+    while item.execution == "graph" and not os.path.exists(os.environ["ATTN_GATE"]):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return result(item, hints=(f"pid {os.getpid()}",))
+
+
 def _late(item: Item) -> CaseResult:
     return bare_result(item, Status.TIMED_OUT, "no result after 1 s\n  in _hang", "emulated")
 
@@ -207,5 +249,6 @@ ENDINGS = {
     "pid": _pid,
     "gpu": _gpu,
     "noisy": _noisy,
+    "gated": _gated,
     "inf": lambda item: result(item, Status.FAILED, findings=(finding("finite"),), margin=float("inf")),
 }

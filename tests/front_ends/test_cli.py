@@ -54,7 +54,7 @@ def test_a_failure_is_reported_in_full_with_its_command(call):
     assert code == 1
     assert out.startswith("decode-wrong-k0: request 3 differs from the oracle, 56x over the limit\n  check    matches-")
     assert "attn-testkit repro --backend fake:wrong --execution graph --device cpu decode-wrong-k0" in out
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 planned case-runs"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 1 selected case-runs (4 planned)"
 
 
 def test_cases_come_from_a_file_beside_those_of_the_command(call, tmp_path):
@@ -62,10 +62,10 @@ def test_cases_come_from_a_file_beside_those_of_the_command(call, tmp_path):
     code, out, _ = call("run", "--backend", "fake:ok,wrong", "--cases-from", "ids.txt", "--execution", "eager")
     assert code == 1
     assert "target-verify-wrong-k1: request 3" in out
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 2 planned case-runs"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 2 selected case-runs (8 planned)"
     both = ("--cases-from", "ids.txt", "--case", "decode-wrong-k1", "--execution", "eager")
     _, out, _ = call("run", "--backend", "fake:ok,wrong", *both)
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 failed of 3 planned case-runs"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 failed of 3 selected case-runs (8 planned)"
 
 
 @pytest.mark.parametrize(
@@ -120,8 +120,8 @@ def test_the_record_is_valid_and_says_how_it_ended(call):
     assert "NOT CONFORMANT: 8 failed" in Path("out.html").read_text()
 
 
-@pytest.mark.parametrize(("words", "verdict"), [("ok,ok", 0), ("ok,wrong", 1)])
-def test_a_full_disk_costs_the_record_and_not_the_verdict(call, words, verdict):
+@pytest.mark.parametrize(("words", "verdict"), [("ok,ok", 3), ("ok,wrong", 1)])
+def test_a_full_disk_costs_the_record_and_the_green_and_not_the_verdict(call, words, verdict):
     code, out, err = call("run", "--backend", f"fake:{words}", "--json", "/dev/full")
     assert code == verdict
     assert "of 8 planned case-runs" in out.splitlines()[-1]
@@ -151,7 +151,7 @@ def test_a_page_that_cannot_be_written_in_the_end_costs_no_verdict(call, monkeyp
 def test_a_run_that_stops_early_is_not_green(call):
     code, out, _ = call("run", "--backend", "fake:ok,wrong,ok", "--mode", "decode", "-x")
     assert code == 1
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 6 planned case-runs; 4 did not run"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 1 failed of 6 selected case-runs (12 planned); 4 did not run"
 
 
 def test_in_process_says_that_it_is_no_gate(call):
@@ -166,7 +166,7 @@ def test_case_runs_that_were_not_run_are_not_green(call):
     code, out, _ = call("run", "--backend", "fake:lost,notrun,notrun", "--mode", "decode")
     assert code == 1
     assert "not run here" in out
-    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 crashed of 6 planned case-runs; 4 did not run"
+    assert out.splitlines()[-1] == "NOT CONFORMANT: 2 crashed of 6 selected case-runs (12 planned); 4 did not run"
 
 
 def test_a_judge_that_dies_is_three_and_leaves_a_record(call):
@@ -198,7 +198,7 @@ def test_known_failures_pass_and_outdated_entries_do_not(call):
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:ok,wrong,exit")
     assert code == 0
-    assert out.splitlines()[-1].startswith("CONFORMANT: 2 of 6 planned case-runs passed, 4 known failure")
+    assert out.splitlines()[-1].startswith("PARTIAL: 6 of 12 planned case-runs ran: 2 passed, 4 known failures;")
     code, out, _ = call(*args, "fake:ok,exit")
     assert code == 1
     assert "problem: known failure 1 (cases = '*-wrong-*', https://example.org/issues/12) matches no case" in out
@@ -213,12 +213,12 @@ def test_known_failures_alone_and_errors_of_the_kit_are_no_green(call):
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:wrong,bug")
     assert code == 3
-    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 planned case-runs")
+    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 selected case-runs (8 planned)")
     Path("known.toml").write_text(known("*-wrong-*"))
     code, out, _ = call(*args, "fake:wrong")
     assert code == 1
     assert out.splitlines()[-1] == (
-        "NOT CONFORMANT: 0 of 2 planned case-runs passed, 2 known failures; nothing is known to work"
+        "NOT CONFORMANT: 0 of 2 selected case-runs (4 planned) passed, 2 known failures; nothing is known to work"
     )
 
 
@@ -401,7 +401,9 @@ def test_compare_fails_when_something_got_worse(call):
     code, out, _ = call("compare", "old.json", "new.json")
     assert code == 1
     assert out.splitlines()[-1].startswith("WORSE: 0 newly failing, 2 vanished")
-    assert call("compare", "old.json", "old.json")[0] == 0
+    assert call("compare", "new.json", "old.json")[0] == 0
+    code, _, err = call("compare", "old.json", "old.json")
+    assert (code, err.splitlines()[-1].partition(";")[0]) == (4, "attn-testkit: old.json and old.json are the same run")
     assert json.loads(call("compare", "old.json", "new.json", "--json")[1])["exit_code"] == 1
 
 
@@ -474,7 +476,7 @@ def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, numb
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "Traceback" not in out + err
-    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 planned case-runs had run"
+    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 selected case-runs (8 planned) had run"
     report = read_report(record)
     assert report.interrupted
     assert not report.finished

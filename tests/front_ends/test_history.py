@@ -200,8 +200,11 @@ def test_a_first_night_has_no_history_and_nothing_to_compare_with(call, tmp_path
     assert 'id="changes"' not in page
     assert "new tonight" not in page
     code, out, err = call("compare", "nights", "out.json")
-    assert (code, out) == (0, "")
-    assert err == "nothing to compare with: nights has no finished run of this tier and device before NEW\n"
+    assert (code, out) == (1, ""), "it is red by itself"
+    assert err.splitlines() == [
+        "nothing to compare with: nights has no finished run of this tier and device before NEW",
+        "NOT CONFORMANT: 1 failed of 2 planned case-runs",
+    ]
 
 
 def test_comparing_with_a_folder_is_comparing_with_its_last_night(call, tmp_path):

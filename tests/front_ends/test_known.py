@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import re
+from dataclasses import replace
 
 import fake_runner
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Finding, Status, exit_code
+from attn_testkit.reports.verdict import conclude
+from attn_testkit.results import CaseResult, Finding, Selection, Status, exit_code
 from attn_testkit.running.planning import known_failures
 from attn_testkit.running.planning.known_failures import KnownFailure, Ledger, load_known
 from attn_testkit.running.planning.request import kit_error
@@ -324,3 +326,76 @@ def test_a_package_before_its_release_has_a_version_too(monkeypatch):
     monkeypatch.setattr(known_failures.metadata, "version", lambda name: "0.4rc1")
     assert ledger(entry(when="my-pkg>=0.3")).judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE
     assert ledger(entry(when="my-pkg<0.4")).judge(failed("matches-oracle")).status is Status.FAILED
+
+
+def test_a_quarantine_shows_the_crash_of_each_of_its_case_runs(tmp_path):
+    """Never launched means never seen to fail: without a record a wrong case could be put out of sight for a year."""
+    runs = [("fake:ok", execution, f"decode-ok-k{n}") for execution in ("eager", "graph") for n in (0, 1)]
+    until = datetime.date(2027, 1, 31)
+
+    def problems(*crashed: tuple[str, str, str]) -> list[str]:
+        book = ledger(entry(kind="quarantine", until=until, crashed=frozenset(crashed)))
+        return book.problems(runs, lambda _: True)
+
+    assert problems(*runs) == []
+    (problem,) = problems(*runs[1:])
+    assert problem.startswith(
+        "known failure 1 (cases = 'decode-*', #12) quarantines fake:ok eager decode-ok-k0, and no"
+    )
+    (problem,) = problems(*runs[:1])
+    assert "quarantines fake:ok eager decode-ok-k1 and 2 more, and no record shows that it crashes" in problem
+    assert len(problems(("other:B", "eager", "decode-ok-k0"), *runs[1:])) == 1, "the crash of another backend"
+    assert ledger(entry()).problems(runs, lambda _: True) == [], "what is tolerated runs"
+
+
+@pytest.mark.parametrize(("status", "shown"), [(Status.CRASHED, 4), (Status.TIMED_OUT, 4), (Status.FAILED, 0)])
+def test_a_record_shows_crashes_and_timeouts_and_no_other_failure(tmp_path, status, shown):
+    fake_runner.crash_record(tmp_path / "crash.json", "fake:ok", "*-ok-*", status)
+    (found,) = load_known(written(tmp_path, kind='"quarantine"', check=None, record='"crash.json"'), TODAY)
+    assert len(found.crashed) == shown
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": '"quarantine"', "record": '"none.json"'}, "record: cannot read"),
+        ({"record": '"crash.json"'}, 'kind = "tolerated" runs the case, and needs none'),
+        ({"kind": '"quarantine"', "record": "3"}, "record must be text"),
+    ],
+)
+def test_a_record_that_shows_nothing_is_refused(tmp_path, changes, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        load_known(written(tmp_path, **changes), TODAY)
+
+
+def rows(*statuses: Status, mode: str = "decode", execution: str = "graph", family: str = "gqa") -> list[CaseResult]:
+    return [
+        CaseResult("fake:ok", mode, execution, f"{mode}-{family}4x2-k{n}{execution}", status)
+        for n, status in enumerate(statuses)
+    ]
+
+
+@pytest.mark.parametrize("excuse", [Status.KNOWN_FAILURE, Status.QUARANTINED])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [
+        ({"family": "mla"}, "decode graph mla"),
+        ({"execution": "eager"}, "decode eager gqa"),
+        ({"mode": "extend"}, "extend graph gqa"),
+    ],
+)
+def test_in_each_mode_execution_and_family_something_has_to_pass(excuse, place, name):
+    header = replace(fake_runner.plan_run(backends=["fake:ok"]).header, planned=3)
+    good = [*rows(Status.PASSED), *rows(Status.PASSED, excuse, **place)]
+    assert conclude(header, good).word == "CONFORMANT"
+    bad = [*rows(Status.PASSED), *rows(excuse, excuse, **place)]
+    found = conclude(header, bad)
+    assert (found.word, found.code) == ("NOT CONFORMANT", 1)
+    assert found.text.endswith(f"; nothing is known to work in {name}")
+
+
+def test_a_selection_of_cases_may_hold_only_excused_ones_of_a_place_and_one_of_modes_may_not():
+    header = replace(fake_runner.plan_run(backends=["fake:ok"]).header, planned=2)
+    found = [*rows(Status.PASSED), *rows(Status.KNOWN_FAILURE, execution="eager")]
+    for by, code in (("case 'x'", 0), ("shard 1/2", 0), ("mode decode", 1), ("execution eager", 1)):
+        assert conclude(replace(header, selection=Selection((by,), 4)), found).code == code

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_runner import ISSUE, known
+from fake_runner import ISSUE, crash_record, known
 
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results import Status
@@ -109,7 +109,7 @@ def test_a_result_that_a_worker_cannot_send_fails_the_session(empty):
     args = ("--attn-backend=fake:ok", "--attn-mode=decode", "--attn-execution=eager", "-punsendable", "-n1")
     found = empty.runpytest_subprocess(*SUITE, *args, timeout=60)
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["INCOMPLETE: 0 of 1 planned case-runs ran"])
+    found.stdout.fnmatch_lines(["INCOMPLETE: 0 of 1 selected case-runs (4 planned) ran"])
 
 
 def test_foreign_property_values_are_made_plain(empty):
@@ -129,9 +129,9 @@ def test_foreign_property_values_are_made_plain(empty):
     assert '<property name="attn_margin" value="0.4"' in text
 
 
-def test_a_full_disk_costs_the_record_and_not_the_session(empty):
+def test_a_full_disk_costs_the_record_and_the_green_and_not_the_verdict(empty):
     found = session(empty, "--attn-backend=fake:ok", "--attn-report=/dev/full")
-    assert found.ret == 0
+    assert found.ret == 3
     found.stdout.fnmatch_lines(
         [
             "CONFORMANT: 4 of 4*",
@@ -144,7 +144,7 @@ def test_a_full_disk_costs_the_record_and_not_the_session(empty):
 def test_deselected_case_runs_are_not_due(empty, workers):
     found = session(empty, "--attn-backend=fake:ok,wrong", "-k", "graph and ok-k0", *workers)
     assert found.ret == 0
-    found.stdout.fnmatch_lines(["CONFORMANT: 2 of 2 planned case-runs passed*"])
+    found.stdout.fnmatch_lines(["PARTIAL: 2 of 8 planned case-runs ran, *selected by -k 'graph and ok-k0'*"])
 
 
 @XDIST
@@ -224,7 +224,8 @@ def test_a_backend_that_cannot_be_imported_is_a_failing_row_where_that_is_asked_
 
 @XDIST
 def test_quarantined_case_runs_are_never_launched(empty, workers):
-    (empty.path / "known.toml").write_text(known("*-segfault-*", kind="quarantine"))
+    crash_record(empty.path / "crash.json", "fake:ok,segfault", "*-segfault-*")
+    (empty.path / "known.toml").write_text(known("*-segfault-*", kind="quarantine", record="crash.json"))
     found = session(empty, "--attn-backend=fake:ok,segfault", "--attn-known-failures=known.toml", *workers)
     assert found.ret == 0
     found.assert_outcomes(passed=4)
@@ -282,7 +283,8 @@ def test_a_floor_that_is_not_reached_fails_the_session(empty, workers):
 
 
 def test_the_ini_says_as_much_as_the_command_line(empty):
-    (empty.path / "kf.toml").write_text(known("*-wrong-*", kind="quarantine"))
+    crash_record(empty.path / "crash.json", "fake:ok,wrong", "*-wrong-*", Status.TIMED_OUT)
+    (empty.path / "kf.toml").write_text(known("*-wrong-*", kind="quarantine", record="crash.json"))
     empty.makeini(
         "[pytest]\nstrict = true\nattn_backends =\n  fake:ok\n  fake:ok,wrong\nattn_tier = full\n"
         "attn_known_failures = kf.toml\nattn_min_cases = 25\n"

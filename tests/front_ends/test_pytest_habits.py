@@ -88,14 +88,14 @@ def test_last_failed_runs_what_failed_and_nothing_else(run):
     run(*args).assert_outcomes(passed=4, failed=2)
     again = run(*args, "--lf")
     again.assert_outcomes(failed=2, deselected=4)
-    again.stdout.fnmatch_lines(["NOT CONFORMANT: 2 failed of 2 planned case-runs"])
+    again.stdout.fnmatch_lines(["NOT CONFORMANT: 2 failed of 2 selected case-runs (12 planned)"])
 
 
 def test_stopping_at_the_first_failure_is_no_green_and_says_what_did_not_run(run):
     found = run("--attn-backend=fake:ok,wrong,ok", "--attn-mode=decode", "--attn-execution=eager", "-x")
     found.assert_outcomes(passed=1, failed=1)
     assert found.ret == 1
-    found.stdout.fnmatch_lines(["NOT CONFORMANT: 1 failed of 3 planned case-runs; 1 did not run"])
+    found.stdout.fnmatch_lines(["NOT CONFORMANT: 1 failed of 3 selected case-runs (12 planned); 1 did not run"])
 
 
 def test_the_suite_runs_in_the_plans_order_across_modes_and_leaves_other_tests_where_they_are():
@@ -164,7 +164,7 @@ def test_the_fixture_judges_a_backend_inside_a_test_on_one_process(run):
 def test_the_fixture_fails_the_test_with_the_verdict_and_no_traceback(run):
     found = run(test=FIXTURE.format(backend="fake:ok,wrong"))
     found.assert_outcomes(failed=2)
-    found.stdout.fnmatch_lines(["FAILED *::test_decode - NOT CONFORMANT: 2 failed of 4 planned case-runs"])
+    found.stdout.fnmatch_lines(["FAILED *::test_decode - NOT CONFORMANT: 2 failed of 4 selected case-runs (8 planned)"])
     assert "  where    out[request 3, head 5, dim 17] = 0.4121, want 0.1870" in found.stdout.str()
     assert "own_tests.py" not in found.stdout.str()
 

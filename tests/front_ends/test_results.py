@@ -88,7 +88,7 @@ def test_a_notebook_shows_the_failures_and_then_the_verdict():
     assert lines[0] == "decode-wrong-k1: request 3 differs from the oracle, 56x over the limit"
     assert any(line.startswith("  repro    attn-testkit repro --backend fake:ok,wrong") for line in lines)
     assert "not run: fake:ok,wrong draft-extend-v2 graph: not run here: needs sm100" in lines
-    assert lines[-1] == "NOT CONFORMANT: 1 failed of 2 planned case-runs"
+    assert lines[-1] == "NOT CONFORMANT: 1 failed of 2 selected case-runs (8 planned)"
 
 
 def test_failures_of_one_cause_are_one_text_and_a_count():
@@ -107,7 +107,7 @@ def test_assert_conformant_raises_with_what_the_command_line_prints():
         assert_conformant("fake:ok,wrong", modes=["decode"])
     assert isinstance(raised.value, AssertionError)
     verdict, _, texts = str(raised.value).partition("\n")
-    assert verdict == "NOT CONFORMANT: 2 failed of 4 planned case-runs"
+    assert verdict == "NOT CONFORMANT: 2 failed of 4 selected case-runs (8 planned)"
     assert texts.splitlines()[0] == "decode-wrong-k1: request 3 differs from the oracle, 56x over the limit"
     assert "out[request 3, head 5, dim 17] = 0.4121, want 0.1870" in texts
     assert f"{texts}\n{verdict}" == str(raised.value.results)
@@ -158,7 +158,8 @@ def test_known_failures_alone_are_no_green():
 def test_the_kits_own_failure_is_no_verdict_on_the_backend():
     results = check_backend("fake:ok,wrong,bug", modes=["decode"])
     assert results.verdict == (
-        "KIT ERROR: the kit itself failed in 2 of 6 planned case-runs, no verdict on the backend; 2 passed, 2 failed"
+        "KIT ERROR: the kit itself failed in 2 of 6 selected case-runs (12 planned), no verdict on the backend; "
+        "2 passed, 2 failed"
     )
 
 

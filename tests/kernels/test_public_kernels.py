@@ -150,7 +150,7 @@ def test_a_proof_says_without_the_kit_what_is_wrong(proof: str) -> None:
 def test_there_is_a_proof_for_each_file_of_proofs_and_the_findings_page_names_it() -> None:
     there = {path.stem for path in (HERE / "proofs").glob("*.py")} - {"common"}
     assert there == set(PROOFS)
-    page = (ROOT / "docs" / "findings.md").read_text()
+    page = (ROOT / "docs" / "evidence" / "findings-kernels.md").read_text()
     assert [name for name in there if f"proofs/{name}.py" not in page] == []
 
 

@@ -29,6 +29,9 @@ class Runner:
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"{spec} on {device}", "") for spec in specs]
 
+    def device_name(self, device: str) -> str:
+        return f"name of {device}"
+
     def run(self, plan: Any, items: Sequence[str]) -> Iterator[str]:
         try:
             for item in items:

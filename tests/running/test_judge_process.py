@@ -40,6 +40,7 @@ def test_plans_capabilities_and_results_come_back_one_question_after_the_other(j
     one = judge(Options(jobs=3, timeout_s=7.0))
     assert one.plan("options") == Options(jobs=3, timeout_s=7.0)
     assert one.capabilities_lines(["m:A", "m:B"], "cpu") == [("m:A on cpu", ""), ("m:B on cpu", "")]
+    assert one.device_name("cuda:1") == "name of cuda:1"
     assert list(one.run("", ["a", "b"])) == ["a", "b"]
     assert list(one.run("", [])) == []
     assert list(one.run("", iter("cd"))) == ["c", "d"]

@@ -78,6 +78,38 @@ def test_a_named_case_that_is_not_declared_is_a_row_and_no_item_beside_those_tha
     assert found.header.planned == 2
 
 
+def test_a_pattern_that_matches_nothing_is_an_error_although_another_one_matches() -> None:
+    assert planned(cases=("decode-*", DECODE)).items
+    with pytest.raises(UsageError, match=r"no case matches decode-gqq\*, and other patterns match"):
+        planned(cases=("decode-*", "decode-gqq*"))
+    with pytest.raises(UsageError, match="no case matches target-verify-"):
+        planned(cases=(DECODE, VERIFY), modes=("decode",))
+    absent = CAPABILITIES.with_changes(mode_requires={"target-verify": Requires(packages=("no-such-package>=1",))})
+    assert planned(cases=("decode-*", "target-verify-*"), declared=absent).items, "it matches, and cannot run here"
+
+
+def test_a_selection_is_counted_in_what_the_tier_plans_for_everything() -> None:
+    whole = planned(ONE, TWO)
+    assert not whole.header.selection
+    for fields in ({"modes": ("decode",)}, {"executions": ("eager",)}, {"cases": ("decode-*", "extend-*")}):
+        part = planned(ONE, TWO, counts_tier=True, **fields).header
+        assert 0 < part.planned < whole.header.planned
+        assert (part.selection.of, part.selection.beyond) == (whole.header.planned, 0)
+        uncounted = planned(ONE, TWO, **fields).header.selection
+        assert (bool(uncounted), uncounted.of) == (True, 0)
+    assert not planned(cases=("*",), counts_tier=True).header.selection, "all of it"
+    named = planned(cases=("decode-*", DECODE), counts_tier=True).header
+    assert named.selection.beyond == 2, "the tier does not plan it, eager or graph"
+
+
+def test_the_words_of_a_selection_name_few_values_and_count_the_rest() -> None:
+    request = Request((ONE,), modes=("decode", "extend"), cases=tuple("abcde"))
+    assert request.selected_by == ("mode decode, extend", "case 'a', 'b', 'c' and 2 more")
+    assert Request((ONE,), cases=tuple("abc")).selected_by == ("case 'a', 'b', 'c'",)
+    assert Request((ONE,), cases=tuple("abcde"), cases_from="ids.txt").selected_by == ("the cases of ids.txt",)
+    assert Request((ONE,), tier="core", seed=3).selected_by == ()
+
+
 def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> None:
     def said(**fields: object) -> list[str]:
         declared = CAPABILITIES.with_changes(eager={"extend"}, graph={"decode", "target-verify", "extend"})
@@ -255,7 +287,10 @@ def test_a_quarantined_case_is_accounted_for_and_not_launched(tmp_path) -> None:
     assert [(r.case, r.status, r.reason) for r in found.preset[1:]] == [
         ("decode-two", Status.QUARANTINED, "https://example.org/1")
     ]
-    assert found.problems() == []
+    (problem,) = found.problems()
+    assert problem.startswith(
+        "known failure 1 (cases = '*-two', https://example.org/1) quarantines a:B graph decode-two,"
+    )
     assert found.plan is PLAN
 
 

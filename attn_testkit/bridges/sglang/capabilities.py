@@ -1,7 +1,7 @@
 """Capabilities of each of SGLang's backends, and the place in SGLang 0.5.23 that documents them.
 
 Each line names a file under ``sglang/srt`` and a function in it. Features that SGLang intends and gets wrong are
-declared here, and described in docs/findings.md.
+declared here, and described in docs/evidence/findings-sglang.md.
 """
 
 from __future__ import annotations

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 
+from ...cases.case import Case
+from ...cases.catalogue import generate
+from ...contract import Capabilities, ForwardMode
 from ...registry import BackendNotFound
 from ...results import CaseResult
 from ...runner_modes.messages import Described
@@ -81,6 +84,24 @@ class LaneProcess:
             raise (BackendNotFound if kind == "not found" else WorkerStartError)(value)
         described: Described = value
         return described
+
+    def draw(self, declared: Capabilities, modes: Sequence[ForwardMode], tier: str, seed: int) -> bool:
+        """Have it draw the cases of some modes, for ``drawn``; returns whether it does."""
+        try:
+            self._tell("draw", declared, tuple(modes), tier, seed)
+        except WorkerStartError:
+            return False
+        return True
+
+    def drawn(self) -> tuple[tuple[Case, ...], ...]:
+        """Return the cases of each mode; nothing if its process was lost."""
+        try:
+            while (answer := self._answer()) is _ALIVE:
+                pass
+        except ChildLost:
+            return ()
+        cases: tuple[tuple[Case, ...], ...] = answer
+        return cases
 
     def begin(self, plan: Plan, work: Work) -> None:
         """Give it a case-run; ``result`` has what comes of it."""
@@ -202,6 +223,9 @@ def serve(connection: Connection, options: Options, gpu: str) -> None:
             plan = given or plan
             assert plan is not None
             say(lane.run(plan, work))
+        elif kind == "draw":
+            declared, modes, tier, seed = values
+            say(tuple(generate(declared, mode, tier, seed) for mode in modes))
         elif kind == "describe":
             say(_described(lane, *values))
         else:

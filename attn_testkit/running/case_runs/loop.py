@@ -22,6 +22,7 @@ from ..planning.request import Item, Options, Plan, Request, not_started
 from ..processes.exits import refuse_success_by_exit
 from ..processes.worker_process import WorkerStartError
 from .between_cases import Afresh
+from .drawing import draw_in_lanes
 from .lane import Lane, Work
 from .lane_process import LaneProcess, ready
 from .worker_slot import named_request
@@ -75,6 +76,9 @@ class Runner:
                 self._lane(index).start(candidate, request.device)
             except WorkerStartError:
                 break  # the run will ask for one again, and say what is in the way
+        if alone and self._apart and request.tier != "smoke":
+            lanes = [self._lane(index) for index in range(self.options.jobs)]
+            draw_in_lanes([lane for lane in lanes if isinstance(lane, LaneProcess)], declared, request)
         return declared
 
     def declared(self, candidate: Candidate, device: str) -> Capabilities:
@@ -93,6 +97,10 @@ class Runner:
             except UsageError as error:
                 found.append(("", str(error)))
         return found
+
+    def device_name(self, device: str) -> str:
+        """Return the name of a device."""
+        return resolve(device).name
 
     def run(self, plan: Plan, items: Sequence[Item], *, ahead: bool = True) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item. Closing the generator ends what is running.

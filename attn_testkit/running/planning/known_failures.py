@@ -9,6 +9,7 @@ until = 2027-03-31                       # after this day the entry fails the ru
 backend = "my_pkg.attn:*"                # optional glob; default: every backend
 execution = "graph"                      # optional; default: both
 when  = "sm90 and my-pkg<0.4"            # optional: smNN, cuda, emulated, PACKAGE<version, joined by "and"
+record = "crash.json"                    # of a quarantine: results file, next to this one, in which the case crashed
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import datetime
 import importlib.metadata as metadata
 import re
 import tomllib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,6 +28,7 @@ from packaging.requirements import InvalidRequirement, Requirement
 
 from ...cases.renamed_words import renamed
 from ...registry import UsageError, did_you_mean
+from ...reports.record import Report, read_report
 from ...results import CHECK_IDS, CaseResult, RunHeader, Status
 
 __all__ = ["KnownFailure", "Ledger", "load_known"]
@@ -54,6 +56,8 @@ class KnownFailure:
     backend: str = "*"
     execution: str = ""
     when: str = ""
+    crashed: frozenset[tuple[str, str, str]] = frozenset()
+    """(backend, execution, case without the seed) of what crashed or timed out in the ``record`` of a quarantine."""
 
     @property
     def name(self) -> str:
@@ -106,14 +110,14 @@ def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -
     def refuse(what: str) -> UsageError:
         return UsageError(f"{path}, entry {number}: {what}")
 
-    fields = ("cases", "kind", "check", "issue", "until", "backend", "execution", "when")
+    fields = ("cases", "kind", "check", "issue", "until", "backend", "execution", "when", "record")
     for key in raw:
         if key not in fields:
             raise refuse(f"unknown key {key!r}{did_you_mean(key, fields)}")
     for key in ("cases", "kind", "issue", "until"):
         if not raw.get(key):
             raise refuse(f"{key} is missing")
-    for key in ("cases", "kind", "issue", "backend", "execution", "when"):
+    for key in ("cases", "kind", "issue", "backend", "execution", "when", "record"):
         if key in raw and not isinstance(raw[key], str):
             raise refuse(f"{key} must be text")
     for key, allowed in (("kind", KINDS), ("execution", EXECUTIONS)):
@@ -130,8 +134,29 @@ def _entry(path: Path, number: int, raw: dict[str, Any], today: datetime.date) -
         _conditions(raw.get("when", ""))
     except ValueError as error:
         raise refuse(f"when: {error}") from error
+    crashed: frozenset[tuple[str, str, str]] = frozenset()
+    if "record" in raw:
+        if raw["kind"] != "quarantine":
+            raise refuse(
+                'record shows the crash of what is quarantined; kind = "tolerated" runs the case, and needs none'
+            )
+        try:
+            crashed = _crashed(read_report(path.parent / raw["record"]))
+        except UsageError as error:
+            raise refuse(f"record: {error}") from error
     optional = {key: raw[key] for key in ("backend", "execution", "when") if key in raw}
-    return KnownFailure(number, raw["cases"], raw["kind"], checks, raw["issue"], raw["until"], **optional)
+    return KnownFailure(
+        number, raw["cases"], raw["kind"], checks, raw["issue"], raw["until"], **optional, crashed=crashed
+    )
+
+
+def _crashed(report: Report) -> frozenset[tuple[str, str, str]]:
+    """Case-runs that took their process or the device along, according to a results file."""
+    return frozenset(
+        (row.backend, row.execution, row.case.removesuffix(f"-s{report.header.seed}"))
+        for row in report.results
+        if row.status in (Status.CRASHED, Status.TIMED_OUT) and not row.of_the_kit
+    )
 
 
 def _refuse_date(until: object, today: datetime.date, refuse: Callable[[str], UsageError]) -> None:
@@ -201,6 +226,16 @@ class Ledger:
         """Report whether an entry may make a failure of this case-run a known one."""
         return any(entry.kind == "tolerated" and entry.covers(backend, execution, case) for entry in self._active)
 
+    @staticmethod
+    def undone(result: CaseResult) -> CaseResult | None:
+        """The result as it was before a ledger evaluated it, so that this one can; None where nobody knows any more."""
+        if result.status is Status.UNEXPECTEDLY_PASSED:
+            return replace(result, status=Status.PASSED, reason="")
+        if result.status is not Status.KNOWN_FAILURE:
+            return result
+        # A known failure without a finding was a crash or a timeout, and does not say which.
+        return replace(result, status=Status.FAILED, reason="") if result.findings else None
+
     def judge(self, result: CaseResult) -> CaseResult:
         """The result, with an expected failure marked as such and an expected failure that did not come as broken.
 
@@ -243,7 +278,23 @@ class Ledger:
                 continue
             if not any(entry.covers(*run) for run in runs) and not exists(entry):
                 found.append(f"{entry.name} matches no case")
+            if unshown := self._unshown(entry, runs):
+                more = f" and {len(unshown) - 1} more" if len(unshown) > 1 else ""
+                found.append(
+                    f"{entry.name} quarantines {' '.join(unshown[0])}{more}, and no record shows that it crashes. Run "
+                    'that case with --json crash.json, and write record = "crash.json"'
+                )
         return found
+
+    def _unshown(self, entry: KnownFailure, runs: Sequence[tuple[str, str, str]]) -> list[tuple[str, str, str]]:
+        """Case-runs that an entry quarantines, and that did not crash in its record."""
+        end = f"-s{self.header.seed}"
+        return [
+            (backend, execution, case)
+            for backend, execution, case in runs
+            if entry.kind == "quarantine" and case and entry.covers(backend, execution, case)
+            if (backend, execution, case.removesuffix(end)) not in entry.crashed
+        ]
 
     def warnings(self) -> list[str]:
         """Entries that will expire soon."""

@@ -6,6 +6,7 @@ import datetime
 import fnmatch
 import importlib.metadata
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from enum import Enum
 
 from ...cases.case import Case, parse_case
@@ -20,11 +21,12 @@ from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
 from ...families.table import meaningful, meaningless
 from ...registry import UsageError, did_you_mean, origin_of
-from ...results import NO_CASE, CaseResult, Finding, RunHeader, Status, readable
+from ...results import NO_CASE, CaseResult, Finding, RunHeader, Selection, Status, readable
 from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
+from .narrow import not_declared_here
 from .order import ordered
-from .request import Item, Plan, Request, unloadable
+from .request import Item, Plan, Request, selection_of, unloadable
 
 __all__ = ["plan_run"]
 
@@ -60,6 +62,9 @@ def plan_run(
     preset: list[CaseResult] = []
     not_covered: dict[str, tuple[str, ...]] = {}
     notes: dict[str, tuple[str, ...]] = {}
+    undeclared: dict[str, tuple[str, ...]] = {}
+    whole: set[Item] | None = set() if request.selected_by and request.counts_tier else None
+    matched: set[str] = set()
     for candidate in request.candidates:
         try:
             declared = capabilities_of(candidate)
@@ -77,20 +82,53 @@ def plan_run(
                 found, rows = _of_mode(candidate.spec, declared, mode, execution, request, exact, environment, broken)
                 items += found
                 preset += rows
+        undeclared[candidate.spec] = not_declared_here(declared)
+        matched |= _matched(declared, modes, request, exact)
+        if whole is not None:
+            whole |= _whole(candidate.spec, declared, request, environment, broken)
         if not request.cases:
             own = [case for _, case in items[first:]]
             values = describe_not_covered(declared, list(dict.fromkeys(case.mode for case in own)), own)
             not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]))
-    if request.cases and not items and not preset:
-        raise UsageError(f"no case matches {', '.join(request.cases)}")
-    planned = len(items) + sum(row.status is Status.FAILED for row in preset)
+    unmatched = [pattern for pattern in request.cases if pattern not in matched]
+    if unmatched and (matched or (not items and not preset)):
+        others = ", and other patterns match; correct it or remove it (`attn-testkit list --cases` prints the ids)"
+        raise UsageError(f"no case matches {', '.join(unmatched)}" + (others if matched else ""))
+    failed = sum(row.status is Status.FAILED for row in preset)
+    selection = selection_of(request, [item for item, _ in items], whole, failed)
+    planned = len(items) + failed
     return Plan(
-        header=_header(request, environment, planned, not_covered, notes),
+        header=_header(request, environment, planned, not_covered, notes, undeclared, selection),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
         device=request.device,
     )
+
+
+def _matched(declared: Capabilities, modes: Sequence[ForwardMode], request: Request, exact: Sequence[Case]) -> set[str]:
+    """Patterns of the request that match a case: also one that cannot run here, or a named one that is not declared."""
+    ids = {case.id for case in exact if case.mode in modes}
+    found = {pattern for pattern in request.cases if not _is_glob(pattern) and parse_case(pattern).id in ids}
+    globs = [pattern for pattern in request.cases if _is_glob(pattern)]
+    for mode in modes if globs else ():
+        if any(declared.offers(mode, execution) for execution in Execution):
+            planned = [case.id for case in map(meaningful, generate(declared, mode, request.tier, request.seed))]
+            found |= {glob for glob in globs if any(fnmatch.fnmatchcase(case_id, glob) for case_id in planned)}
+    return found
+
+
+def _whole(
+    spec: str, declared: Capabilities, request: Request, environment: Environment, broken: Mapping[str, str]
+) -> set[Item]:
+    """Everything that the tier plans for a backend on this machine, whatever the request selects."""
+    everything = replace(request, modes=(), executions=(), cases=())
+    return {
+        replace(item, probe=False)
+        for mode in ForwardMode
+        for execution in Execution
+        for item, _ in _of_mode(spec, declared, mode, execution, everything, (), environment, broken)[0]
+    }
 
 
 def _without_eager(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
@@ -237,6 +275,8 @@ def _header(
     planned: int,
     not_covered: Mapping[str, tuple[str, ...]],
     notes: Mapping[str, tuple[str, ...]],
+    not_declared: Mapping[str, tuple[str, ...]],
+    selection: Selection,
 ) -> RunHeader:
     return RunHeader(
         kit=importlib.metadata.version("attn-testkit"),
@@ -253,4 +293,6 @@ def _header(
         not_covered=not_covered,
         notes=notes,
         explained={check.id: check.words for check in CHECKS.values()},
+        not_declared=not_declared,
+        selection=selection,
     )

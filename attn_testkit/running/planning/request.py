@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from ...registry import UsageError, did_you_mean, unknown
+from ...reports.verdict import conclude
 from ...results import (
     EXECUTIONS,
     KIT_ERROR,
@@ -18,8 +19,8 @@ from ...results import (
     CaseResult,
     Finding,
     RunHeader,
+    Selection,
     Status,
-    exit_code,
 )
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
@@ -45,6 +46,7 @@ __all__ = [
     "kit_error",
     "not_started",
     "prepare",
+    "selection_of",
     "unloadable",
 ]
 
@@ -100,6 +102,11 @@ class Request:
     """(backend, case id) of what failed the last time: first among the most valuable."""
     keep_unloadable: bool = False
     """A backend that cannot be imported is a failing row, and no ``UsageError``: the others are judged all the same."""
+    counts_tier: bool = False
+    """The plan of a selection also counts what the tier plans without it, for a verdict that says how much was left
+    out. That takes the time of planning all of it."""
+    cases_from: str = ""
+    """The file that ``cases`` were read from, for the words of the verdict."""
 
     def __post_init__(self) -> None:
         checked_device(self.device)
@@ -113,6 +120,27 @@ class Request:
         """Every backend that was named, once, in order."""
         found = (named if isinstance(named, Candidate) else Candidate(named) for named in self.backends)
         return tuple(dict.fromkeys(found))
+
+    @property
+    def selected_by(self) -> tuple[str, ...]:
+        """Arguments that select case-runs, in words; empty if none does."""
+        cases = f"the cases of {self.cases_from}" if self.cases_from else f"case {_few([*map(repr, self.cases)])}"
+        words = (
+            (self.modes, f"mode {_few(self.modes)}"),
+            (self.executions, f"execution {_few(self.executions)}"),
+            (self.cases, cases),
+        )
+        return tuple(text for given, text in words if given)
+
+
+def _few(values: Sequence[str]) -> str:
+    """The values if they are few, else the first ones and the number of the rest."""
+    more = f" and {len(values) - MOST_NAMED} more" if len(values) > MOST_NAMED else ""
+    return ", ".join(values[:MOST_NAMED]) + more
+
+
+MOST_NAMED = 3
+"""Number of values of an option that a verdict names."""
 
 
 @dataclass(frozen=True)
@@ -160,6 +188,22 @@ class Item:
     """A known failure may cover it: its check decides over the verdict, and is always looked for."""
 
 
+def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
+    """Compare the items with the whole tier; empty if they are all of it.
+
+    ``whole``: all that the tier plans, without probes; None if nobody counted it. ``failed``: planned rows that failed
+    without running.
+    """
+    if not request.selected_by:
+        return Selection()
+    if whole is None:
+        return Selection(request.selected_by)
+    chosen = {replace(item, probe=False) for item in items}
+    if chosen >= {*whole}:
+        return Selection()
+    return Selection(request.selected_by, len(whole) + failed, len(chosen - {*whole}))
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything a run will do, decided before anything runs."""
@@ -172,10 +216,18 @@ class Plan:
     device: str = "auto"
     explains: Explains = "cause"
     """What is asked about wrong numbers, with more drives."""
+    elsewhere: tuple[Item, ...] = ()
+    """Case-runs of other shards."""
 
     def to_run(self) -> Plan:
         """What running any of its items takes, without the items: it travels with every case-run of pytest."""
-        return replace(self, header=replace(self.header, explained={}, not_covered={}, notes={}), items=(), preset=())
+        return replace(
+            self,
+            header=replace(self.header, explained={}, not_covered={}, notes={}, not_declared={}),
+            items=(),
+            preset=(),
+            elsewhere=(),
+        )
 
 
 class Judge(Protocol):
@@ -206,7 +258,7 @@ class Prepared:
 
     def problems(self) -> list[str]:
         """What is wrong with the known-failures file, seen from this run."""
-        runs = [(item.backend, item.execution, item.case) for item in self.items]
+        runs = [(item.backend, item.execution, item.case) for item in (*self.items, *self.plan.elsewhere)]
         runs += [(row.backend, row.execution, row.case) for row in self.preset]
         return self.ledger.problems(runs, self._exists_beyond)
 
@@ -268,5 +320,5 @@ def kit_error(item: Item, reason: str) -> CaseResult:
 def final_code(
     header: RunHeader, results: Sequence[CaseResult], problems: Sequence[str] = (), interrupted: bool = False
 ) -> int:
-    """The exit code of a run: ``results.exit_code``, 3 when our own code failed, never 0 with a problem."""
-    return exit_code(header.planned, results, interrupted, problems)
+    """The exit code of a run: that of its verdict."""
+    return conclude(header, results, problems=problems, interrupted=interrupted).code

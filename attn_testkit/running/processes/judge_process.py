@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from ...contract import Capabilities
     from ..planning.candidate import Candidate
 
-__all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for"]
+__all__ = ["RUNNER", "JudgeError", "JudgeProcess", "judge_for", "search_path"]
 
 _LOOP = "attn_testkit.running.case_runs.loop"
 RUNNER = _LOOP
@@ -57,7 +57,7 @@ class JudgeProcess:
         self._connection, theirs = Pipe()
         os.set_inheritable(theirs.fileno(), True)
         self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(_search_path()), str(theirs.fileno()), RUNNER],
+            [sys.executable, "-c", _BOOT, json.dumps(search_path()), str(theirs.fileno()), RUNNER],
             stdin=subprocess.DEVNULL,
             pass_fds=[theirs.fileno()],
             env=_environment(device),
@@ -85,6 +85,12 @@ class JudgeProcess:
         self._send(("capabilities", candidate, device))
         declared: Capabilities = self._receive("capabilities")
         return declared
+
+    def device_name(self, device: str) -> str:
+        """Name of the device that a run would use here."""
+        self._send(("device", device))
+        name: str = self._receive("device")
+        return name
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come. One that is given up before its end takes the judge along."""
@@ -148,12 +154,13 @@ def judge_for(options: Options, device: str = "auto") -> Judge:
     if not options.in_process:
         return JudgeProcess(options, device)
     # In a process of its own the judge is given this path; here it has to be set.
-    sys.path[:] = _search_path()
+    sys.path[:] = search_path()
     judge: Judge = importlib.import_module(RUNNER).Runner(options)
     return judge
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
+    """The path on which a backend is looked for: that of this process, and the directory that it was started in."""
     # As `python -m` does: a console script alone would not find the backend that the user is standing next to.
     here = os.getcwd()
     return [*sys.path] if here in sys.path or "" in sys.path else [here, *sys.path]
@@ -221,6 +228,8 @@ def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> No
             connection.send(("result", None))
         elif kind == "plan":
             connection.send(("plan", runner.plan(*values)))
+        elif kind == "device":
+            connection.send(("device", runner.device_name(*values)))
         elif kind == "capabilities":
             connection.send(("capabilities", runner.declared(*values)))
         else:

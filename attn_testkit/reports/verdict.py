@@ -1,0 +1,254 @@
+"""The verdict on a run: its word, its line, and the exit code that follows from it.
+
+``CONFORMANT`` is reserved for everything that a tier plans for everything that is declared. A run that takes a part of
+it is ``PARTIAL``, whatever selected the part, and one of several machines that share a run is ``SHARD K/N``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from ..registry import UsageError
+from ..results import (
+    BAD,
+    CUT,
+    EXECUTIONS,
+    FUZZ,
+    MODES,
+    RAN,
+    CaseResult,
+    RunHeader,
+    Selection,
+    Status,
+    emulated_parts,
+    exit_code,
+)
+
+__all__ = ["MUST_AGREE", "Verdict", "conclude", "narrowed", "refuse_another_run", "verdict"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The conclusion of a run about its backends."""
+
+    word: str
+    """``CONFORMANT``, ``PARTIAL``, ``SHARD K/N``, ``NOT CONFORMANT``, ``INCOMPLETE``, ``CUT SHORT``, ``NOT ACCEPTED``,
+    ``NOTHING RAN``, ``INTERRUPTED``, ``KIT ERROR``; of random cases ``FOUND`` and ``NOTHING FOUND``."""
+    text: str
+    code: int
+    """The exit code."""
+
+    def __str__(self) -> str:
+        return f"{self.word}: {self.text}"
+
+
+def verdict(
+    header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
+) -> str:
+    """The verdict in one line: whether the backend conforms, how many case-runs that is based on, what was emulated."""
+    return str(conclude(header, results, problems=problems, interrupted=interrupted))
+
+
+def conclude(
+    header: RunHeader, results: Iterable[CaseResult], *, problems: Sequence[str] = (), interrupted: bool = False
+) -> Verdict:
+    """The verdict on the results of a run. ``problems``: what else fails the run."""
+    rows = list(results) if header.tier == FUZZ else _once(results)
+    shard_of = header.planned_in_all if header.selection.shard else 0
+    code = exit_code(header.planned, rows, interrupted, problems, shard_of=shard_of)
+    if code == 0 and (not header.selection.asked or _nothing_passes(header, rows) or _unplanned(header, rows)):
+        code = 1
+    word, text = _words(header, rows, problems, interrupted, code)
+    return Verdict(word, text, code)
+
+
+def _words(
+    header: RunHeader, rows: Sequence[CaseResult], problems: Sequence[str], interrupted: bool, code: int
+) -> tuple[str, str]:
+    runs = [row for row in rows if row.is_case_run]
+    counts = Counter(run.status for run in runs)
+    ran = sum(counts[status] for status in RAN)
+    no_room = sum(run.had_no_room for run in runs)
+    left = sum(run.left_out for run in runs)
+    accounted = ran + counts[Status.QUARANTINED] + no_room + left
+    of, shard = _denominator(header), bool(header.selection.shard and header.planned_in_all)
+    ours = sum(run.of_the_kit for run in runs)
+    counts[Status.CRASHED] -= ours
+    cut = f"; {left} were not started because the budget was used up" if left else ""
+    bad = [f"{counts[status]} {status}" for status in Status if status in BAD and counts[status]]
+    other = [(counts[Status.KNOWN_FAILURE], "known failures"), (counts[Status.QUARANTINED], "quarantined")]
+    other.append((no_room, "not run here for lack of memory"))
+    besides = [f"{n} {what}" for n, what in other if n]
+    if interrupted:
+        return "INTERRUPTED", f"{ran} {of} had run" + (f"; {', '.join(bad)}" if bad else "")
+    if ours:
+        rest = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
+        return "KIT ERROR", f"the kit itself failed in {ours} {of}, no verdict on the backend; {rest}"
+    if header.tier == FUZZ and runs:
+        words = ", ".join([f"{counts[Status.PASSED]} passed", *bad])
+        return "FOUND" if bad else "NOTHING FOUND", f"of {len(runs)} random case-runs {words}"
+    if not header.planned and not runs and not shard:
+        return "NOTHING RAN", _why_nothing(header, rows)
+    if bad:
+        missing = header.planned - accounted
+        return "NOT CONFORMANT", f"{', '.join(bad)} {of}" + (f"; {missing} did not run" if missing > 0 else "") + cut
+    if accounted < header.planned:
+        return "INCOMPLETE", f"{ran} {of} ran"
+    text = ", ".join([f"{counts[Status.PASSED]} {of} passed", *besides])
+    if not counts[Status.PASSED] and not shard:
+        return "NOT CONFORMANT", f"{text}; nothing is known to work{cut}"
+    if places := _nothing_passes(header, rows):
+        return "NOT CONFORMANT", f"{text}; nothing is known to work in {_and(places)}{cut}"
+    if unplanned := _unplanned(header, rows):
+        return "NOT ACCEPTED", f"{text}, but {unplanned} case-runs have a result that nobody planned{cut}"
+    if problems:
+        return "NOT ACCEPTED", f"{text}, but {problems[0]}{cut}"
+    parts = sorted({part for run in runs for part in emulated_parts(run)})
+    emulated = f"; emulated {', '.join(parts)}: no proof about hardware" if parts else ""
+    emulated = "".join(f"; {phrase}" for phrase in _silent_backends(header, rows)) + emulated
+    if code == CUT:
+        return "CUT SHORT", f"{text}{cut}{emulated}"
+    if header.selection:
+        passed = ", ".join([f"{counts[Status.PASSED]} passed", *besides]) if besides else "all passed"
+        lacking = sum(bool(row.case) and row.status is Status.UNSUPPORTED for row in rows)
+        undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
+        return _partial(header, runs, ran, passed, undeclared + emulated)
+    return "CONFORMANT", f"{text}{emulated}"
+
+
+def _once(results: Iterable[CaseResult]) -> list[CaseResult]:
+    """Keep each case-run once, the worse result: one that ran twice is not two of those that were planned."""
+    kept: dict[object, CaseResult] = {}
+    for number, row in enumerate(results):
+        key = (row.backend, row.mode, row.execution, row.case) if row.case and row.status in RAN else number
+        if key not in kept or (row.status in BAD and kept[key].status not in BAD):
+            kept[key] = row
+    return list(kept.values())
+
+
+def _unplanned(header: RunHeader, rows: Sequence[CaseResult]) -> int:
+    """Number of results beyond those that were planned: of another run, or of another plan."""
+    if header.tier == FUZZ:
+        return 0
+    return max(0, sum(row.is_case_run and row.status in RAN | {Status.QUARANTINED} for row in rows) - header.planned)
+
+
+def _silent_backends(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
+    """One phrase for each of several backends of which nothing ran: the others' results say nothing about it."""
+    ran = {row.backend for row in rows if row.is_case_run and row.status in RAN}
+    phrases = []
+    for spec in header.backends if ran else ():
+        if spec not in ran:
+            own = [row for row in rows if row.backend == spec]
+            reasons = dict.fromkeys(row.reason for row in own if row.status is Status.NOT_RUN_HERE and row.reason)
+            phrases.append(f"nothing of {spec} ran ({', '.join(reasons) or 'nothing declared or selected'})")
+    return phrases
+
+
+def _nothing_passes(header: RunHeader, rows: Sequence[CaseResult]) -> list[str]:
+    """Modes, executions and families in which every case-run is excused, so that nothing is known to work.
+
+    A selection of cases, or a shard, may hold only the excused ones of a place by chance. Case-runs
+    that the budget left out may pass.
+    """
+    if header.selection.of_cases:
+        return []
+    places: dict[tuple[str, ...], list[CaseResult]] = {}
+    for row in rows:
+        if row.is_case_run:
+            places.setdefault((row.backend, row.mode, row.execution, *_families([row])), []).append(row)
+    several = len(header.backends) > 1
+    return [
+        " ".join(place if several else place[1:])
+        for place, group in places.items()
+        if any(row.status in (Status.KNOWN_FAILURE, Status.QUARANTINED) for row in group)
+        if not any(row.status is Status.PASSED or row.left_out for row in group)
+    ]
+
+
+def _denominator(header: RunHeader) -> str:
+    """Name what counts are compared with: planned case-runs, or selected ones."""
+    selection = header.selection
+    if not selection:
+        return f"of {header.planned} planned case-runs"
+    return f"of {header.planned} selected case-runs" + (f" ({selection.of} planned)" if selection.of else "")
+
+
+def _partial(header: RunHeader, runs: Sequence[CaseResult], ran: int, passed: str, rest: str) -> tuple[str, str]:
+    """The line of a selection in which nothing failed: how much of the tier it is, and what it is made of."""
+    selection = header.selection
+    inside = max(0, ran - selection.beyond)
+    parts = [f"{inside} of {selection.of} planned case-runs"] if selection.of else [f"{ran} selected case-runs"]
+    if selection.of and selection.beyond:
+        parts.append(f"{selection.beyond} that the tier does not plan")
+    count = (
+        f"{' and '.join(parts)} ran, {passed}" if not passed[0].isdigit() else f"{' and '.join(parts)} ran: {passed}"
+    )
+    made_of = [f"tier {header.tier}", _and(_families(runs)), _and(dict.fromkeys(run.execution for run in runs))]
+    text = f"{count}; {', '.join(filter(None, made_of))}; selected by {', '.join(selection.by)}"
+    if not selection.asked:
+        text += ", which no argument of this command asked for"
+    if selection.shard:
+        count = selection.shard.partition("/")[2]
+        return f"SHARD {selection.shard}", f"{text}{rest}; `attn-testkit merge` of all {count} shards has the verdict"
+    return "PARTIAL", f"{text}{rest}"
+
+
+def _families(runs: Iterable[CaseResult]) -> list[str]:
+    """Names of the head layouts in the ids of the cases, such as ``gqa``."""
+    found = (re.match(r"([a-z]+)\d", run.case.removeprefix(f"{run.mode}-")) for run in runs)
+    return list(dict.fromkeys(each[1] for each in found if each))
+
+
+def _and(words: Iterable[str]) -> str:
+    *first, last = [*words] or [""]
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def narrowed(header: RunHeader, planned: int, by: str, *, asked: bool = True, shard: str = "") -> RunHeader:
+    """The header of a run that does only ``planned`` of this header's case-runs; the same header if those are all.
+
+    ``by``: what selected, in words. ``asked``: an argument of the caller did. ``shard``: ``K/N``.
+    """
+    if planned == header.planned:
+        return header
+    was = header.selection
+    selection = Selection(
+        (*was.by, by), was.of or (0 if was else header.planned), min(was.beyond, planned), was.asked and asked, shard
+    )
+    return replace(header, planned=planned, selection=selection)
+
+
+MUST_AGREE = ("kit", "tier", "seed", "device", "device_name", "backends", "versions")
+"""Fields of a header in which runs agree whose case-runs may be counted together."""
+
+
+def refuse_another_run(name: str, header: RunHeader, other_name: str, other: RunHeader) -> None:
+    """Raise ``UsageError`` if the case-runs of two runs must not be counted together; it names both values.
+
+    ``other_name``: words before the other's value, such as ``that of b.json``.
+    """
+    for what in MUST_AGREE:
+        ours, theirs = getattr(header, what), getattr(other, what)
+        if ours != theirs:
+            raise UsageError(f"{name} is of another run: its {what} is {ours!r}, {other_name} {theirs!r}")
+
+
+def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
+    lacking = dict.fromkeys(row.reason for row in rows if row.case and row.status is Status.UNSUPPORTED)
+    absent = [row for row in rows if row.status is Status.NOT_RUN_HERE]
+    reasons = ", ".join(dict.fromkeys(row.reason for row in absent if row.reason))
+    if lacking:
+        beside = f"; not runnable here: {reasons}" if reasons else ""
+        return f"no backend declares what the selected cases need; {', '.join(lacking)}{beside}"
+    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
+    undeclared = sum(row.status is Status.UNSUPPORTED for row in rows)
+    counts = [
+        (undeclared, "not declared"),
+        (len(absent), "not runnable here" + (f" ({reasons})" if reasons else "")),
+        (pairs - undeclared - len(absent), "not selected"),
+    ]
+    return f"of {pairs} pairs of mode and execution " + ", ".join(f"{n} {why}" for n, why in counts if n > 0)

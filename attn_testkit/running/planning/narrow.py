@@ -1,0 +1,40 @@
+"""Capabilities that a backend does not declare and others do: printed next to the verdict, which cannot show them.
+
+Somebody who leaves ``graph`` out of the capabilities, or never writes ``families``, gets a green run of less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ...contract import Capabilities, ForwardMode
+from ...contract.head_layout import HEAD_LAYOUTS
+
+__all__ = ["not_declared_here"]
+
+_WRITTEN = ("families", "gqa_ratios", "head_dims", "dtypes", "page_sizes", "max_context_len")
+"""Capabilities whose defaults are guesses: a backend that takes more and does not write it is tried in less."""
+
+
+def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
+    """Phrases: executions of declared modes, other modes, head layouts, and capabilities that are left at a default."""
+    default = Capabilities(eager={ForwardMode.DECODE})
+    kept = [name for name in _WRITTEN if getattr(declared, name) == getattr(default, name)]
+    if declared.families <= {"mha"}:
+        kept = [name for name in kept if name != "gqa_ratios"]
+    phrases = (
+        ("graph for ", _names(declared.eager - declared.graph)),
+        ("eager for ", _names(declared.graph - declared.eager)),
+        ("", _names(set(ForwardMode) - declared.eager - declared.graph)),
+        ("", [layout for layout in _LAYOUTS if layout not in declared.families]),
+        ("left at the default: ", kept),
+    )
+    return tuple(what + ", ".join(names) for what, names in phrases if names)
+
+
+_LAYOUTS = tuple(HEAD_LAYOUTS)
+
+
+def _names(modes: Iterable[ForwardMode]) -> list[str]:
+    found = set(modes)
+    return [mode.value for mode in ForwardMode if mode in found]

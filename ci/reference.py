@@ -1,0 +1,487 @@
+"""Writes the pages of the reference that come from the code: python ci/reference.py
+
+Each page is made of docstrings, of click's parameters, of pytest's options or of the schema of results files.
+``tests/docs/test_reference.py`` compares the pages with what this program would write.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import click
+from reference_pictures import PICTURES, picture
+from reference_text import (
+    attribute_sections,
+    attribute_table,
+    attributes,
+    function_section,
+    markdown,
+    method_sections,
+    methods,
+    write,
+)
+
+import attn_testkit
+from attn_testkit.cli import commands
+from attn_testkit.contract import (
+    SGLANG,
+    VLLM,
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    KernelBackend,
+    KernelPlan,
+    KVGroup,
+    KVPool,
+    LegacyGraphHooks,
+    LogSumExp,
+    Requires,
+    ServerConventions,
+    Windows,
+)
+from attn_testkit.contract.batch import DraftExtendInput, TreeMaskMode, VerifyInput, VerifyMask
+from attn_testkit.contract.draft_decode import DraftDecodeInput
+from attn_testkit.contract.layer import HeadShape
+from attn_testkit.contract.merging import KVSplit
+from attn_testkit.contract.modes import ForwardMode
+from attn_testkit.contract.server_conventions import Dialect
+from attn_testkit.glossary import entry_of
+from attn_testkit.plugin import options as plugin_options
+from attn_testkit.plugin.reporting import properties
+from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+HOME = "reference"
+SYMBOLS = "[T, bs, N, S, K, Hq, Hk, D](glossary.md#symbols) are the symbols of all shapes."
+
+
+def _page(title: str, *lines: str) -> str:
+    note = "<!-- Written by `python ci/reference.py`; a test compares. -->"
+    return "\n".join([f"# {title}", "", note, "", *lines]).rstrip() + "\n"
+
+
+def pages() -> dict[str, str]:
+    """Path in ``docs/`` of each page and picture -> its text."""
+    every = {
+        "command-line.md": command_line(),
+        "capabilities.md": capabilities(),
+        "kernel-plan.md": kernel_plan(),
+        "forward-batch.md": forward_batch(),
+        "hooks.md": hooks(),
+        "context.md": context(),
+        "python-api.md": python_api(),
+        "pytest.md": pytest_options(),
+        "results-json.md": results_json(),
+        **{f"rows-{each.mode}.svg": picture(each) for each in PICTURES},
+    }
+    return {f"{HOME}/{name}": text for name, text in every.items()}
+
+
+def command_line() -> str:
+    lines = [
+        "`attn-testkit COMMAND --help` prints the same. Data goes to stdout, everything else to stderr. "
+        "[Exit codes](running.md#exit-codes) are the same for all commands.",
+        "",
+        *_options(commands),
+        "| command | what it does |",
+        "|---|---|",
+        *(f"| [`{name}`](#{name}) | {_first_line(each)} |" for name, each in commands.commands.items()),
+        "",
+    ]
+    for name, each in commands.commands.items():
+        with click.Context(each, info_name=f"attn-testkit {name}") as ctx:
+            usage = " ".join(each.get_usage(ctx).removeprefix("Usage: ").split())
+        lines += [f"## {name}", "", *_paragraphs(each.help or ""), "```", usage, "```", "", *_options(each)]
+        lines += ["```", textwrap.dedent(_examples(each)).strip(), "```", ""] if _examples(each) else []
+    return _page("Command line", *lines)
+
+
+def _first_line(command: click.Command) -> str:
+    return " ".join((command.help or "").split("\n\n")[0].split())
+
+
+def _paragraphs(text: str) -> list[str]:
+    return [line for part in re.split(r"\n\s*\n", text.replace("\b", "")) for line in (" ".join(part.split()), "")]
+
+
+def _examples(command: click.Command) -> str:
+    return (command.epilog or "").replace("\b", "").replace("Examples:", "").strip("\n")
+
+
+def _options(command: click.Command) -> list[str]:
+    """A table of the arguments and options of a command."""
+    rows = []
+    with click.Context(command) as ctx:
+        for each in command.params:
+            shown = each.get_help_record(ctx)
+            if shown:
+                rows.append(shown)
+            elif isinstance(each, click.Argument):
+                rows.append((each.make_metavar(ctx), getattr(each, "help", None) or ""))
+    cells = [(_code(left), " ".join(right.split()).replace("|", "\\|").replace("<", "&lt;")) for left, right in rows]
+    return (
+        ["| option | meaning |", "|---|---|", *(f"| {left} | {right} |" for left, right in cells), ""] if rows else []
+    )
+
+
+def _code(text: str) -> str:
+    return f"`{text}`".replace("|", "\\|")
+
+
+def capabilities() -> str:
+    """Fields by group, then the records in them."""
+    presets = []
+    for name, preset in (("SGLANG", SGLANG), ("VLLM", VLLM)):
+        differs = {key: value for key, value in vars(preset).items() if value != getattr(ServerConventions(), key)}
+        shown = ", ".join(f"`{key}={_value(value)}`" for key, value in differs.items())
+        presets.append(f'* `{name}`, or `server="{name.lower()}"`: {shown}.')
+    lines = [
+        "```python",
+        "from attn_testkit.contract import Capabilities",
+        "```",
+        "",
+        markdown(_doc(Capabilities)),
+        "",
+        SYMBOLS,
+        "",
+        *attribute_sections(Capabilities),
+        "## `Windows`",
+        "",
+        markdown(_doc(Windows)),
+        "",
+        *attribute_sections(Windows),
+        "## `ServerConventions`",
+        "",
+        markdown(_doc(ServerConventions)),
+        "",
+        "Presets differ from the defaults in these fields:",
+        "",
+        *presets,
+        "",
+        *attribute_sections(ServerConventions),
+        "## `LogSumExp`",
+        "",
+        markdown(_doc(LogSumExp)),
+        "",
+        *attribute_sections(LogSumExp),
+        "## `Requires`",
+        "",
+        markdown(_doc(Requires)),
+        "",
+        *attribute_sections(Requires),
+        "## Earlier names",
+        "",
+        "Earlier versions had the fields of `windows` and `server` directly in `Capabilities`. Each raises an error "
+        "with its new spelling.",
+        "",
+    ]
+    return _page("Capabilities", *lines)
+
+
+def _value(value: object) -> str:
+    if isinstance(value, frozenset):
+        return f"{{{', '.join(repr(each) for each in sorted(value))}}}"
+    return repr(value)
+
+
+def _doc(thing: Any) -> str:
+    return textwrap.dedent(f"    {thing.__doc__ or ''}").strip()
+
+
+def kernel_plan() -> str:
+    lines = [
+        "The smaller interface: subclass `KernelBackend`, declare `capabilities`, and call your kernel in `run`. The "
+        "kit prepares the plan.",
+        "",
+        SYMBOLS,
+        "",
+        "## `KernelBackend`",
+        "",
+        markdown(_doc(KernelBackend)),
+        "",
+        *_only(KernelBackend, ("run", "run_return_lse", "write_kv")),
+        "## `KernelPlan`",
+        "",
+        markdown(_doc(KernelPlan)),
+        "",
+        "| member | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(text)} |" for name, text in _members(KernelPlan)),
+        "",
+    ]
+    return _page("KernelBackend and KernelPlan", *lines)
+
+
+def _only(cls: type[Any], names: tuple[str, ...]) -> list[str]:
+    others = tuple(name for name, _, _ in methods(cls) if name not in names)
+    return method_sections(cls, skip=others)
+
+
+def _cell(text: str) -> str:
+    return " ".join(markdown(text).split()).replace("|", "\\|")
+
+
+def _members(cls: type[Any]) -> list[tuple[str, str]]:
+    return [*((a.name, a.text) for a in attributes(cls) if a.text), *((n, t) for n, _, t in methods(cls))]
+
+
+def forward_batch() -> str:
+    rows = (
+        ("decode", "1", "prefix + 1", "its request's keys"),
+        ("target-verify", "N", "prefix", "the prefix, its ancestors in the tree, itself"),
+        ("draft-extend", "1 to S + 1, ragged", "prefix + accepted", "the keys up to itself"),
+        ("draft-extend-v2", "N", "prefix + N", "the keys up to itself"),
+        ("extend", "1 and more, ragged", "prefix + new", "the keys up to itself"),
+        ("draft-decode", "K per forward", "prefix", "the prefix and the tokens of its branch"),
+    )
+    lines = [
+        "`ForwardBatch` describes one step. Its fields are the same in all modes; how many rows a request has, what "
+        "`seq_lens` counts and what a row sees depend on the mode.",
+        "",
+        SYMBOLS,
+        "",
+        "| mode | rows per request | `seq_lens` | a row sees |",
+        "|---|---|---|---|",
+        *(f"| [`{m}`](#{m}) | {r} | {s} | {w} |" for m, r, s, w in rows),
+        "",
+    ]
+    for each in PICTURES:
+        lines += [
+            f"## {each.mode}",
+            "",
+            each.caption,
+            "",
+            f"![Rows and slots of {each.mode}](rows-{each.mode}.svg)",
+            "",
+        ]
+    lines += ["## Rules of all modes", "", *markdown(_doc(ForwardMode)).split("\n\n", 2)[2:], ""]
+    text = markdown(_doc(ForwardBatch))
+    lines += ["## `ForwardBatch`", "", *attribute_table(ForwardBatch)]
+    lines += ["## The view at a replay", "", *text.split("\n\n", 1)[1:], ""]
+    for cls in (VerifyInput, DraftExtendInput, DraftDecodeInput, VerifyMask):
+        lines += [f"## `{cls.__name__}`", "", markdown(_doc(cls)), "", *attribute_table(cls)]
+    lines += ["## `TreeMaskMode`", "", markdown(_doc(TreeMaskMode)), ""]
+    return _page("ForwardBatch", *lines)
+
+
+def hooks() -> str:
+    lines = [
+        "The larger interface: subclass `AttentionBackend` if your backend has metadata of its own. Only `forward` is "
+        "required. [A complete example](../tutorials/graph-hooks.md) has all hooks.",
+        "",
+        SYMBOLS,
+        "",
+        "## Order of calls",
+        "",
+        *markdown(_doc(AttentionBackend)).split("\n\n", 1)[1:],
+        "",
+        "## Class attributes",
+        "",
+        *attribute_table(AttentionBackend),
+        "## Hooks",
+        "",
+        *method_sections(AttentionBackend),
+        "## `LegacyGraphHooks`",
+        "",
+        markdown(_doc(LegacyGraphHooks)),
+        "",
+        *method_sections(LegacyGraphHooks, skip=("init_forward_metadata_out_graph",)),
+    ]
+    return _page("AttentionBackend and its hooks", *lines)
+
+
+def context() -> str:
+    lines = [
+        "`self.context` is what a server knows when it constructs a backend: the KV pool, the request table, the "
+        "layers, and the largest sizes.",
+        "",
+        SYMBOLS,
+        "",
+    ]
+    for cls in (BackendContext, AttentionLayer, HeadShape, KVGroup, KVSplit, Dialect):
+        lines += [f"## `{cls.__name__}`", "", markdown(_doc(cls)), "", *attribute_table(cls)]
+        members = [(name, text) for name, _, text in methods(cls) if text]
+        if members:
+            lines += ["| method or property | meaning |", "|---|---|"]
+            lines += [f"| `{name}` | {_cell(text)} |" for name, text in members]
+            lines.append("")
+    lines += ["## `KVPool`", "", markdown(_doc(KVPool)), "", *method_sections(KVPool, skip=("pieces",))]
+    return _page("BackendContext, layers, KV pool", *lines)
+
+
+def python_api() -> str:
+    from attn_testkit.plugin.own_tests import conformance_cases
+    from attn_testkit.reports.outcome import NotConformant, Results
+    from attn_testkit.running.check_backend import assert_conformant, check_backend
+
+    lines = [f"`import attn_testkit` gives {_listed(sorted(set(attn_testkit.__all__) - {'__version__'}))}.", ""]
+    for function in (check_backend, assert_conformant, conformance_cases):
+        lines += function_section(function.__name__, function)
+    for cls in (Results, NotConformant):
+        lines += [f"## `{cls.__name__}`", "", markdown(_doc(cls)), ""]
+        shown = [(name, text) for name, _, text in methods(cls) if text]
+        if shown:
+            lines += ["| member | meaning |", "|---|---|", *(f"| `{n}` | {_cell(t)} |" for n, t in shown), ""]
+    for plain in (CaseResult, Finding, RunHeader):
+        lines += [f"## `{plain.__name__}`", "", markdown(_doc(plain)), "", *attribute_table(plain)]
+    lines += ["## `Status`", "", markdown(_doc(Status)), "", "| value | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {_cell(text)} |" for name, text in _enum_members(Status)]
+    return _page("Python API", *lines)
+
+
+def _listed(names: list[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names[:-1]) + f" and `{names[-1]}`"
+
+
+def _enum_members(cls: type[Any]) -> list[tuple[str, str]]:
+    (node,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+    assert isinstance(node, ast.ClassDef)
+    found: list[tuple[str, str]] = []
+    for each in node.body[1:]:
+        if isinstance(each, ast.Assign):
+            found.append((ast.literal_eval(each.value), ""))
+        elif isinstance(each, ast.Expr) and isinstance(each.value, ast.Constant) and found:
+            found[-1] = (found[-1][0], str(each.value.value))
+    return found
+
+
+class _Group:
+    """The part of pytest's parser that the plugin uses."""
+
+    def __init__(self) -> None:
+        self.options: list[tuple[str, dict[str, Any]]] = []
+        self.ini: list[tuple[str, str, str]] = []
+
+    def getgroup(self, *_: str) -> _Group:
+        return self
+
+    def addoption(self, name: str, **words: Any) -> None:
+        self.options.append((name, words))
+
+    def addini(self, name: str, text: str, **words: Any) -> None:
+        self.ini.append((name, text, str(words.get("default", ""))))
+
+
+def pytest_options() -> str:
+    group = _Group()
+    plugin_options.add(group)  # type: ignore[arg-type]
+    finding = Finding("finite", "headline")
+    result = CaseResult("SPEC", "decode", "eager", "CASE", Status.FAILED, (finding,), margin=1.0, reason="reason")
+    lines = [
+        "The plugin is loaded with the package. [Use it in pytest](../how-to/pytest.md) shows the usual ways.",
+        "",
+        "## Options",
+        "",
+        "| option | meaning |",
+        "|---|---|",
+        *(
+            f"| `{name}{'=' + words['metavar'] if 'metavar' in words else ''}` | {_cell(words['help'])} |"
+            for name, words in group.options
+        ),
+        "",
+        "## Ini values",
+        "",
+        "| name | meaning | default |",
+        "|---|---|---|",
+        *(f"| `{name}` | {_cell(text)} | {f'`{default}`' if default else ''} |" for name, text, default in group.ini),
+        "",
+        "## Fixtures and marks",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {_cell(text)} |" for name, text in _fixtures()),
+        "",
+        "## JUnit properties",
+        "",
+        "Each test has these properties in the file of `--junitxml`:",
+        "",
+        ", ".join(f"`{name}`" for name, _ in properties(result)) + ".",
+        "",
+    ]
+    return _page("pytest options", *lines)
+
+
+def _fixtures() -> list[tuple[str, str]]:
+    from attn_testkit.plugin.own_tests import MARK, CaseRun, Check
+
+    source = ast.parse((ROOT / "attn_testkit" / "plugin" / "__init__.py").read_text())
+    found = [
+        (node.name, ast.get_docstring(node) or "")
+        for node in source.body
+        if isinstance(node, ast.FunctionDef) and any("fixture" in ast.unparse(d) for d in node.decorator_list)
+    ]
+    known = {"attn_case": _doc(CaseRun), "attn_check": _doc(Check)}
+    shown = [(name, known.get(name, text)) for name, text in found if name != "attn_item"]
+    return [
+        *shown,
+        (f"@pytest.mark.{MARK}(...)", "The mark of `conformance_cases`: the same arguments, without an import."),
+    ]
+
+
+def results_json() -> str:
+    schema = json.loads((ROOT / "attn_testkit" / "reports" / "report.schema.json").read_text())
+    lines = [
+        "`--json FILE` writes a results file. " + schema["description"],
+        "",
+        "[`report.schema.json`](../../attn_testkit/reports/report.schema.json) is the JSON Schema. "
+        "`attn-testkit report FILE` turns a file into a page or a summary.",
+        "",
+        "## The file",
+        "",
+        *_schema_table(schema),
+    ]
+    for name, part in schema["$defs"].items():
+        lines += [f"## {name}", ""]
+        lines += [part["description"], ""] if "description" in part else []
+        lines += _schema_table(part, name) if "properties" in part else [f"{_schema_type(part)}.", ""]
+    return _page("Results as JSON", *lines)
+
+
+_CLASSES = {"header": RunHeader, "finding": Finding, "result": CaseResult}
+"""Name of a part of the schema -> the class of which it is the JSON form."""
+
+
+def _schema_table(part: dict[str, Any], of_class: str = "") -> list[str]:
+    """A table of the fields of an object; what the schema does not say comes from the class, or from the glossary."""
+    texts = {each.name: each.text for each in attributes(_CLASSES[of_class])} if of_class in _CLASSES else {}
+    rows = []
+    for name, each in part["properties"].items():
+        needed = "" if name in part.get("required", ()) else " (may be absent)"
+        known = entry_of(name) if of_class else None
+        text = _cell(each.get("description") or texts.get(name) or (known.text if known else ""))
+        rows.append(f"| `{name}` | {_schema_type(each)}{needed} | {text} |")
+        for inner, of in each.get("properties", {}).items():
+            rows.append(f"| `{name}.{inner}` | {_schema_type(of)} | {_cell(of.get('description', ''))} |")
+    return ["| field | type | meaning |", "|---|---|---|", *rows, ""]
+
+
+def _schema_type(part: dict[str, Any]) -> str:
+    if "$ref" in part:
+        name = part["$ref"].rpartition("/")[2]
+        return f"[{name}](#{name})"
+    if "const" in part:
+        return f"`{json.dumps(part['const'])}`"
+    if "enum" in part:
+        return ", ".join(f"`{json.dumps(value)}`" for value in part["enum"])
+    if "anyOf" in part or "oneOf" in part:
+        return " or ".join(_schema_type(each) for each in part.get("anyOf") or part["oneOf"])
+    kinds = part.get("type", "any")
+    text = " or ".join(kinds) if isinstance(kinds, list) else kinds
+    if "items" in part:
+        return f"{text} of {_schema_type(part['items'])}"
+    if isinstance(part.get("additionalProperties"), dict):
+        return f"{text} of name to {_schema_type(part['additionalProperties'])}"
+    return str(text)
+
+
+if __name__ == "__main__":
+    write(pages(), DOCS)

@@ -1,0 +1,162 @@
+"""Pages of the reference are what ``ci/reference.py`` writes, and every part of the contract has a text."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import MISSING, fields
+from types import ModuleType
+from typing import Any
+
+import pytest
+from transcript import ROOT
+
+from attn_testkit.cli import commands
+from attn_testkit.contract import (
+    SGLANG,
+    VLLM,
+    AttentionBackend,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    KernelPlan,
+    LogSumExp,
+    Requires,
+    ServerConventions,
+    Windows,
+)
+
+CI = ROOT / "ci"
+DOCS = ROOT / "docs"
+GROUPS = {
+    "Modes": ["eager", "graph"],
+    "Heads": ["families", "gqa_ratios", "head_dims", "mla_rope_dims", "heads_by_layer"],
+    "Bounds": ["max_q_rows", "max_extend_tokens", "max_topk", "max_draft_branches", "max_context_len",
+               "kernel_changes_at"],
+    "Promises": ["deterministic", "batch_invariant", "lse"],
+    "Requirements": ["needs_cpu_seq_lens", "finite_page_tails", "requires", "mode_requires"],
+}  # fmt: skip
+"""Groups of capabilities, some of them, and their fields."""
+
+
+@pytest.fixture
+def reference(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``ci/reference.py``."""
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module("reference")
+
+
+@pytest.fixture
+def text(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """``ci/reference_text.py``."""
+    monkeypatch.syspath_prepend(str(CI))
+    return importlib.import_module("reference_text")
+
+
+def section(page: str, heading: str) -> str:
+    """What follows a heading, up to the next one of its level."""
+    level = heading.split(" ")[0]
+    return re.split(rf"^{level} ", page.split(f"{heading}\n", 1)[1], maxsplit=1, flags=re.M)[0]
+
+
+def test_the_pages_are_up_to_date(reference: ModuleType) -> None:
+    stale = [name for name, page in reference.pages().items() if (DOCS / name).read_text() != page]
+    assert stale == [], "run: python ci/reference.py"
+
+
+def test_a_docstring_that_changes_makes_its_page_stale(reference: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Capabilities, "__doc__", "Another text.")
+    stale = [name for name, page in reference.pages().items() if (DOCS / name).read_text() != page]
+    assert stale == ["reference/capabilities.md"]
+
+
+@pytest.mark.parametrize("cls", [Capabilities, Windows, ServerConventions, LogSumExp, ForwardBatch])
+def test_every_field_of_the_contract_has_a_text(text: ModuleType, cls: type[Any]) -> None:
+    found = {each.name: each.text for each in text.attributes(cls)}
+    assert list(found) == [field.name for field in fields(cls)]
+    assert [name for name, words in found.items() if not words.endswith(".")] == []
+
+
+def test_every_hook_and_every_member_of_a_plan_is_on_its_page() -> None:
+    hooks = (DOCS / "reference" / "hooks.md").read_text()
+    assert [n for n in vars(AttentionBackend) if n[0] != "_" and f"`{n}`" not in hooks] == []
+    plan = (DOCS / "reference" / "kernel-plan.md").read_text()
+    assert [name for name in dir(KernelPlan) if name[0] != "_" and f"| `{name}` |" not in plan] == []
+
+
+def test_groups_of_capabilities_are_headings_with_their_fields_in_order() -> None:
+    page = (DOCS / "reference" / "capabilities.md").read_text()
+    for heading, names in GROUPS.items():
+        assert re.findall(r"^### `(\w+)`$", section(page, f"## {heading}"), re.M) == names
+
+
+@pytest.mark.parametrize("cls", [Capabilities, Windows, ServerConventions, LogSumExp, Requires])
+def test_the_page_has_the_defaults_of_the_code(cls: type[Any]) -> None:
+    page = (DOCS / "reference" / "capabilities.md").read_text()
+    if cls is not Capabilities:
+        page = section(page, f"## `{cls.__name__}`")
+    names = {each.__name__: each for each in (Requires, ServerConventions, Windows)}
+    for field in fields(cls):
+        line = section(page, f"### `{field.name}`").strip().splitlines()[0]
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        if default is MISSING:
+            assert line.endswith("Required.")
+        else:
+            assert eval(line.partition(" Default: `")[2].removesuffix("`."), names) == default, field.name
+
+
+@pytest.mark.parametrize(("name", "preset"), [("SGLANG", SGLANG), ("VLLM", VLLM)])
+def test_presets_are_the_default_with_the_fields_of_their_line(name: str, preset: ServerConventions) -> None:
+    page = (DOCS / "reference" / "capabilities.md").read_text()
+    (line,) = re.findall(rf"^\* `{name}`.*$", page, re.M)
+    written = re.findall(r"`(\w+=[^`]+)`", line.partition(": ")[2])
+    assert written, "each differs in something"
+    assert eval(f"ServerConventions({', '.join(written)})", {"ServerConventions": ServerConventions}) == preset
+
+
+def test_every_command_has_its_section_with_each_option() -> None:
+    page = (DOCS / "reference" / "command-line.md").read_text()
+    for name, command in commands.commands.items():
+        shown = section(page, f"## {name}")
+        options = [
+            each for each in command.params if each.param_type_name == "option" and not getattr(each, "hidden", 0)
+        ]
+        assert [each.opts[-1] for each in options if f"{each.opts[-1]}" not in shown] == []
+
+
+def test_a_table_of_a_docstring_becomes_a_table_and_a_line_without_a_first_cell_continues_the_row(
+    text: ModuleType,
+) -> None:
+    source = (
+        "Before.\n\n===== ======\nname  text\n===== ======\n``a`` one\n      more\nb     t|o\n===== ======\n\nAfter."
+    )
+    lines = [line for line in text.markdown(source).splitlines() if line]
+    assert lines == ["Before.", "| name | text |", "|---|---|", "| `a` | one more |", "| b | t\\|o |", "After."]
+
+
+def test_a_block_of_code_becomes_a_fence(text: ModuleType) -> None:
+    found = text.markdown("Do this::\n\n    a = ``b``\n\nThen ``c``.")
+    assert "```python\n" in found
+    assert found.endswith("Then `c`.")
+
+
+def test_each_mode_has_a_picture_that_keeps_the_rules_of_the_mode(reference: ModuleType) -> None:
+    assert [each.mode for each in reference.PICTURES] == [mode.value for mode in ForwardMode]
+    for each in reference.PICTURES:
+        mode = ForwardMode(each.mode)
+        for request in each.requests:
+            all_tokens = request.prefix + len(request.new)
+            prefix_only = mode.is_target_verify() or mode.is_draft_decode()
+            assert request.counted == (request.prefix if prefix_only else all_tokens)
+            if not mode.is_draft_decode():
+                assert [max(sees) for _, sees in request.rows] == list(range(len(request.new))), (
+                    "a row sees itself last"
+                )
+            if not prefix_only:
+                assert [len(sees) for _, sees in request.rows] == list(range(1, len(request.new) + 1)), "causal"
+        rows = [int(label.split()[1]) for request in each.requests for label, _ in request.rows]
+        assert rows == list(range(len(rows))), "rows are packed"
+        root = ElementTree.fromstring(reference.picture(each))
+        cells = [rect for rect in root.iter("{http://www.w3.org/2000/svg}rect") if rect.get("class") == "new"]
+        assert len(cells) == sum(len(request.new) for request in each.requests) + 1, "one is in the legend"
