@@ -41,9 +41,12 @@ __all__ = [
     "not_covered_lines",
     "not_declared_lines",
     "note_lines",
+    "printed_lines",
+    "printed_rows",
     "program",
     "readable",
     "repro_command",
+    "undeclared_line",
 ]
 
 
@@ -269,6 +272,16 @@ class CaseResult:
     """Case-runs, as ``eager:CASE`` or ``graph:CASE``, that must run before it in the same process for this result."""
     hints: tuple[str, ...] = ()
     """Remarks that are not failures, such as graph support that works but is not declared."""
+    like: str = ""
+    """The earlier failure, as ``eager:CASE`` or ``graph:CASE``, whose cause this one is taken to have: only that one
+    was diagnosed, or both. A wrong number that was not has the check of that one."""
+    diagnosed: bool = False
+    """True if the cause of a failure was looked for."""
+    failed_mode: str = ""
+    """The mode of the step that failed first, if it is another than ``mode``: of an instance that runs several modes.
+    Tables count the failure there."""
+    printed: str = ""
+    """What the backend printed in this case-run, stdout and stderr, at most the end of it."""
     node: str = ""
     """The machine of a cluster that ran it; empty without a cluster."""
     gpu: str = ""
@@ -277,11 +290,17 @@ class CaseResult:
     def __post_init__(self) -> None:
         object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
         object.__setattr__(self, "hints", tuple(map(readable, self.hints)))
+        object.__setattr__(self, "printed", readable(self.printed))
 
     @property
     def emulated(self) -> bool:
         """True if something in this case-run was emulated, so that it proves nothing about hardware."""
         return bool(emulated_parts(self))
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Backend, mode and execution under which tables count it."""
+        return self.backend, self.failed_mode or self.mode, self.execution
 
     @property
     def is_case_run(self) -> bool:
@@ -437,28 +456,37 @@ def exit_code(
     return CUT if left else 0
 
 
-def format_failure(result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False) -> str:
-    """The text of a case-run that did not pass. Its first line is complete in itself."""
+def format_failure(
+    result: CaseResult, header: RunHeader | None = None, *, first_only: bool = False, brief: bool = False
+) -> str:
+    """The text of a case-run that did not pass. Its first line is complete in itself.
+
+    ``first_only``: only the first finding. ``brief``: the others as one line each, and of a failure that is like an
+    earlier one only what it takes to find both.
+    """
     if not result.case:
         return f"{result.backend} {result.mode} {result.execution}: {result.status}: {result.reason}"
     lines: list[str] = []
-    for finding in result.findings[:1] if first_only else result.findings:
+    for finding in result.findings[:1] if first_only or brief else result.findings:
         lines.append(f"{result.case}: {finding.headline}")
-        rows = [
-            ("check", finding.check),
-            ("step", finding.step),
-            ("where", finding.where),
-            ("spread", finding.spread),
-            ("attended", finding.attended),
-            ("hint", finding.hint),
-        ]
+        rows = [("check", finding.check), ("step", finding.step)]
+        if not (brief and result.like and not result.diagnosed):
+            names = ("where", "spread", "attended", "hint")
+            rows += [(name, getattr(finding, name)) for name in names]
         lines += [line for name, text in rows if text for line in _row(name, text)]
+    if brief:
+        lines += [f"  also     {finding.check}: {finding.headline}" for finding in result.findings[1:]]
+    if result.like and not result.diagnosed:
+        lines += _row("cause", f"taken to be that of {result.like}; --diagnose all looks for the cause of each failure")
     if not result.findings:
         first, *rest = result.reason.splitlines() or [""]
         lines.append(f"{result.case}: {result.status}: {first}" if first else f"{result.case}: {result.status}")
         lines += [f"  {line}" for line in rest]
+    if brief and result.like and not result.diagnosed:
+        return "\n".join([*lines, f"  repro    {repro_command(result, header)}"])
     if result.not_evaluated:
         lines += _row("untested", _some(result.not_evaluated))
+    lines += printed_rows(result)
     version = header.backends.get(result.backend, "") if header else ""
     parts = [f"{result.backend} {version}".strip()]
     if header:
@@ -490,6 +518,18 @@ def _row(name: str, text: str) -> list[str]:
     return [f"  {name:<8} {line}" for line in lines]
 
 
+def printed_rows(result: CaseResult) -> list[str]:
+    """The last lines that the backend printed in a case-run, as rows of a failure."""
+    lines = [line for line in result.printed.splitlines() if line.strip()]
+    left = len(lines) - MOST_PRINTED_LINES
+    shown = [f"({left} earlier lines)", *lines[-MOST_PRINTED_LINES:]] if left > 0 else lines
+    return [line for text in shown for line in _row("printed", text[:WIDTH])]
+
+
+MOST_PRINTED_LINES = 6
+"""Number of lines of a backend's output that a failure's text shows; the results file has more."""
+
+
 def _some(names: Sequence[str]) -> str:
     """All names if they are few, else the first ones and the number of the rest."""
     shown = names if len(names) <= MOST_UNTESTED + 1 else names[:MOST_UNTESTED]
@@ -501,10 +541,15 @@ MOST_UNTESTED = 5
 """Number of unevaluated checks that a failure's text names; the results file has them all."""
 
 
-def not_covered_lines(not_covered: Mapping[str, Sequence[str]]) -> list[str]:
-    """Declared values that were not covered, from ``RunHeader.not covered``: one line per backend that has any."""
+def not_covered_lines(not_covered: Mapping[str, Sequence[str]], how: str = "") -> list[str]:
+    """Declared values that were not covered, from ``RunHeader.not_covered``: one line per backend that has any.
+
+    ``how``: the way to list the values, as ``--show-not-covered lists them``; the line then only counts them.
+    """
+    several = len(not_covered) > 1
     return [
-        f"not covered{f' ({spec})' if len(not_covered) > 1 else ''}: {'; '.join(phrases)}"
+        f"not covered{f' ({spec})' if several else ''}: "
+        + (f"{_values(len(phrases))}; {how}" if how else "; ".join(phrases))
         for spec, phrases in not_covered.items()
         if phrases
     ]
@@ -530,6 +575,28 @@ def launch_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
     return lines
 
 
+def _values(count: int) -> str:
+    return f"{count} declared value{'s' if count != 1 else ''}"
+
+
+def undeclared_line(results: Iterable[CaseResult]) -> list[str]:
+    """The modes and executions that a backend does not declare, in one line per backend that has any."""
+    absent: dict[str, list[tuple[str, str]]] = {}
+    rows = list(results)
+    for row in rows:
+        if not row.case and row.status is Status.UNSUPPORTED:
+            absent.setdefault(row.backend, []).append((row.mode, row.execution))
+    several = len({row.backend for row in rows}) > 1
+    asked = {row.execution for row in rows if row.execution}
+    lines = []
+    for backend, pairs in absent.items():
+        modes = dict.fromkeys(mode for mode, _ in pairs)
+        whole = [mode for mode in modes if all((mode, execution) in pairs for execution in asked)]
+        halves = [f"{mode} {execution}" for mode, execution in pairs if mode not in whole]
+        lines.append(f"not declared{f' ({backend})' if several else ''}: {', '.join([*whole, *halves])}")
+    return lines
+
+
 def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
     """Lines of ``RunHeader.not_declared``: one per backend that has any."""
     return [
@@ -542,6 +609,17 @@ def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
 def note_lines(notes: Mapping[str, Sequence[str]]) -> list[str]:
     """Lines of ``RunHeader.notes``, one per remark."""
     return [f"{spec}: {text}" for spec, texts in notes.items() for text in texts]
+
+
+def printed_lines(results: Iterable[CaseResult]) -> list[str]:
+    """One line about what backends printed, which is shown with failures only; empty if they printed nothing."""
+    counts = [len(result.printed.splitlines()) for result in results if result.printed.strip()]
+    if not counts:
+        return []
+    return [
+        f"printed by the backend: {sum(counts)} line{'s' if sum(counts) != 1 else ''} in {len(counts)} case-run"
+        f"{'s' if len(counts) != 1 else ''}; failures show the end of it, and `attn-testkit repro` the rest"
+    ]
 
 
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:

@@ -18,6 +18,7 @@ from .clock import Clock
 from .co_resident import CoResidentGraphs
 from .eager import eager_by_turns, run_eager
 from .harness import ServerHarness
+from .kept_state import KeptState
 from .options import RunOptions
 from .replay import replay
 
@@ -56,6 +57,8 @@ class GraphRun:
     """Memory that was allocated in captures, in their order."""
     replaced: tuple[str, ...] = ()
     """Attributes whose tensors the plan for some replay replaced. Empty unless the options ask for it."""
+    restored: tuple[str, ...] = ()
+    """Attributes whose tensors a forward changed, and that were put back. Empty unless the options ask for it."""
 
     def replay_of(self, step: Step) -> Observation | None:
         """The replay of a step; None if the run had none."""
@@ -92,6 +95,7 @@ def run_graphs(
     options = options or RunOptions()
     early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
     pool = torch.cuda.graph_pool_handle()
+    kept = KeptState(harness, options.restore_only) if options.restore_state else None
     captured = in_graphs(schedules, harness.capabilities)
     graphs = capture_schedules(harness, captured, pool, clock)
     harness.captured()
@@ -99,7 +103,7 @@ def run_graphs(
     other = (
         CoResidentGraphs(capture_schedules(co_resident[0], [co_resident[1]], pool, clock)[0]) if co_resident else None
     )
-    seen, replaced = _replay_all(graphs, other, clock, options)
+    seen, replaced = _replay_all(graphs, other, clock, options, kept)
     if len(schedules) > 1:
         seen += _modes_by_turns(graphs, schedules, clock, options)
     return GraphRun(
@@ -111,6 +115,7 @@ def run_graphs(
         written_at_capture=written,
         allocated_in_capture=tuple(AllocatedInCapture(a.path, a.where) for each in graphs for a in each.allocated),
         replaced=replaced,
+        restored=kept.changed if kept else (),
     )
 
 
@@ -125,7 +130,11 @@ def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> 
 
 
 def _replay_all(
-    graphs: Sequence[ScheduleGraphs], other: CoResidentGraphs | None, clock: Clock, options: RunOptions
+    graphs: Sequence[ScheduleGraphs],
+    other: CoResidentGraphs | None,
+    clock: Clock,
+    options: RunOptions,
+    kept: KeptState | None,
 ) -> tuple[_Observed, tuple[str, ...]]:
     """Results of all replays and the eager steps between them, and attributes that their plans replaced."""
     seen: _Observed = []
@@ -144,6 +153,9 @@ def _replay_all(
             if options.poison_allocated:
                 _poison_allocated(graphs)
             between = other.another_run if other and first else None
+            if kept is not None:
+                kept.restore()
+                between = kept.between
             replayed = replay(mine, step, canaries, clock, options, between)
             replaced.update(dict.fromkeys(replayed.replaced))
             alive += replayed.copied_into

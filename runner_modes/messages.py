@@ -103,6 +103,8 @@ class RunRecord:
     """Attribute path and bucket of memory that the backend first held while a graph was captured."""
     replaced: tuple[str, ...] = ()
     """Attributes whose tensors a plan for a replay replaced."""
+    restored: tuple[str, ...] = ()
+    """Attributes whose tensors a replay changed, and that were put back before the next one."""
     changed: tuple[str, ...] = ()
     """Changes in its process that the backend did not undo."""
     notes: tuple[str, ...] = ()

@@ -27,16 +27,16 @@ def plan_run(*, backends: Sequence[Any], **more: Any) -> Plan:
     """A plan for backends that are named or given."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in more.items()}
     candidates = tuple(candidate_for(backend, in_process=True) for backend in backends)
-    return Runner(Options(in_process=True)).plan(Request(candidates, **values))
+    return Runner(Options(in_process=True, diagnose="all")).plan(Request(candidates, **values))
 
 
 def run(plan: Plan, items: Sequence[Item] | None = None) -> Iterator[CaseResult]:
     """What is known without running, then a result for each item."""
     yield from plan.preset
-    yield from Runner(Options(in_process=True)).run(plan, plan.items if items is None else items)
+    yield from Runner(Options(in_process=True, diagnose="all")).run(plan, plan.items if items is None else items)
 
 
 def run_item(item: Item, plan: Plan) -> CaseResult:
     """One result."""
-    (result,) = Runner(Options(in_process=True)).run(plan, [item])
+    (result,) = Runner(Options(in_process=True, diagnose="all")).run(plan, [item])
     return result

@@ -54,7 +54,7 @@ def _verdicts(tasks: Sequence[Task], settings: Settings) -> Iterator[Verdict]:
     reused."""
     waiting = deque(tasks)
     jobs = max(1, min(settings.jobs, len(tasks)))
-    options = Options(timeout_s=settings.timeout_s, asks_afresh=False)
+    options = Options(timeout_s=settings.timeout_s, asks_afresh=False, diagnose="all")
     runners = [Runner(options, apart=jobs > 1) for _ in range(jobs)]
     front_ends = [FrontEnd(settings) for _ in runners]
 

@@ -87,7 +87,9 @@ def from_exception(error: BaseException, phase: str, label: str, *, needs_cpu_le
     kind, message = type(error).__name__, _said(error, "operation") or reason_of(error)
     check, headline, hint = _classify(error, kind, message, phase, needs_cpu_lengths)
     # Errors of the emulation know what CUDA would have done and how such code is usually fixed.
-    lines = [_said(error, "cuda"), _said(error, "cure") or _forgotten_super(error) or hint]
+    # The cure of a sync is written for captures; an eager step and a plan have others.
+    cure = "" if check == "no-host-lengths" else _said(error, "cure")
+    lines = [_said(error, "cuda"), cure or _forgotten_super(error) or hint]
     where = "\n".join(filter(None, (site_of(error, phase), _kernel_line(error))))
     return Finding(check, headline, where=where, hint="\n".join(line for line in lines if line), step=label)
 

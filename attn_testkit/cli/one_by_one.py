@@ -58,6 +58,6 @@ class OneByOne:
 
     def _process(self, inference_mode: bool) -> JudgeProcess:
         if inference_mode not in self._processes:
-            options = Options(timeout_s=self._timeout_s, asks_afresh=False)
+            options = Options(timeout_s=self._timeout_s, asks_afresh=False, diagnose="all")
             self._processes[inference_mode] = JudgeProcess(options, self._request.device)
         return self._processes[inference_mode]

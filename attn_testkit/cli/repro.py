@@ -52,7 +52,7 @@ def repro(
     """
     before = tuple(_with_execution(each, executions) for each in after)
     request = Request(backends, executions=executions, device=device, cases=(case,))
-    with contextlib.closing(judge_for(Options(in_process=in_process, after=before), device)) as judge:
+    with contextlib.closing(judge_for(Options(in_process=in_process, after=before, diagnose="all"), device)) as judge:
         plan = judge.plan(request)
         echo_header(plan.header)
         if in_process:
@@ -85,3 +85,5 @@ def _report(result: CaseResult, plan: Plan) -> None:
     margin = "" if result.margin is None else f", margin {result.margin:.2f}"
     seconds = ", ".join(f"{phase} {spent:.3f} s" for phase, spent in result.seconds.items())
     click.echo(f"{result.case} ({result.execution}): passed{margin}; {seconds}")
+    for line in result.printed.splitlines():
+        click.echo(f"  printed  {line}")

@@ -20,9 +20,9 @@ from ..reports.junit import junit_xml, unfinished_xml
 from ..reports.record import Record, Report, read_report
 from ..reports.verdict import refuse_another_run
 from ..results import BAD, CUT, NO_CASE, RAN, CaseResult
-from ..running.planning.request import Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
-from ..running.processes.judge_process import JudgeError, judge_for
+from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
 from .choosing import choose, echo_durations, echo_items, pytest_options
 from .cluster_run import ray_option, refuse_with_ray, run_on_cluster
 from .files import write_text
@@ -76,7 +76,9 @@ Examples:
 @click.option("--in-process", is_flag=True, help="Run in this process, to debug. Not for CI.")
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
+@click.option("--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
+@click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
     """Test one or more backends in every mode they declare, in child processes."""
     request = replace(request_from(values), counts_tier=True)
@@ -121,6 +123,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         gpus=_gpus_to_share(request, values["jobs"]),
         in_process=values["in_process"],
         budget_s=values["budget"],
+        diagnose=values["diagnose"],
     )
     earlier = {name: read_report(name) for name in values["rest_of"]}
     if values["budget"]:
@@ -222,6 +225,8 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
     try:
         source = prepared.judge.run(prepared.plan, prepared.items)
         with _closing(source), Watch(total, header, verbose=values["verbose"]) as watch:
+            if isinstance(prepared.judge, JudgeProcess):
+                prepared.judge.note = watch.note
             for raw in itertools.chain(prepared.preset, source):
                 result = prepared.ledger.judge(raw)
                 results.append(result)
@@ -248,7 +253,10 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
     report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
     if values["durations"] is not None:
         echo_durations(prepared, results, values["durations"])
-    print_summary(header, results, problems=problems, interrupted=interrupted, code=code)
+    print_summary(
+        header, results, problems=problems, interrupted=interrupted, code=code, verbose=values["verbose"],
+        show_not_covered=values["show_not_covered"],
+    )  # fmt: skip
     _warn(record)
     if values["html_file"]:
         _write_html(report, values)

@@ -14,8 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..reports.grouping import cause_lines, group_failures
-from ..reports.outcome import FailureTexts, verdict
+from ..reports.outcome import FailureTexts, failure_lines, verdict
 from ..reports.tally import rows, text_table
 from ..results import (
     BAD,
@@ -29,6 +28,8 @@ from ..results import (
     not_covered_lines,
     not_declared_lines,
     note_lines,
+    printed_lines,
+    undeclared_line,
 )
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
@@ -93,8 +94,20 @@ class Watch:
             trouble = f", {self._bad} did not pass" if self._bad else ""
             click.echo(f"  {self._done} of {self._total} case-runs{trouble}, {now - self._started:.0f} s", err=True)
 
+    def note(self, text: str) -> None:
+        """Show what goes on between two results, such as a diagnosis."""
+        now = time.monotonic()
+        if self._bar:
+            self._bar.update(self._task, description=text)
+        elif now - self._last > LOG_SECONDS:
+            self._last = now
+            click.echo(f"  {self._done} of {self._total} case-runs, {now - self._started:.0f} s; {text}", err=True)
+
     def _tell(self, result: CaseResult) -> None:
-        first, more = self._texts.of(result)
+        text = self._texts.of(result)
+        if text is None:
+            return
+        first, more = text
         if self._bar:
             self._bar.stop()
         click.echo(click.style(first, fg="red", bold=True) + more)
@@ -109,20 +122,28 @@ def print_summary(
     problems: Sequence[str],
     interrupted: bool,
     code: int,
+    verbose: bool = False,
+    show_not_covered: bool = False,
 ) -> None:
     """Print the table, the remarks, and the verdict in one line."""
     if results and sys.stdout.isatty():
         out().print(_table(results))
+        for line in undeclared_line(results):
+            click.echo(line)
     elif results:
         click.echo("\n".join(text_table(results)))
-    for line in cause_lines(group_failures(result for result in results if result.case and result.status in BAD)):
+    more = "-v prints all, --diagnose all looks for the cause of each"
+    for line in failure_lines(header, results, "" if verbose else more):
         click.echo(line)
     hints = Counter(hint for result in results for hint in result.hints)
     for hint, count in hints.most_common(10):
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
     for problem in problems:
         click.echo(f"problem: {problem}")
-    for line in [*left_lines(header, results), *not_covered_lines(header.not_covered)]:
+    for line in printed_lines(results):
+        click.echo(line)
+    how = "" if show_not_covered else "--show-not-covered lists them"
+    for line in [*left_lines(header, results), *not_covered_lines(header.not_covered, how)]:
         click.echo(line)
     for line in not_declared_lines(header.not_declared):
         click.echo(line)
@@ -141,14 +162,17 @@ def _table(results: Sequence[CaseResult]) -> Table:
     for status in used:
         table.add_column(status.value, justify="right")
     table.add_column("margin", justify="right")
-    table.add_column("seconds", justify="right")
+    diagnosed = any(row.diagnosis for row in groups)
+    for name in ("seconds", *(["diagnosis"] if diagnosed else [])):
+        table.add_column(name, justify="right")
     table.add_column("ran on", overflow="fold")
     for row in groups:
         counts = [Text(str(row.counts.get(s, "")), style="red" if s in BAD else "") for s in used]
         margin = "" if row.margin is None else f"{row.margin:.2f}"
-        seconds = f"{row.seconds:.1f}" if row.counts else ""
+        spent = [row.seconds, *([row.diagnosis] if diagnosed else [])]
+        seconds = [f"{each:.1f}" if row.counts else "" for each in spent]
         place = Text(
             "; ".join(filter(None, (row.ran_on, row.note))), style="yellow" if "emulated" in row.ran_on else ""
         )
-        table.add_row(Text(row.backend), row.mode, row.execution, *counts, margin, seconds, place)
+        table.add_row(Text(row.backend), row.mode, row.execution, *counts, margin, *seconds, place)
     return table

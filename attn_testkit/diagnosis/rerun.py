@@ -63,6 +63,8 @@ class Rerunner:
         pattern: str | None = None,
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
+        restore_state: bool = False,
+        restore_only: str = "",
         width_at_capture: bool = False,
         contiguous_heads: bool = False,
         fill: int = POISON,
@@ -73,6 +75,8 @@ class Rerunner:
             poison_allocated=poison_allocated,
             watch_replaced=True,
             copy_into_replaced=copy_into_replaced,
+            restore_state=restore_state,
+            restore_only=restore_only,
             width_at_capture=width_at_capture,
             contiguous_heads=contiguous_heads,
             eager_steps=False,
@@ -86,6 +90,7 @@ class Rerunner:
             fill=record.fill,
             allocated_in_capture=tuple(AllocatedInCapture(*each) for each in record.allocated_in_capture),
             replaced=record.replaced,
+            restored=record.restored,
         )
 
     def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[RunRecord, list[Observation]] | None:

@@ -5,6 +5,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
 * is the same step right in eager mode?                           then the graph is wrong
 * is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
+* is it right when its tensors are put back before each replay?  then a counter is not reset: the hint names it
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
@@ -74,7 +75,7 @@ def explain_numeric(
     attended = asked.evidence.attended
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
-    most = 1 if check in _SHOWN or why == _NO_OTHER_MODE else _MOST_HINTS
+    most = 1 if check in _SHOWN or why == _NO_OTHER_MODE or why.startswith(_NOT_RESET) else _MOST_HINTS
     if why == _finite_with_zeros(schedule):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
@@ -330,7 +331,10 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
             "allocate it in the constructor or in init_cuda_graph_state",
         )
     alone = rerunner.graph(_alone(schedule, step, step.bucket))
-    if alone is not None and _right(_evaluated(schedule, _last(alone))):
+    right_alone = alone is not None and _right(_evaluated(schedule, _last(alone)))
+    if kept := _kept_between_replays(rerunner, schedule, step):
+        return "buckets-independent" if right_alone else _NOTHING_ELSE, kept
+    if right_alone:
         return "buckets-independent", _AS_THE_ONLY_REPLAY
     if alone is not None and alone.replaced and _reads_replaced(rerunner, schedule, step):
         names = ", ".join(f"self.{path}" for path in alone.replaced[:3])
@@ -346,6 +350,31 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     )
 
 
+def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) -> str:
+    """Hint for a replay that is right if the backend's own tensors are put back before each; else empty."""
+
+    def right(only: str = "") -> tuple[str, ...]:
+        run = rerunner.graph(schedule, restore_state=True, restore_only=only)
+        if run is None or not _right(_evaluated(schedule, run.replay_of(step))):
+            return ()
+        # What the kit's own part of a backend keeps is made anew by each graph.
+        return tuple(path for path in run.restored if not path.startswith("_kit_"))
+
+    paths = right()
+    if not paths:
+        return ""
+    tried = paths[:_MOST_TENSORS] if len(paths) > 1 else ()
+    by_itself = next((path for path in tried if right(path)), "")
+    names = ", ".join(f"self.{path}" for path in ((by_itself,) if by_itself else paths[:_MOST_TENSORS]))
+    return (
+        f"{_NOT_RESET}: the replay is right if {names} holds before each plan what it held before the first forward. "
+        "Clear it in the graph, or in init_forward_metadata_out_graph"
+    )
+
+
+_MOST_TENSORS = 3
+"""Number of tensors that are put back one by one, and of those that a hint names."""
+_NOT_RESET = "a counter, a flag or a scratch buffer is not reset between replays"
 _PADDED_ROWS_REACH_LIVE_ONES = (
     "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "
     "of the padded batch"

@@ -74,20 +74,21 @@ _NEAR = 1 << 20
 """Bytes that a load may be off."""
 
 
-def look_at_load(parts: Sequence[Array], size: int) -> None:
+def look_at_load(parts: Sequence[Array], size: int, base: int | None = None) -> None:
     """Check a load like ``look_at_store``, with a margin on both sides."""
-    _look(parts, size, _NEAR, "load", "read")
+    _look(parts, size, base, _NEAR, "load", "read")
 
 
-def look_at_store(parts: Sequence[Array], size: int) -> None:
+def look_at_store(parts: Sequence[Array], size: int, base: int | None = None) -> None:
     """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
 
-    Raises ``StrayAccessError``.
+    ``base``: the pointer that the kernel was given and computed them from, as far as it is known. Raises
+    ``StrayAccessError``.
     """
-    _look(parts, size, 0, "store", "write")
+    _look(parts, size, base, 0, "store", "write")
 
 
-def _look(parts: Sequence[Array], size: int, near: int, what: str, does: str) -> None:
+def _look(parts: Sequence[Array], size: int, base: int | None, near: int, what: str, does: str) -> None:
     launch = _local.launch
     if launch is None or not all(part.size for part in parts):
         return
@@ -103,22 +104,25 @@ def _look(parts: Sequence[Array], size: int, near: int, what: str, does: str) ->
     raise StrayAccessError(
         f"a {what} of triton kernel {launch.kernel}",
         author_site(),
-        f"a device would {does} {_where(launch, first, end)}: other memory of the process, or none",
+        f"a device would {does} {_where(launch, first, end, base)}: other memory of the process, or none",
         "mask what lies behind the last row, and look at strides and offsets: a slot or a page times a stride takes "
         "64 bits",
     )
 
 
-def _where(launch: _Launch, first: int, end: int) -> str:
-    """The nearest tensor, and how far it is."""
+def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
+    """The tensor whose pointer was used, or else the nearest one, and how far the access is from it."""
     apart = [max(start - first, end - stop) for start, stop in launch.spans]
     if not apart:
         return "memory that it was not given"
-    nearest = min(range(len(apart)), key=apart.__getitem__)
-    (name, tensor), (start, _) = list(launch.given.items())[nearest], launch.spans[nearest]
-    side = "before" if first < start else "behind"
+    pointers = [tensor.data_ptr() for tensor in launch.given.values()]
+    # What lies nearest may be any tensor: an offset that is wrong leads past several.
+    nearest = pointers.index(base) if base in pointers else min(range(len(apart)), key=apart.__getitem__)
+    (name, tensor), (start, stop) = list(launch.given.items())[nearest], launch.spans[nearest]
+    side = "before" if first < start and start - first >= end - stop else "behind"
     shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
-    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]"
+    guess = "" if base in pointers else ", the nearest tensor"
+    return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}"
 
 
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,7 +142,7 @@ def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
     def create_atomic_rmw(self: Any, rmwOp: Any, ptr: Any, val: Any, mask: Any, *rest: Any, **named: Any) -> Any:
         addresses = np.asarray(ptr.data).view(np.int64)
         chosen = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
-        look_at_store((addresses[chosen],), np.asarray(val.data).itemsize)
+        look_at_store((addresses[chosen],), np.asarray(val.data).itemsize, getattr(ptr, "base", None))
         return stock(self, rmwOp, ptr, val, mask, *rest, **named)
 
     return create_atomic_rmw
@@ -148,7 +152,7 @@ def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The builder's ``create_atomic_cas``, which may store at any of its addresses."""
 
     def create_atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, *rest: Any, **named: Any) -> Any:
-        look_at_store((np.asarray(ptr.data).view(np.int64),), np.asarray(val.data).itemsize)
+        look_at_store((np.asarray(ptr.data).view(np.int64),), np.asarray(val.data).itemsize, getattr(ptr, "base", None))
         return stock(self, ptr, cmp, val, *rest, **named)
 
     return create_atomic_cas

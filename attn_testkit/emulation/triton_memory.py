@@ -86,10 +86,12 @@ def _sample(module: Any, functions: dict[str, Any]) -> Array:
 def _pointers_of(handle: Any) -> Any:
     class Pointers(handle):  # type: ignore[misc]
         """A block of pointers, as the sum of `parts`: int64, of its rank, of length 1 along axes with equal
-        elements."""
+        elements. `base`: the pointer that the kernel was given, if it is known."""
 
-        def __init__(self, parts: Sequence[Array], shape: tuple[int, ...], dtype: Any, element: Any) -> None:
-            self.parts, self.shape, self.dtype, self.element = parts, shape, dtype, element
+        def __init__(
+            self, parts: Sequence[Array], shape: tuple[int, ...], dtype: Any, element: Any, base: int | None = None
+        ) -> None:
+            self.parts, self.shape, self.dtype, self.element, self.base = parts, shape, dtype, element, base
             self.attr: dict[str, Any] = {}
 
         @functools.cached_property
@@ -132,7 +134,14 @@ def _without_copies(values: Array) -> Array:
 def _as_pointers(ptr: Any, pointers: Any) -> Any:
     if type(ptr) is pointers:
         return ptr
-    return pointers((_without_copies(ptr.data).view(np.int64),), ptr.data.shape, ptr.dtype, ptr.get_element_ty())
+    parts = (_without_copies(ptr.data).view(np.int64),)
+    return pointers(parts, ptr.data.shape, ptr.dtype, ptr.get_element_ty(), _base_of(ptr))
+
+
+def _base_of(ptr: Any) -> int | None:
+    """The pointer that the kernel was given, of one that was computed from it; of a single one that is new, itself."""
+    base: int | None = getattr(ptr, "base", None)
+    return int(ptr.data.reshape(-1).view(np.int64)[0]) if base is None and ptr.data.size == 1 else base
 
 
 @functools.cache
@@ -202,7 +211,7 @@ def _everything_looked_at(look: Any, at: Any, mask: Any, size: int) -> None:
     addresses, chosen = np.asarray(at.data).view(np.int64), np.asarray(_bits(mask), dtype=bool)
     if chosen.size == addresses.size:
         addresses = addresses.reshape(-1)[chosen.reshape(-1)]
-    look((addresses,), size)
+    look((addresses,), size, at.base)
 
 
 def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
@@ -211,7 +220,7 @@ def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
     def create_load(self: Any, ptr: Any, *rest: Any, **named: Any) -> Any:
         at = _as_pointers(ptr, pointers)
         dtype = module._get_np_dtype(at.element)
-        look_at_load(at.parts, dtype.itemsize)
+        look_at_load(at.parts, dtype.itemsize, at.base)
         found = _read(_places(at.parts, dtype.itemsize), dtype)
         if found is None:
             return stock(self, ptr, *rest, **named)
@@ -230,7 +239,7 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
             _everything_looked_at(look_at_load, at, mask, dtype.itemsize)
             return stock(self, ptrs, mask, other, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
-        look_at_load(parts, dtype.itemsize)
+        look_at_load(parts, dtype.itemsize, at.base)
         read = _read(_places(parts, dtype.itemsize), dtype)
         if read is None:
             return stock(self, ptrs, mask, other, *rest, **named)
@@ -254,7 +263,7 @@ def _masked_store_of(pointers: Any, stock: Any) -> Any:
             _everything_looked_at(look_at_store, at, mask, values.itemsize)
             return stock(self, ptrs, value, mask, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
-        look_at_store(parts, values.itemsize)
+        look_at_store(parts, values.itemsize, at.base)
         places = _places(parts, values.itemsize)
         if places is None:
             return stock(self, ptrs, value, mask, *rest, **named)
@@ -274,10 +283,12 @@ def _addptr_of(pointers: Any, stock: Any) -> Any:
         at = _as_pointers(ptr, pointers)
         steps = _narrow(offset.data, at.shape) if at.shape else None
         if steps is None:
-            return stock(self, ptr, offset)
+            moved = stock(self, ptr, offset)
+            moved.base = at.base
+            return moved
         step = steps.astype(np.int64)
         step *= max(1, at.element.primitive_bitwidth // 8)
-        return pointers(_with_part(at.parts, step), at.shape, ptr.dtype, at.element)
+        return pointers(_with_part(at.parts, step), at.shape, ptr.dtype, at.element, at.base)
 
     return create_addptr
 
@@ -298,7 +309,7 @@ def _splat_of(module: Any, pointers: Any, stock: Any) -> Any:
             return stock(self, ret_ty, arg)
         shape = tuple(int(size) for size in ret_ty.shape)
         parts = (arg.data.view(np.int64).reshape((1,) * len(shape)),)
-        return pointers(parts, shape, arg.dtype.scalar, arg.get_element_ty())
+        return pointers(parts, shape, arg.dtype.scalar, arg.get_element_ty(), _base_of(arg))
 
     return create_splat
 
@@ -313,7 +324,7 @@ def _expand_dims_of(module: Any, pointers: Any, stock: Any) -> Any:
         if type(arg) is not pointers:
             return handle(arg.data[where], arg.dtype.scalar)
         shape = (*arg.shape[:axis], 1, *arg.shape[axis:])
-        return pointers([part[where] for part in arg.parts], shape, arg.dtype.scalar, arg.element)
+        return pointers([part[where] for part in arg.parts], shape, arg.dtype.scalar, arg.element, arg.base)
 
     return create_expand_dims
 
@@ -327,6 +338,6 @@ def _broadcast_of(module: Any, pointers: Any, stock: Any) -> Any:
             return handle(_spread(arg.data, block), arg.dtype.scalar)
         if len(arg.shape) != len(block) or not _fits(arg.shape, block):
             return stock(self, arg, shape)
-        return pointers(arg.parts, block, arg.dtype.scalar, arg.element)
+        return pointers(arg.parts, block, arg.dtype.scalar, arg.element, arg.base)
 
     return create_broadcast

@@ -87,6 +87,40 @@ class SemaphoreNotReset(CountingBackend):
 
 
 @fault(
+    slug="counter-cleared-in-eager-only",
+    source="flashinfer #3465; general (tickets of the last block)",
+    modes=_ALL,
+    executions=_GRAPH,
+    checks=("replay-follows-batch", "buckets-independent", "matches-oracle"),
+    hint="is not reset between replays",
+    modelled="a count that never comes out leaves a partial result, where the kernel hung",
+)
+class CounterClearedInEagerOnly(CountingBackend):
+    """Each layer has counters that an eager forward clears, and a captured one does not: warm-ups have used them up."""
+
+    layer = 0
+
+    @override
+    def new_counters(self, count: int) -> torch.Tensor:
+        return super().new_counters(count * len(self.context.layers))
+
+    @override
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        self.layer = layer.layer_id - self.context.layers[0].layer_id
+        return super().combine(acc, lse, layer)
+
+    @override
+    def counters_of(self, bs: int) -> torch.Tensor:
+        begin = self.layer * self.context.max_bs
+        return self.counters[begin : begin + bs]
+
+    @override
+    def reset(self, counters: torch.Tensor) -> None:
+        if not self.in_graph:
+            counters.zero_()
+
+
+@fault(
     slug="workspace-grows-after-capture",
     source="vLLM #46067, #45670; TensorRT-LLM #16319",
     modes=_DECODE,

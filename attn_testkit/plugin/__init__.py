@@ -47,6 +47,8 @@ def pytest_configure(config: pytest.Config) -> None:
         command=shlex.join(["pytest", *map(str, config.invocation_params.args)]),
         timeout_s=config.option.attn_timeout,
         budget_s=config.option.attn_budget,
+        diagnose=config.option.attn_diagnose,
+        show_not_covered=config.option.attn_show_not_covered,
         collects_only=config.option.collectonly,
         named=bool(config.option.attn_backend or config.option.attn_report),
         selected_by=plugin_options.selected_by(config),

@@ -11,7 +11,7 @@ import pytest
 
 from ..registry import UsageError, unknown
 from ..reports.shards import Shard, requested_shard
-from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
+from ..running.planning.request import DIAGNOSE, EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 T = TypeVar("T")
 
@@ -68,6 +68,14 @@ def add(parser: pytest.Parser) -> None:
     group.addoption(
         "--attn-budget", type=_budget, metavar="S", dest="attn_budget",
         help="Start no case-run of the suite after S seconds; the most valuable ones come first. Exit code 7.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-diagnose", type=_word("diagnose", DIAGNOSE), default="first", metavar="WHICH", dest="attn_diagnose",
+        help="Look for the cause of the first failure of a kind (default), of all failures, or of none.",
+    )  # fmt: skip
+    group.addoption(
+        "--attn-show-not-covered", action="store_true", dest="attn_show_not_covered",
+        help="List the declared values that no case covers.",
     )  # fmt: skip
     group.addoption(
         "--attn-shard", metavar="K/N", dest="attn_shard",

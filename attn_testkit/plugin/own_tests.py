@@ -260,7 +260,7 @@ class CaseRun:
         if result.status in (Status.NOT_RUN_HERE, Status.QUARANTINED):
             pytest.skip(f"{result.status}: {result.reason}")
         if result.status in BAD:
-            raise CaseFailed(format_failure(result, self._param.header))
+            raise CaseFailed(format_failure(result, self._param.header, brief=True))
 
     def __repr__(self) -> str:
         return self._param.id

@@ -16,11 +16,11 @@ from .session import Session
 if TYPE_CHECKING:
     from ..running.planning.request import Item
 
-__all__ = ["CaseFailed", "Run", "complete", "text_only"]
+__all__ = ["OWN_RESULT", "CaseFailed", "Run", "complete", "text_only"]
 
 RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
 OWN_RESULT: pytest.StashKey[CaseResult] = pytest.StashKey()
-"""The result of a case-run of a user's own test."""
+"""The result of a test that ``conformance_cases`` decorates: it is in the summary by cause, and not in the verdict."""
 
 
 class CaseFailed(AssertionError):
@@ -49,7 +49,7 @@ class Run:
             pytest.skip(result.reason)
         if result.status in BAD:
             prepared = self._session.prepared
-            raise CaseFailed(format_failure(result, prepared.plan.header if prepared else None))
+            raise CaseFailed(format_failure(result, prepared.plan.header if prepared else None, brief=True))
 
 
 def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.TestReport) -> None:
@@ -59,12 +59,10 @@ def complete(item: pytest.Item, call: pytest.CallInfo[None], report: pytest.Test
     report.user_properties = [(str(name), plain(value)) for name, value in report.user_properties]
     if call.excinfo is not None and isinstance(call.excinfo.value, CaseFailed):
         report.longrepr = text_only(item, str(call.excinfo.value), call.excinfo.value.short)
-    result = item.stash.get(RESULT, None)
-    if result is not None and call.when == "call":
-        report.attn_result = plain(asdict(result))  # type: ignore[attr-defined]
-    own = item.stash.get(OWN_RESULT, None)
-    if own is not None and report.failed and own.status in BAD:
-        report.attn_own_result = plain(asdict(own))  # type: ignore[attr-defined]
+    for key, name in ((RESULT, "attn_result"), (OWN_RESULT, "attn_own_result")):
+        result = item.stash.get(key, None)
+        if result is not None and call.when == "call":
+            setattr(report, name, plain(asdict(result)))
 
 
 def text_only(item: pytest.Item, text: str, short: str = "") -> ReprExceptionInfo:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
-from ..reports.outcome import verdict
+from ..reports.outcome import failure_lines, verdict
 from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
@@ -29,8 +29,10 @@ from ..results import (
     not_covered_lines,
     not_declared_lines,
     note_lines,
+    printed_lines,
 )
 from ..running.planning.request import (
+    Diagnose,
     Item,
     Judge,
     Options,
@@ -93,6 +95,10 @@ class Session:
     due: dict[str, Item] = field(default_factory=dict)
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
+    own_results: list[CaseResult] = field(default_factory=list)
+    """Results of tests that ``conformance_cases`` decorates."""
+    diagnose: Diagnose = "first"
+    show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
     collects_only: bool = False
@@ -128,7 +134,8 @@ class Session:
     def judge(self) -> Judge:
         """The judge's process, started on first use."""
         if self._judge is None:
-            self._judge = JudgeProcess(Options(timeout_s=self.timeout_s or Options.timeout_s), self.request.device)
+            options = Options(timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose)
+            self._judge = JudgeProcess(options, self.request.device)
         return self._judge
 
     def run(self, item: Item) -> CaseResult:
@@ -201,6 +208,9 @@ class Session:
         data: dict[str, Any] | None = getattr(report, "attn_result", None)
         if data is not None:
             self._keep(result_from_plain(data))
+        own: dict[str, Any] | None = getattr(report, "attn_own_result", None)
+        if own is not None:
+            self.own_results.append(result_from_plain(own))
 
     def finish(self, exitstatus: int) -> int:
         """Return the session's exit status: pytest's own, unless an expected case-run did not run."""
@@ -234,12 +244,16 @@ class Session:
 
     def summarize(self, terminal: pytest.TerminalReporter) -> None:
         """Write the table and the verdict at the end of pytest's output."""
+        if lines := failure_lines(None, self.own_results):
+            terminal.section("attention conformance: failures by cause")
+            for line in lines:
+                terminal.line(line)
         if self.header is None and self.refusal == _NO_SUITE:
             terminal.line(_NO_SUITE, red=True)
         if self.header is None or terminal.config.option.collectonly:
             return
         terminal.section("attention conformance")
-        for line in text_table(self.results):
+        for line in [*text_table(self.results), *failure_lines(self.header, self.results)]:
             terminal.line(line)
         for hint in dict.fromkeys(hint for result in self.results for hint in result.hints):
             terminal.line(f"hint: {hint}")
@@ -255,7 +269,10 @@ class Session:
             terminal.line(f"problem: {problem}")
         for line in note_lines(self.header.notes):
             terminal.line(line)
-        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered)]:
+        for line in printed_lines(self.results):
+            terminal.line(line)
+        how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
+        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered, how)]:
             terminal.line(line)
         for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)

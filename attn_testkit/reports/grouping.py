@@ -1,8 +1,13 @@
 """Failures grouped by cause, so that one bug in forty case-runs is read once.
 
 The cause of a case-run is the most telling text of its first finding, without words that belong to the case (numbers,
-rows, requests) or that a compiler makes up (names of files, kernels, buffers and symbols, addresses). Case-runs of one
-backend and check with equal texts are a group. For an exception, only its type and the author's line count.
+rows, requests) or that a compiler makes up (names of files, kernels, buffers and symbols, addresses). A case-run of a
+backend has the cause of an earlier one if any of these holds:
+
+* the run took it to be like that one, and diagnosed only the first (``CaseResult.like``);
+* the same line of the author's source raised in both;
+* the best hint of one is a hint of the other;
+* they are the eager and the graph copy of a case, and have wrong numbers in both.
 """
 
 from __future__ import annotations
@@ -10,12 +15,12 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from ..results import CaseResult, Finding, is_generated
 
-__all__ = ["Group", "cause_lines", "group_failures", "without_numbers"]
+__all__ = ["Causes", "Group", "group_failures", "without_numbers"]
 
 
 @dataclass(frozen=True)
@@ -24,11 +29,13 @@ class Group:
 
     backend: str
     check: str
-    """Id of the first check that they fail; the status if there is no finding."""
+    """Id of the first check that the first case-run fails; the status if there is no finding."""
     cause: str
-    """The cause in words. Numbers that differ from case-run to case-run are ``N``."""
+    """The cause in words, as the first case-run has it."""
     results: tuple[CaseResult, ...]
-    """The case-runs in the order of the results file; never empty."""
+    """The case-runs, never empty: first the one that names the cause, then the others in the order of the results
+    file.
+    """
 
 
 @dataclass(frozen=True)
@@ -41,50 +48,107 @@ class _Line:
     """The whole text."""
 
 
+@dataclass
+class _Cause:
+    """A cause while failures are added."""
+
+    results: list[CaseResult]
+    lines: list[tuple[_Line, ...]]
+    """The lines of each result, the most telling first; none for one that is taken to be like another."""
+    names: set[str]
+    """``eager:CASE`` or ``graph:CASE`` of each result."""
+    best: set[str] = field(default_factory=set)
+    """The key of the most telling line of each result."""
+    keys: set[str] = field(default_factory=set)
+    """The keys of all lines."""
+
+    def group(self) -> Group:
+        first = self._named_by()
+        others = (result for result in self.results if result is not first)
+        return Group(first.backend, _check(first), self._in_words(), (first, *others))
+
+    def _named_by(self) -> CaseResult:
+        """The last that was diagnosed although it is like another: it has less options. Else the first."""
+        again = [result for result in self.results if result.like and result.diagnosed]
+        return again[-1] if again else self.results[0]
+
+    def _in_words(self) -> str:
+        """The best hint that most case-runs share, as the first that has it words it: with its numbers, but without
+        names that a compiler made up for it.
+        """
+        named_by = self._named_by()
+        if named_by is not self.results[0]:
+            return self.lines[self.results.index(named_by)][0].text
+        best = Counter(lines[0].key for lines in self.lines if lines)
+        shared = Counter(line.key for lines in self.lines for line in lines)
+        key = max(best, key=lambda each: (shared[each], best[each]))
+        texts = [line.text for lines in self.lines for line in lines if line.key == key]
+        return texts[0] if len(set(texts)) == 1 else _without_made_up(texts[0])
+
+
+class Causes:
+    """Causes of the failures that were added so far, so that a terminal can print each once while a run goes on."""
+
+    def __init__(self) -> None:
+        self._causes: list[_Cause] = []
+
+    def add(self, result: CaseResult) -> bool:
+        """Add one failure. Returns True if no earlier failure has its cause, or if it tells more about that."""
+        lines = () if result.like and not result.diagnosed else _lines(result)
+        cause = next((each for each in self._causes if _same(each, result, lines)), None)
+        new = cause is None
+        if cause is None:
+            lines = lines or _lines(result)
+            cause = _Cause([], [], set())
+            self._causes.append(cause)
+        cause.results.append(result)
+        cause.lines.append(lines)
+        cause.names.add(_name(result))
+        cause.best.update(line.key for line in lines[:1])
+        cause.keys.update(line.key for line in lines)
+        return new or bool(result.like and result.diagnosed)
+
+    @property
+    def groups(self) -> list[Group]:
+        """One group per cause, the largest first."""
+        return sorted((cause.group() for cause in self._causes), key=lambda group: -len(group.results))
+
+
 def group_failures(results: Iterable[CaseResult]) -> list[Group]:
     """Group failures, the largest group first. Every result is in exactly one group."""
-    together: dict[tuple[str, str], list[tuple[CaseResult, tuple[_Line, ...]]]] = {}
+    causes = Causes()
     for result in results:
-        check = result.findings[0].check if result.findings else result.status.value
-        together.setdefault((result.backend, check), []).append((result, _lines(result)))
-    groups = [group for key, members in together.items() for group in _split(*key, members)]
-    return sorted(groups, key=lambda group: -len(group.results))
+        causes.add(result)
+    return causes.groups
 
 
-def cause_lines(groups: Sequence[Group], most: int = 10) -> list[str]:
-    """Lines for a terminal, one per cause with its number of case-runs; nothing if no two case-runs share a cause."""
-    if all(len(group.results) == 1 for group in groups):
-        return []
-    width = len(str(len(groups[0].results)))
-    lines = [f"  {len(g.results):>{width}}  {g.cause} [{g.check}; {g.backend}]" for g in groups[:most]]
-    more = len(groups) - most
-    return ["failures by cause:", *lines, *([f"  and {more} more causes"] if more > 0 else [])]
+def _same(cause: _Cause, result: CaseResult, lines: Sequence[_Line]) -> bool:
+    """Report whether a failure has a cause. ``lines``: of the failure."""
+    first = cause.results[0]
+    if first.backend != result.backend:
+        return False
+    if result.like:
+        return result.like in cause.names
+    if lines[0].key in cause.keys or any(line.key in cause.best for line in lines):
+        return True
+    if not _of_numbers(result):
+        return False
+    other = {"eager": "graph", "graph": "eager"}.get(result.execution, "")
+    return any(_name(each) == f"{other}:{result.case}" and _of_numbers(each) for each in cause.results)
 
 
-def _split(backend: str, check: str, members: Sequence[tuple[CaseResult, tuple[_Line, ...]]]) -> Iterable[Group]:
-    """Split case-runs into groups: the line that most of them share names the first group; the rest is split further.
-
-    The first line is not enough: the first pattern of a case depends on its shapes, and one bug shows several.
-    """
-    rest = list(members)
-    while rest:
-        counts: Counter[str] = Counter()
-        places: Counter[str] = Counter()
-        for _, lines in rest:
-            for place, key in enumerate(dict.fromkeys(line.key for line in lines)):
-                counts[key] += 1
-                places[key] += place
-        # Of two lines that are shared equally often, the one that comes first in the texts tells more.
-        key = max(counts, key=lambda each: (counts[each], -places[each]))
-        mine = [(result, line.text) for result, lines in rest for line in lines if line.key == key]
-        yield Group(backend, check, _in_words([text for _, text in mine]), tuple(result for result, _ in mine))
-        rest = [(result, lines) for result, lines in rest if all(line.key != key for line in lines)]
+def _of_numbers(result: CaseResult) -> bool:
+    """Report whether a failure is about a wrong number that eager mode has, too."""
+    found = result.findings[:1]
+    return any(each.check in _IN_EAGER and _ABOUT_A_ROW.match(each.headline) for each in found)
 
 
-def _in_words(texts: Sequence[str]) -> str:
-    """The text itself if all are equal, else the most common one without what differs."""
-    alike = Counter(map(without_numbers, texts))
-    return texts[0] if len(set(texts)) == 1 else alike.most_common(1)[0][0]
+def _check(result: CaseResult) -> str:
+    return result.findings[0].check if result.findings else result.status.value
+
+
+def _name(result: CaseResult) -> str:
+    return f"{result.execution}:{result.case}"
 
 
 def _lines(result: CaseResult) -> tuple[_Line, ...]:
@@ -97,10 +161,9 @@ def _of_finding(finding: Finding) -> list[_Line]:
     raised = _RAISED_AT.match(finding.where)
     if raised and not is_generated(raised["file"]):
         # An author's line that raises is one cause, in whichever phase it is reached, and whatever message a compiler
-        # adds for each shape.
+        # adds for each shape. The emulation's errors have no type: one line of code calls several of torch's operators.
         kind = _PHASE.search(finding.headline)
-        said = kind["kind"] if kind else without_numbers(finding.headline)
-        return [_Line(f"{raised[0]} {said}", finding.headline)]
+        return [_Line(f"{raised[0]} {kind['kind'] if kind else ''}", finding.headline)]
     if not _ABOUT_A_ROW.match(finding.headline):
         return [_Line(without_numbers(finding.headline), finding.headline)]
     hints = [_Line(without_numbers(line), line) for line in finding.hint.splitlines() if line]
@@ -116,7 +179,7 @@ def _of_reason(result: CaseResult) -> list[_Line]:
     frame = next(own, written[0] if written else None)
     text = f"{first}, in {frame['file']}:{frame['line']} {frame['function']}" if frame else first
     # The frame is part of the key: two lines that hang are two causes.
-    return [_Line(without_numbers(first) + (f" {frame[0]}" if frame else ""), text)]
+    return [_Line(f"{result.status} {without_numbers(first)}" + (f" {frame[0]}" if frame else ""), text)]
 
 
 _RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in \S+?(?=:|$)", re.MULTILINE)
@@ -127,6 +190,8 @@ _OF_A_LIBRARY = re.compile(
     r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
 )
 """A frame of a library: the line that called the library tells the cause."""
+_IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", "reads-own-kv", "log-sum-exp")
+"""Checks of numbers that diagnosis reports only if eager mode is wrong, too, or does not exist."""
 _PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
 """Beginning of the headline of a wrong number: it names a request of one case, and not the cause."""
@@ -175,6 +240,17 @@ _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"^(request N [^:]{0,400}?)(, \1)*( and so on)?(?=:)", r"\1"),
     )
 )
+
+
+_NAMES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), instead) for pattern, instead in (*_MADE_UP, (r"\b0x[0-9a-f]+", "N"))
+)
+
+
+def _without_made_up(text: str) -> str:
+    for pattern, instead in _NAMES:
+        text = pattern.sub(instead, text)
+    return text
 
 
 @lru_cache(maxsize=4096)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
@@ -17,34 +16,56 @@ from ..results import (
     left_lines,
     not_covered_lines,
     not_declared_lines,
+    repro_command,
 )
+from .grouping import Causes, group_failures
+from .in_common import in_common
 from .verdict import Verdict, conclude, verdict
 
-__all__ = ["FailureTexts", "NotConformant", "Results", "verdict"]
+__all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "verdict"]
 
 
 class FailureTexts:
-    """The texts of failures as they are printed: the first few of a kind in full, the rest as one line each."""
+    """The texts of failures as they are printed: the first of each cause, or with ``verbose`` all."""
 
     def __init__(self, header: RunHeader, *, verbose: bool = False) -> None:
         self._header, self._verbose = header, verbose
-        self._shown: Counter[tuple[str, str, str, str]] = Counter()
+        self._causes = Causes()
 
-    def of(self, result: CaseResult) -> tuple[str, str]:
-        """The first line, which is complete in itself, and the rest of the text."""
-        check = result.findings[0].check if result.findings else result.status.value
-        kind = (result.backend, result.mode, result.execution, check)
-        self._shown[kind] += 1
-        first, _, rest = format_failure(result, self._header).partition("\n")
-        if self._verbose or self._shown[kind] <= IN_FULL:
-            return first, f"\n{rest}\n"
-        return first, f" [{check}; {result.backend} {result.execution}]"
+    def of(self, result: CaseResult) -> tuple[str, str] | None:
+        """The first line, which is complete in itself, and the rest; None if an earlier failure has the cause."""
+        new = self._causes.add(result)
+        if not new and not self._verbose:
+            return None
+        first, _, rest = format_failure(result, self._header, brief=not self._verbose).partition("\n")
+        return first, f"\n{rest}\n"
 
 
-IN_FULL = 3
-"""Number of failures of one backend, mode, execution and check that are printed in full."""
-MOST_PRINTED = 60
-"""Number of failures that ``Results`` prints; it counts the rest."""
+def failure_lines(header: RunHeader | None, results: Sequence[CaseResult], more: str = "") -> list[str]:
+    """The failures of a run by cause: number, cause, what the failing cases share, and the command to start with.
+
+    ``more``: the options that show more than the first failure of each cause.
+    """
+    bad = [result for result in results if result.case and result.status in BAD]
+    groups = group_failures(bad)
+    if not groups:
+        return []
+    several = len({result.backend for result in results}) > 1
+    causes = f"{len(groups)} cause" + ("s" if len(groups) != 1 else "")
+    rest = f" ({more})" if more and len(bad) > len(groups) else ""
+    lines = [f"did not pass: {len(bad)} case-run{'s' if len(bad) != 1 else ''}, {causes}{rest}"]
+    for group in groups[:MOST_CAUSES]:
+        name = f"; {group.backend}" if several else ""
+        lines.append(f"  {len(group.results)}  {group.cause} [{group.check}{name}]")
+        if shared := in_common(group.results, results):
+            lines.append(f"     in common: {shared}")
+    if len(groups) > MOST_CAUSES:
+        lines.append(f"  and {len(groups) - MOST_CAUSES} more causes")
+    return [*lines, f"start here: {repro_command(groups[0].results[0], header)}"]
+
+
+MOST_CAUSES = 10
+"""Number of causes that a summary names; it counts the rest."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -109,9 +130,9 @@ class Results(Sequence[CaseResult]):
     def texts(self) -> str:
         """The failures as the command line prints them, and what did not run; empty if there are neither."""
         texts = FailureTexts(self.header)
-        lines = ["".join(texts.of(failure)) for failure in self.failures[:MOST_PRINTED]]
-        if len(self.failures) > MOST_PRINTED:
-            lines.append(f"and {len(self.failures) - MOST_PRINTED} more that did not pass")
+        found = [text for failure in self.failures if (text := texts.of(failure))]
+        lines = ["".join(text) for text in found[:MOST_CAUSES]]
+        lines += failure_lines(self.header, self.rows)
         lines += [f"not run: {format_failure(row)}" for row in self.rows if row.status is Status.NOT_RUN_HERE]
         lines += [f"problem: {problem}" for problem in self.problems]
         return "\n".join(lines)
@@ -123,7 +144,7 @@ class Results(Sequence[CaseResult]):
                 (
                     self.texts,
                     *left_lines(self.header, self.rows),
-                    *not_covered_lines(self.header.not_covered),
+                    *not_covered_lines(self.header.not_covered, "header.not_covered lists them"),
                     *not_declared_lines(self.header.not_declared),
                     *launch_lines(self.header, self.rows),
                     self.verdict,

@@ -98,7 +98,7 @@ def _overview(results: Sequence[CaseResult], emulated: bool, ran: Collection[str
     """``ran``: backends with case-runs in this overview or the other one."""
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
-        groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
+        groups.setdefault(result.place, []).append(result)
     modes = _known_first(MODES, (mode for _, mode, _ in groups))
     # A backend that cannot be imported has a row without mode and execution.
     columns = tuple((mode, _known_first(EXECUTIONS, (e for _, m, e in groups if m == mode))) for mode in modes)

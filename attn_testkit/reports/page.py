@@ -21,12 +21,15 @@ from ..results import (
     left_lines,
     not_covered_lines,
     note_lines,
+    printed_lines,
     repro_command,
+    undeclared_line,
 )
 from .check_matrix import check_matrices
 from .compare import compare_reports
 from .grouping import Group, group_failures
 from .history import Age, History, Night, age_of, key_of, night_of
+from .in_common import in_common
 from .outcome import verdict
 from .overview import is_emulated, overviews
 from .plots import margin_plot, nights_plot
@@ -80,6 +83,8 @@ class Card:
     shown: tuple[FailedRun, ...]
     """The case-runs that are shown in full."""
     named: tuple[FailedRun, ...]
+    shared: str
+    """What all failing cases share and no passing case has; may be empty."""
     elsewhere: tuple[tuple[str, int], ...]
     """Pairs of backend and card number with the same cause and check."""
 
@@ -96,7 +101,7 @@ class Card:
     @property
     def places(self) -> list[tuple[str, int]]:
         """Pairs of mode with execution, and number of case-runs."""
-        return list(Counter(f"{r.mode} {r.execution}".strip() for r in self.group.results).items())
+        return list(Counter(" ".join(r.place[1:]).strip() for r in self.group.results).items())
 
     @property
     def emulated(self) -> list[str]:
@@ -121,8 +126,9 @@ def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
     found = []
     for group in group_failures(r for r in report.results if r.case and r.status in BAD):
         runs = [failed(result) for result in group.results]
-        # New case-runs show the cause best.
-        runs.sort(key=lambda run: not _is_new(run.age))
+        # New case-runs show the cause best, and of these one that was diagnosed, if not all were.
+        some = any(run.result.diagnosed for run in runs)
+        runs.sort(key=lambda run: (not _is_new(run.age), some and not run.result.diagnosed))
         found.append((group, runs, sum(_is_new(run.age) for run in runs)))
     found.sort(key=lambda entry: not entry[2])
     cards_of = {(group.backend, group.check, group.cause): number for number, (group, _, _) in enumerate(found, 1)}
@@ -135,6 +141,7 @@ def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
             max((run.age for run in runs if run.age), key=lambda age: (age.nights, age.or_earlier), default=None),
             tuple(runs[:full]),
             tuple(runs[full : full + MOST_NAMED]),
+            in_common(group.results, report.results),
             tuple(
                 (backend, other)
                 for (backend, *cause), other in cards_of.items()
@@ -212,12 +219,14 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "slowest": sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
         "matrices": check_matrices(runs),
         "rows": tally,
-        "row_seconds": sum(row.seconds for row in tally),
+        "undeclared": undeclared_line(results),
+        "diagnosed": any(row.diagnosis for row in tally),
+        "row_seconds": sum(row.seconds + row.diagnosis for row in tally),
         "used": [status for status in Status if any(row.counts.get(status) for row in tally)],
         "bad_statuses": BAD,
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
         "emulation": _emulation(runs),
-        "notes": note_lines(report.header.notes),
+        "notes": [*note_lines(report.header.notes), *printed_lines(runs)],
         "launch_lines": launch_lines(report.header, report.results),
         "not_covered": [*left_lines(report.header, runs), *not_covered_lines(report.header.not_covered)],
         "hints": Counter(hint for result in results for hint in result.hints).most_common(),
@@ -231,7 +240,7 @@ def _card_of(found: Sequence[Card], emulated: bool) -> dict[tuple[str, str, str,
     """Map (backend, mode, execution, emulated) to the cards of what is red there, in the page's order."""
     numbers: dict[tuple[str, str, str, bool], list[int]] = {}
     for card in found:
-        places = ((r.backend, r.mode, r.execution, is_emulated(r, emulated)) for r in card.group.results)
+        places = ((*r.place, is_emulated(r, emulated)) for r in card.group.results)
         for place in dict.fromkeys(places):
             numbers.setdefault(place, []).append(card.number)
     return numbers

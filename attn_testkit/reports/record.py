@@ -78,6 +78,10 @@ _EARLIER_NAMES = {"untried": "not_covered", "not_judged": "not_evaluated"}
 """Field of a results file as it was written first -> its name."""
 
 
+_OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed")
+"""Fields that are written only if they say something: most case-runs pass."""
+
+
 def _renamed(data: Mapping[str, Any]) -> dict[str, Any]:
     return {_EARLIER_NAMES.get(name, name): value for name, value in data.items()}
 
@@ -128,7 +132,7 @@ class Record:
         """Write one result."""
         if result.case:
             self._counts[result.status.value] += 1
-        values = plain(asdict(result))
+        values = {name: value for name, value in plain(asdict(result)).items() if value or name not in _OF_FAILURES}
         text = json.dumps(values, separators=(",", ":"))
         self._digest.add(values)
         self._append((b",\n  " if self._written else b"\n  ") + text.encode())

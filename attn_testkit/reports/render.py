@@ -7,7 +7,7 @@ import re
 import jinja2
 from markupsafe import Markup, escape
 
-from ..results import EXECUTIONS, MODES, format_failure
+from ..results import EXECUTIONS, MODES, format_failure, left_lines, not_covered_lines
 from .embedded import embedded_runs
 from .history import History
 from .page import MOST_LINES, page_model
@@ -53,9 +53,14 @@ def markdown_summary(report: Report, previous: Report | None = None, history: Hi
     """Render the summary as Markdown."""
     model = page_model(report, previous, history or History())
     causes = [
-        (card, format_failure(card.group.results[0], report.header)) for card in model["all_cards"][:MOST_IN_SUMMARY]
+        (card, format_failure(card.shown[0].result, report.header, brief=True))
+        for card in model["all_cards"][:MOST_IN_SUMMARY]
     ]
     template = _environment(autoescape=False).get_template("report.md.j2")
+    model["not_covered"] = [
+        *left_lines(report.header, report.results),
+        *not_covered_lines(report.header.not_covered, "the page of `report --html` lists them"),
+    ]
     return template.render(**model, causes=causes)
 
 

@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import MODES, RAN, CaseResult, Status, emulated_parts
+from ..results import MODES, RAN, CaseResult, Status, emulated_parts, undeclared_line
 
-__all__ = ["Row", "rows", "seconds_of", "text_table", "where_it_ran"]
+__all__ = ["DIAGNOSIS", "Row", "rows", "seconds_of", "text_table", "where_it_ran"]
+
+DIAGNOSIS = "diagnosis"
+"""Name of the phase in ``CaseResult.seconds`` that looks for the cause of a failure."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,9 @@ class Row:
     margin: float | None
     """Largest error / limit of the case-runs that passed."""
     seconds: float
+    """Wall time without that of diagnosis."""
+    diagnosis: float
+    """Wall time of diagnosis."""
     ran_on: str
     """The device: ``CUDA``, or what was emulated."""
     note: str = ""
@@ -52,10 +58,14 @@ def seconds_of(result: CaseResult) -> float:
 
 
 def rows(results: Iterable[CaseResult]) -> list[Row]:
-    """Make one row per backend, mode and execution, in the order in which a server uses the modes."""
+    """Make one row per backend, mode and execution, in the order in which a server uses the modes.
+
+    What is not declared has no row: ``undeclared_line`` names it.
+    """
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
-        groups.setdefault((result.backend, result.mode, result.execution), []).append(result)
+        if result.case or result.status is not Status.UNSUPPORTED:
+            groups.setdefault(result.place, []).append(result)
     backends = list(dict.fromkeys(backend for backend, _, _ in groups))
 
     def place(key: tuple[str, str, str]) -> tuple[int, int, str]:
@@ -73,29 +83,35 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
         *key,
         counts={status: counts[status] for status in Status if counts[status]},
         margin=max(margins, default=None),
-        seconds=sum(map(seconds_of, group)),
+        seconds=sum(seconds_of(result) - result.seconds.get(DIAGNOSIS, 0.0) for result in group),
+        diagnosis=sum(result.seconds.get(DIAGNOSIS, 0.0) for result in group),
         ran_on=where_it_ran(group),
         note="; ".join(dict.fromkeys(notes)),
     )
 
 
 def text_table(results: Iterable[CaseResult]) -> list[str]:
-    """The table as plain lines of text."""
+    """The table as plain lines of text, with what is not declared in one line below it."""
+    results = list(results)
     groups = rows(results)
     used = [status for status in Status if any(row.counts.get(status) for row in groups)]
-    grid = [["backend", "mode", "execution", *(s.value for s in used), "margin", "seconds", "ran on"]]
+    diagnosed = any(row.diagnosis for row in groups)
+    times = ["seconds", *(["diagnosis"] if diagnosed else [])]
+    grid = [["backend", "mode", "execution", *(s.value for s in used), "margin", *times, "ran on"]]
     for row in groups:
         margin = "" if row.margin is None else f"{row.margin:.2f}"
-        seconds = f"{row.seconds:.1f}" if row.counts else ""
+        spent = [row.seconds, *([row.diagnosis] if diagnosed else [])]
+        seconds = [f"{each:.1f}" if row.counts else "" for each in spent]
         place = "; ".join(filter(None, (row.ran_on, row.note)))
         counts = [str(row.counts.get(s, "")) for s in used]
-        grid.append([row.backend, row.mode, row.execution, *counts, margin, seconds, place])
+        grid.append([row.backend, row.mode, row.execution, *counts, margin, *seconds, place])
     widths = [max(map(len, column)) for column in zip(*grid, strict=True)]
-    numbers = range(3, 5 + len(used))
-    return [
+    numbers = range(3, 4 + len(used) + len(times))
+    table = [
         "  ".join(
             cell.rjust(width) if index in numbers else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(line, widths, strict=True))
         ).rstrip()
         for line in grid
     ]
+    return [*(table if groups else []), *undeclared_line(results)]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..reports.outcome import NotConformant, Results
 from .planning.candidate import candidate_for
-from .planning.request import Options, Request, prepare
+from .planning.request import Diagnose, Options, Request, prepare
 from .processes.judge_process import judge_for
 
 if TYPE_CHECKING:
@@ -31,19 +31,21 @@ def check_backend(
     timeout_s: float = 300.0,
     in_process: bool = False,
     known_failures: str | Path | None = None,
+    diagnose: Diagnose = "first",
 ) -> Results:
     """Check a backend: ``print(check_backend(MyBackend))``. The result is true only if the backend conforms.
 
     ``backend``: a spec, or the class itself. A class that no import gives (of a notebook, a local one) travels by value
     to the process that runs it. ``modes``, ``executions``, ``cases``: as on the command line; empty means all.
     ``timeout_s``: seconds for one case-run. ``known_failures``: a TOML file of failures that are tolerated.
+    ``diagnose``: look for the cause of the first failure of a kind, of ``all``, or of ``none``.
     ``in_process``: run the backend in this process, for a debugger. Do not gate on such a result: the backend could
     change the code that evaluates it.
 
     Raises ``UsageError`` for a request that makes no sense, for a backend that cannot be imported, and for a class that
     cannot be taken to another process as it is here; ``JudgeError`` if the judge's process died.
     """
-    options = Options(jobs=jobs, timeout_s=timeout_s, in_process=in_process)
+    options = Options(jobs=jobs, timeout_s=timeout_s, in_process=in_process, diagnose=diagnose)
     request = Request(
         backends=(candidate_for(backend, in_process=in_process),),
         modes=tuple(modes),
@@ -80,6 +82,7 @@ def assert_conformant(
     timeout_s: float = 300.0,
     in_process: bool = False,
     known_failures: str | Path | None = None,
+    diagnose: Diagnose = "first",
 ) -> Results:
     """Check a backend as ``check_backend`` does, and raise ``NotConformant`` unless it conforms.
 
@@ -99,6 +102,7 @@ def assert_conformant(
         timeout_s=timeout_s,
         in_process=in_process,
         known_failures=known_failures,
+        diagnose=diagnose,
     )
     if not results:
         raise NotConformant(results)

@@ -6,10 +6,10 @@ import random
 import re
 
 import pytest
-from attn_testkit.cases.catalogue import generate
 
 from attn_testkit.cases.case import WORDS, Case, parse_case
 from attn_testkit.cases.dimensions.dimension import Bound, Word
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.cli import main
 from attn_testkit.contract import ForwardMode
 from attn_testkit.registry import load_backend

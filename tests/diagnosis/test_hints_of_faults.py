@@ -28,6 +28,8 @@ SHARED = "draft-extend-v2-mha2-d64-bf16-p64-k63.64.65-n2a1x3-shared-gauss-w4-sin
 SWITCH = "decode-gqa2x2-d64-bf16-p1-k9.70.1.33.9.70.1.33.9.70.1.33-reversed-gauss-b12prod"
 LARGE_MAX_CONTEXT_LEN = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-far"
 LATER_RANK = "draft-extend-gqa2x2-d64-bf16-p16-k21.40.4-n2a2x3-reversed-gauss-w7-cap1.5-layers3from5-b4prod"
+V2 = "draft-extend-v2-gqa2x2-d64-fp16-p64-k7x2-n6a1.3-reversed-gauss-b2prod"
+ONE_KEY_EACH = "decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod"
 ONE = "target-verify-gqa2x2-d64-bf16-p16-k300-chain4-shuffled-gauss-b1prod"
 
 
@@ -238,6 +240,19 @@ TOLD = [
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
     ("grid-covers-the-capture-lengths", ONE, "graph", "fixed when it was captured"),
     ("dispatcher-drops-the-verify-mask", TREE, "graph", "a wrapper must return its child's"),
+    (
+        "counter-cleared-in-eager-only",
+        LONG,
+        "graph",
+        "is not reset between replays: the replay is right if self.counters",
+    ),
+    (
+        "v2-rows-counted-by-accepted",
+        V2,
+        "eager",
+        "the running sum of accepted counts, though in this mode each request has 6",
+    ),
+    ("eager-forward-waits", ONE_KEY_EACH, "eager", "or declare needs_cpu_seq_lens=True to get seq_lens_cpu"),
 ]
 
 
@@ -307,6 +322,9 @@ MISLED = [
         "attended to the wrong KV tokens",
     ),
     ("no-kernel-for-a-page-size", "decode-mha2-d64-bf16-p8-k21.3-shuffled-gauss-b2prod", "eager", "from before"),
+    ("grid-covers-the-capture-lengths", ONE, "graph", "is not reset between replays"),
+    ("pad-indptr-tail-runs-backwards", LONG, "graph", "is not reset between replays"),
+    ("eager-forward-waits", ONE_KEY_EACH, "eager", "before the capture"),
     ("plan-of-one-block", "decode-mqa4-d64-bf16-p1-k3x45.1x43.9x44-shuffled-gauss-b132prod", "eager", "missing"),
 ]
 

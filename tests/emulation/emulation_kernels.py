@@ -333,3 +333,14 @@ def read_row(pool, slots, out, stride):
 @triton.jit
 def exchange(x, at):
     tl.atomic_cas(x + at, 0, 1)
+
+
+@triton.jit
+def copy_from(table, out, place, ROWS: tl.constexpr):
+    """Copy what lies ``place`` elements behind a table, as a block or as a single number."""
+    at = table + place
+    if ROWS == 1:
+        tl.store(out, tl.load(at))
+    else:
+        row = tl.arange(0, ROWS)
+        tl.store(out + row, tl.load(at + row))

@@ -13,7 +13,7 @@ from attn_testkit.emulation.errors import StrayAccessError
 
 pytest.importorskip("triton")
 
-from emulation_kernels import count_at, read_row, store_at, store_through_table, store_tile, store_where
+from emulation_kernels import copy_from, count_at, read_row, store_at, store_through_table, store_tile, store_where
 
 
 @pytest.fixture(autouse=True)
@@ -101,3 +101,24 @@ def test_an_offset_in_32_bits_is_reported_and_does_not_end_the_process():
     slots = torch.tensor([1 << 19], dtype=torch.int32, device="cuda")
     with pytest.raises(StrayAccessError, match=r"load of triton kernel read_row .* before the memory of pool, uint8 "):
         read_row[(1,)](pool, slots, out, 4096)
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_the_tensor_that_is_named_is_the_one_whose_pointer_was_used(rows: int) -> None:
+    """A wrong offset into a table leads past other tensors, and the last of them is not at fault."""
+    table, out = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+    copy_from[(1,)](table, out, 2, rows)
+    away = 1 << 22 if out.data_ptr() > table.data_ptr() else -(1 << 22)
+    distance = (out.data_ptr() + away - table.data_ptr()) // 4
+    with pytest.raises(StrayAccessError, match=r"bytes (behind|before) the memory of table, float32 \[8\]: other"):
+        copy_from[(1,)](table, out, distance, rows)
+
+
+def test_a_tensor_that_only_lies_nearest_is_called_so() -> None:
+    out = torch.zeros(6, dtype=torch.int32, device="cuda")
+    parts = (np.array([out.data_ptr() + (1 << 22)]),)
+    with triton_bounds.looking_at_accesses("k", {"out": out}):
+        with pytest.raises(StrayAccessError, match=r"the memory of out, int32 \[6\], the nearest tensor"):
+            triton_bounds.look_at_load(parts, 4)
+        with pytest.raises(StrayAccessError, match=r"the memory of out, int32 \[6\]: other"):
+            triton_bounds.look_at_load(parts, 4, out.data_ptr())

@@ -26,6 +26,7 @@ from attn_testkit.running.planning.request import Prepared, Request, param_id
 SPEC = "fake:ok"
 LEFT = {SPEC: ("head dim 96, 512", "more than 7 of 64 query rows (target-verify)")}
 LINE = "not covered: head dim 96, 512; more than 7 of 64 query rows (target-verify)"
+COUNT = "not covered: 2 declared values; "
 
 
 def report(not_covered: dict[str, tuple[str, ...]]) -> Report:
@@ -37,6 +38,8 @@ def report(not_covered: dict[str, tuple[str, ...]]) -> Report:
 def test_a_line_for_each_backend_that_has_any_and_its_name_where_there_are_several() -> None:
     assert not_covered_lines({}) == not_covered_lines({"a:B": ()}) == []
     assert not_covered_lines({"a:B": ("x", "y")}) == ["not covered: x; y"]
+    assert not_covered_lines({"a:B": ("x", "y")}, "-v lists them") == ["not covered: 2 declared values; -v lists them"]
+    assert not_covered_lines({"a:B": ("x",)}, "-v") == ["not covered: 1 declared value; -v"]
     assert not_covered_lines({"a:B": ("x",), "c:D": (), "e:F": ("y",)}) == [
         "not covered (a:B): x",
         "not covered (e:F): y",
@@ -49,8 +52,11 @@ def test_the_terminal_has_it_above_the_verdict(capsys: pytest.CaptureFixture[str
         print_summary(made.header, made.results, problems=(), interrupted=False, code=0)
         *before, last = capsys.readouterr().out.splitlines()
         assert last.startswith("CONFORMANT")
-        assert [line for line in before if line.startswith("not covered")] == [LINE] * lines
-        assert not lines or before[-1] == LINE
+        shown = f"{COUNT}--show-not-covered lists them"
+        assert [line for line in before if line.startswith("not covered")] == [shown] * lines
+        assert not lines or before[-1] == shown
+        print_summary(made.header, made.results, problems=(), interrupted=False, code=0, show_not_covered=True)
+        assert (LINE in capsys.readouterr().out.splitlines()) is bool(lines)
 
 
 def test_the_record_and_the_pages_have_it(tmp_path: Path) -> None:
@@ -59,8 +65,8 @@ def test_the_record_and_the_pages_have_it(tmp_path: Path) -> None:
     record.finish(1)
     jsonschema.validate(json.loads((tmp_path / "out.json").read_text()), schema())
     assert read_report(tmp_path / "out.json").header == made.header
-    for page in (html_page(made), markdown_summary(made)):
-        assert LINE in page
+    assert LINE in html_page(made)
+    assert COUNT in markdown_summary(made)
     for page in (html_page(report({})), markdown_summary(report({}))):
         assert "not covered" not in page
 
@@ -79,7 +85,7 @@ def test_results_print_it() -> None:
     for not_covered, shown in ((LEFT, True), ({}, False)):
         found = report(not_covered)
         results = Results(found.header, tuple(found.results))
-        assert (LINE in str(results).splitlines()) is shown
+        assert (f"{COUNT}header.not_covered lists them" in str(results).splitlines()) is shown
         assert ("not covered" in str(results)) is shown
 
 

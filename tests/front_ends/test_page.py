@@ -261,7 +261,7 @@ def test_a_summary_names_causes_and_what_changed():
     before, tonight = nights.green_night(200), nights.red_night(200, every=10)
     text = markdown_summary(tonight, before, History((night_of(before),)))
     causes = re.findall(r"<summary>(.*)</summary>", text)
-    assert causes[0].startswith("5 case-runs: the first N KV tokens are missing")
+    assert causes[0].startswith("5 case-runs: the first 6 KV tokens are missing")
     assert causes[0].endswith("(matches-oracle, triton) <b>new tonight</b>")
     assert len(causes) == 3
     assert text.count("<details open>") == 1

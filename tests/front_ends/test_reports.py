@@ -17,11 +17,21 @@ from attn_testkit.registry import UsageError
 from attn_testkit.reports.check_matrix import check_matrices, reading_order
 from attn_testkit.reports.compare import compare_reports, comparison_text
 from attn_testkit.reports.outcome import verdict
+from attn_testkit.reports.overview import overviews
 from attn_testkit.reports.page import MOST_NAMED, MOST_OF_A_CAUSE
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.reports.tally import rows, text_table
-from attn_testkit.results import NO_ROOM, NOT_STARTED, CaseResult, Status, exit_code, format_failure
+from attn_testkit.results import (
+    NO_ROOM,
+    NOT_STARTED,
+    CaseResult,
+    Status,
+    exit_code,
+    format_failure,
+    printed_lines,
+    undeclared_line,
+)
 
 
 def run_of(words: str, **header) -> Report:
@@ -329,7 +339,7 @@ def test_text_from_a_backend_cannot_become_markup():
     report = run_of("ok,wrong")
     evil = replace(report.results[-1], reason="<script>alert(1)</script>", status=Status.CRASHED, findings=())
     assert "<script>alert" not in html_page(replace(report, results=(*report.results, evil)))
-    note = CaseResult("a|b", "decode", "graph", "", Status.UNSUPPORTED, reason="x|y")
+    note = CaseResult("a|b", "decode", "graph", "", Status.NOT_RUN_HERE, reason="x|y")
     assert "a\\|b" in markdown_summary(replace(report, results=(note,)))
 
 
@@ -519,3 +529,39 @@ def test_a_long_hint_fits_the_line_and_values_stay_whole():
     assert all(len(line) <= 120 for line in hints if "repro" not in line)
     assert [line[:11] for line in hints[:5]] == ["  hint     ", " " * 11, " " * 11, " " * 11, "  hint     "]
     assert "x" * 300 in format_failure(result)
+
+
+def test_a_failure_of_a_multi_mode_instance_counts_under_the_mode_that_failed():
+    right = CaseResult("b", "decode", "eager", "decode-a", Status.PASSED)
+    failed = replace(right, case="decode-b-multi_mode", status=Status.FAILED, failed_mode="draft-extend-v2")
+    counts = {row.mode: dict(row.counts) for row in rows([right, failed])}
+    assert counts == {"decode": {Status.PASSED: 1}, "draft-extend-v2": {Status.FAILED: 1}}
+    (overview,) = overviews([right, failed], emulated=True)
+    assert {cell.mode: (cell.passed, cell.red) for cell in overview.rows[0].cells} == {
+        "decode": (1, 0),
+        "draft-extend-v2": (0, 1),
+    }
+
+
+def test_what_the_backend_printed_is_shown_with_its_failure_and_counted():
+    printed = "\n".join(f"line {n}" for n in range(8)) + "\n"
+    failed = CaseResult("b", "decode", "eager", "decode-a", Status.FAILED, printed=printed)
+    shown = [line for line in format_failure(failed).splitlines() if line.startswith("  printed")]
+    assert shown == ["  printed  (2 earlier lines)", *(f"  printed  line {n}" for n in range(2, 8))]
+    assert printed_lines([failed, replace(failed, printed="")])[0].startswith(
+        "printed by the backend: 8 lines in 1 case-run;"
+    )
+    assert printed_lines([replace(failed, printed="\n")]) == []
+
+
+def test_modes_that_are_not_declared_are_one_line():
+    def absent(mode: str, execution: str, backend: str = "b") -> CaseResult:
+        return CaseResult(backend, mode, execution, "", Status.UNSUPPORTED, reason="not declared")
+
+    table = [CaseResult("b", "decode", "eager", "decode-a", Status.PASSED), absent("extend", "eager")]
+    table += [absent("extend", "graph"), absent("decode", "graph")]
+    assert undeclared_line(table) == ["not declared: extend, decode graph"]
+    assert text_table(table)[-1] == "not declared: extend, decode graph"
+    assert len(text_table(table)) == 3
+    assert undeclared_line([*table, absent("decode", "eager", "c")])[1] == "not declared (c): decode eager"
+    assert undeclared_line(table[:1]) == []

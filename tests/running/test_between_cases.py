@@ -137,7 +137,7 @@ def test_a_backend_that_is_wrong_anyway_is_asked_about_twice_and_no_more(monkeyp
         return original(self, before, *more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Lane, "_fails_afresh", counted)
-    found = results_of("Wrong", cases=CASES[:5])
+    found = results_of("Wrong", cases=CASES[:5], diagnose="all")
     assert {result.status for result in found} == {Status.FAILED}
     assert all("fresh process" not in result.findings[0].hint for result in found)
     assert asked == [0] * ENOUGH

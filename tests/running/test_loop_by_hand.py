@@ -55,6 +55,7 @@ class FakeWorker:
     def __init__(self, candidate: Candidate, device: str, timeout_s: float, *, gpu: str = "") -> None:
         self.candidate, self.device, self.timeout_s, self.gpu = candidate, device, timeout_s, gpu
         self.ended = False
+        self.printed = ""
         self.history: list[RunCase] = []
         FakeWorker.made.append(self)
         FakeWorker.alive += 1

@@ -19,7 +19,7 @@ from attn_testkit.reports.render import html_page
 
 @pytest.fixture(scope="module")
 def off_by_one() -> Results:
-    return check_backend("attn_testkit.examples:OffByOneBackend", executions=["eager"], device="cpu")
+    return check_backend("attn_testkit.examples:OffByOneBackend", executions=["eager"], device="cpu", diagnose="all")
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +28,7 @@ def packed_stride() -> Results:
         "attn_testkit.examples:PackedStrideBackend",
         executions=["graph"],
         device="cpu",
+        diagnose="all",
         cases=["*-k7x2-*", "*-k13-*", "*-k0.1.8-*"],
     )
 

@@ -25,10 +25,21 @@ def rows_of_others(e: Evidence) -> str:
     cause = _swap_cause(e)
     requests = e.step.requests
     v2 = e.schedule.case.mode is ForwardMode.DRAFT_EXTEND_V2 and any(r.accepted != r.new for r in requests)
+    if v2 and _as_packed(e):
+        cause = "offsets of query rows (cu_seqlens_q) are wrong"
     if v2 and "cu_seqlens_q" in cause:
         rows = f"in this mode each request has {requests[0].new} rows"
         cause += f", probably the running sum of accepted counts, though {rows}"
     return f"{cause}: {text}"
+
+
+def _as_packed(e: Evidence) -> bool:
+    """True if each wrong row has another request's result: that which offsets by accepted counts give the row."""
+    requests = e.step.requests
+    starts = list(accumulate((request.new for request in requests), initial=0))
+    ends = list(accumulate(request.accepted for request in requests))
+    rows = [(starts[m.request] + m.row, m.of_request) for m in e.misrouted if m.of_request != m.request]
+    return bool(rows) and all(of == sum(row >= end for end in ends[:-1]) for row, of in rows)
 
 
 def _swap_cause(e: Evidence) -> str:

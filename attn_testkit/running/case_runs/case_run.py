@@ -39,6 +39,7 @@ from ...steps.numerics import numerics_of
 from ...steps.schedule import Schedule, Step, make_schedule, only, part
 from ..planning.request import Item
 from ..processes.memory_limit import no_more_than
+from .diagnosed import Diagnosed
 
 __all__ = [
     "CaseRun",
@@ -60,6 +61,8 @@ class CaseRun:
     item: Item
     case: Case
     execution: Execution
+    diagnosed: Diagnosed | None = None
+    """Earlier failures: one that is like them is not diagnosed. None: each failure is."""
 
 
 @contextmanager
@@ -338,6 +341,7 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> RunRecord:
         written_at_capture=run.written_at_capture,
         allocated_in_capture=tuple((each.path, each.where) for each in run.allocated_in_capture),
         replaced=run.replaced,
+        restored=run.restored,
     )
 
 

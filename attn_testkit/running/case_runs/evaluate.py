@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,7 @@ from ...steps.schedule import Schedule, Step
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
 from .case_run import CaseRun, loop_of, schedule_for, schedules_of, with_other_requests
+from .diagnosed import First
 
 __all__ = ["Run", "evaluate_item", "fails"]
 
@@ -66,19 +68,13 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
         return bare_result(item, Status.NOT_RUN_HERE, outcome.record.not_here)
     if outcome.record.lost:
         return result(Status.CRASHED, outcome.record.lost)
-    if plan.explains == "nothing":
-        explained = list(_first_of_each_check(outcome.findings).values())
-    else:
-        declared = described.declared
-        rerunner = Rerunner(
-            _unless_lost(drive), environment, declared.eager, lambda case: not not_declared(declared, case)
-        )
-        explained = _explained(outcome, rerunner, cause=plan.explains == "cause")
-        if explained and plan.explains == "cause":
-            explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
-    outcome.findings = [_of_variant(finding, case) for finding in explained]
     if outcome.findings:
-        return result(Status.FAILED)
+        started, first = time.perf_counter(), outcome.findings[0]
+        outcome.findings, like, done = _diagnosed(drive, described, plan, asked, outcome, environment)
+        seconds["diagnosis"] = time.perf_counter() - started
+        return replace(
+            result(Status.FAILED), like=like, diagnosed=done, failed_mode=_mode_of_failure(outcome, first, case)
+        )
     passed = result(Status.PASSED)
     if item.probe:
         probed, _ = _evaluated(drive, described, case, Execution.GRAPH, environment)
@@ -86,6 +82,68 @@ def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) 
             hint = f"{item.backend}: {item.mode} captures and replays correctly under a graph, and is not declared"
             return replace(passed, hints=(*passed.hints, hint))
     return passed
+
+
+def _diagnosed(
+    drive: Run,
+    described: Described,
+    plan: Plan,
+    asked: CaseRun,
+    outcome: _Outcome,
+    environment: Environment,
+) -> tuple[list[Finding], str, bool]:
+    """Findings with as much of their cause as the plan asks for, the earlier failure that they are like, if any, and
+    True if their cause was looked for.
+    """
+    declared, case, execution, diagnosed = described.declared, asked.case, asked.execution, asked.diagnosed
+    found, place = outcome.findings[0], (asked.item.backend, asked.case, asked.execution)
+    explains, like = plan.explains, None
+    if explains == "cause" and diagnosed is not None:
+        more = diagnosed.tells_more(*place, found)
+        like = diagnosed.like(*place, found)
+        if like and not more:
+            explains = "check" if asked.item.known else "nothing"
+    if explains == "nothing":
+        explained = _alike(outcome, like) if like else list(_first_of_each_check(outcome.findings).values())
+    else:
+        rerunner = Rerunner(
+            _unless_lost(drive), environment, declared.eager, lambda case: not not_declared(declared, case)
+        )
+        explained = _explained(outcome, rerunner, cause=explains == "cause")
+        if explains == "cause":
+            explained[0] = _with_cause(explained[0], outcome, rerunner, declared, case, execution)
+            if diagnosed is not None:
+                diagnosed.note(*place, found, explained[0])
+    findings = [_of_variant(finding, case) for finding in explained]
+    return findings, like.name if like else "", explains == "cause"
+
+
+def _mode_of_failure(outcome: _Outcome, first: Finding, case: Case) -> str:
+    """The mode of the step that ``first``, the first finding, is about, if it is not that of the case."""
+    steps = outcome.failed.get(first.check, [])
+    if steps:
+        mode = steps[0].schedule.case.mode.value
+    else:
+        # An exception has no observation; labels of steps that share an instance name the mode.
+        found = _LABEL_OF_MODE.search(first.step)
+        mode = found[1] or found[2] if found else ""
+    return mode if mode != case.mode.value else ""
+
+
+_MODES = "|".join(sorted((mode.value for mode in ForwardMode), key=len, reverse=True))
+_LABEL_OF_MODE = re.compile(rf"^eager ({_MODES}),|bucket \d+ of ({_MODES})(?=,|$)")
+
+
+def _alike(outcome: _Outcome, like: First) -> list[Finding]:
+    """Findings that are not looked into: wrong numbers once, under the check of the failure that they are like."""
+    explained: list[Finding] = []
+    for check, finding in _first_of_each_check(outcome.findings).items():
+        if check not in NUMERIC:
+            explained.append(finding)
+        elif not any(each.check == like.check or each.check in NUMERIC for each in explained):
+            steps = outcome.failed.get(check, [])
+            explained.append(_with_other_steps(replace(finding, check=like.check), [seen.label for seen in steps]))
+    return explained
 
 
 def _with_cause(

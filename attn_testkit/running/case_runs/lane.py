@@ -6,6 +6,8 @@ It plans nothing. A run with one worker has its lane in the process of the ``Run
 
 from __future__ import annotations
 
+import itertools
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -14,17 +16,21 @@ from ...cases.case import parse_case
 from ...contract import Execution
 from ...registry import UsageError
 from ...results import CaseResult, Status
-from ...runner_modes.messages import Described, RunCase
+from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error
 from ..processes.host_memory import Trimmer
 from ..processes.worker_process import WorkerLost
 from .between_cases import Afresh, explained_by_what_was_kept
 from .case_run import CaseRun
-from .evaluate import evaluate_item, fails
+from .diagnosed import Diagnosed
+from .evaluate import Run, evaluate_item, fails
 from .worker_slot import WorkerSlot
 
 __all__ = ["Lane", "Work"]
+
+MOST_PRINTED = 2000
+"""Number of characters that a result keeps of what a backend printed: the last ones."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +53,9 @@ class Lane:
         self._slot = WorkerSlot(options, gpu, alive)
         self._trimmer = Trimmer()
         self._begun: tuple[Plan, Work] | None = None
+        self._diagnosed = Diagnosed() if options.diagnose == "first" else None
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with what a diagnosis does."""
         self._lost = ""
         """Reason why nothing more runs: the case-run that lost the device's context, of a backend in this process."""
 
@@ -95,21 +104,46 @@ class Lane:
 
     def _run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
         item, slot = work.item, self._slot
-        asked = CaseRun(item, parse_case(item.case), Execution(item.execution))
+        asked = CaseRun(item, parse_case(item.case), Execution(item.execution), self._diagnosed)
         candidate = next(each for each in plan.candidates if each.spec == item.backend)
         slot.turn_to(asked.case)
-        slot.before, slot.next = None, self._following(work, asked)
+        slot.before, slot.next, slot.printed = None, self._following(work, asked), ""
         try:
             described = slot.take(candidate, plan.device).describe()
-            result = evaluate_item(slot.drive, described, plan, asked)
+            result = evaluate_item(self._noted_drive(item), described, self._to_explain(plan, item), asked)
         except WorkerLost as error:
             result = bare_result(item, error.status, error.reason, plan.header.device)
         else:
+            result = replace(result, printed=slot.printed[-MOST_PRINTED:])
             if result.status is Status.CRASHED:
                 result = replace(result, reason=result.reason + slot.last_words())
                 if self._options.in_process:
                     self._lost = f"not run: the device's context was lost in {item.case}"
-        return self._asked_afresh(result, plan, work.afresh, asked, candidate)
+        started = time.perf_counter()
+        found, fails = self._asked_afresh(result, plan, work.afresh, asked, candidate)
+        if self._diagnosed is not None:
+            self._diagnosed.settle(shown=fails is not False)
+        if "diagnosis" in found.seconds:
+            spent = found.seconds["diagnosis"] + time.perf_counter() - started
+            found = replace(found, seconds={**found.seconds, "diagnosis": round(spent, 6)})
+        return found, fails
+
+    def _noted_drive(self, item: Item) -> Run:
+        """Drive by the slot, and say which run of a diagnosis it is: one may take as long as ten case-runs."""
+        count = itertools.count(1)
+
+        def drive(request: RunCase | Rerun) -> RunRecord:
+            if isinstance(request, Rerun):
+                self.note(f"diagnosing {item.execution}:{item.case}, run {next(count)}")
+            return self._slot.drive(request)
+
+        return drive
+
+    def _to_explain(self, plan: Plan, item: Item) -> Plan:
+        """The plan, with less to explain if nothing is to be diagnosed."""
+        if self._options.diagnose != "none" or plan.explains == "nothing":
+            return plan
+        return replace(plan, explains="check" if item.known else "nothing")
 
     @staticmethod
     def _following(work: Work, asked: CaseRun) -> RunCase | None:
@@ -130,7 +164,7 @@ class Lane:
             return result, None
         if self._options.in_process:
             return replace(result, hints=(*result.hints, _CANNOT_TELL)), None
-        if not afresh.asks(result):
+        if result.like or self._options.diagnose == "none" or not afresh.asks(result):
             return result, None
 
         def fails_after(before: Sequence[RunCase]) -> bool | None:

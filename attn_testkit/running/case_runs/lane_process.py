@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import pickle
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -40,6 +41,13 @@ _ALIVE = None
 """Sign of life, sent between two things that take long: only a lane that sends nothing hangs."""
 
 
+@dataclass(frozen=True)
+class _Note:
+    """What a diagnosis does; a sign of life, too."""
+
+    text: str
+
+
 class LaneProcess:
     """``Lane`` in another process: evaluates one case-run at a time. Used by one thread; another may close it.
 
@@ -56,6 +64,8 @@ class LaneProcess:
         self._plan: Plan | None = None
         self._item: Item | None = None
         self._failed = ""
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with what a diagnosis does there."""
 
     def start(self, candidate: Candidate, device: str) -> None:
         """Have its worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
@@ -156,6 +166,9 @@ class LaneProcess:
         else:
             self.child.wait_until_started()
             self._started, answer = True, _ALIVE
+        if isinstance(answer, _Note):
+            self.note(answer.text)
+            answer = _ALIVE
         if answer is _ALIVE:
             self.child.wait_for(self._patience)
         return answer
@@ -197,6 +210,7 @@ def serve(connection: Connection, options: Options, gpu: str) -> None:
             stop()
 
     lane = Lane(options, gpu, alive=lambda: say(_ALIVE))
+    lane.note = lambda text: say(_Note(text))
     signal.signal(signal.SIGTERM, stop)
     plan: Plan | None = None
     while True:

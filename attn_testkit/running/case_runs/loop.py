@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from ...cases.case import parse_case
 from ...contract import Capabilities
@@ -48,6 +48,8 @@ class Runner:
         self._lanes: dict[int, Lane | LaneProcess] = {}
         self._afresh = Afresh()
         self._begun = time.monotonic()
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with what goes on between two results, such as a diagnosis."""
         self._closed = False
 
     def plan(self, request: Request) -> Plan:
@@ -158,6 +160,7 @@ class Runner:
             gpus = self.options.gpus
             gpu = gpus[index % len(gpus)] if gpus else ""
             self._lanes[index] = (LaneProcess if self._apart else Lane)(self.options, gpu)
+            self._lanes[index].note = lambda text: self.note(text)
         lane = self._lanes[index]
         if self._closed:  # while it was made
             lane.close()

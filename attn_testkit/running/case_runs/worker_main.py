@@ -51,6 +51,8 @@ class LocalWorker:
         """Raises ``UsageError`` when the backend cannot be imported."""
         self.candidate = candidate
         self.ended = False
+        self.printed = ""
+        """Empty: it prints to where this process does."""
         self.history: list[RunCase] = []
         """Case-runs that this worker has run."""
         self.environment: Environment = resolve(device)

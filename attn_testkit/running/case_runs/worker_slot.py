@@ -33,6 +33,8 @@ class WorkerSlot:
         self._closed = False
         self.next: RunCase | None = None
         """Case-run of the same backend after this one: begun while the lane evaluates."""
+        self.printed = ""
+        """What the backend printed in the last case-run."""
         self.before: tuple[RunCase, ...] | None = None
         """History of the worker before the first case that it was asked for since this was None."""
 
@@ -81,6 +83,8 @@ class WorkerSlot:
             self.before = None
             self._note(request)
             answer = worker.drive(request)
+        if isinstance(request, RunCase):
+            self.printed = worker.printed
         if isinstance(request, RunCase) and self.next is not None:
             worker.ahead(self.next)
             worker.history.append(self.next)

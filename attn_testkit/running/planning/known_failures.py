@@ -231,6 +231,10 @@ class Ledger:
                 return CaseResult(backend, mode, execution, case, Status.QUARANTINED, reason=entry.issue)
         return None
 
+    def tolerates(self, backend: str, execution: str, case: str) -> bool:
+        """Report whether an entry may make a failure of this case-run a known one."""
+        return any(entry.kind == "tolerated" and entry.covers(backend, execution, case) for entry in self._active)
+
     @staticmethod
     def undone(result: CaseResult) -> CaseResult | None:
         """The result as it was before other known failures were applied, so that these can be; None if that is lost."""

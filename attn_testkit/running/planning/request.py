@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from ...registry import UsageError, did_you_mean
+from ...registry import UsageError, did_you_mean, unknown
 from ...reports.verdict import conclude
 from ...results import (
     EXECUTIONS,
@@ -26,10 +26,12 @@ from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
 
 __all__ = [
+    "DIAGNOSE",
     "EXECUTIONS",
     "MODES",
     "ORDERS",
     "TIERS",
+    "Diagnose",
     "Explains",
     "Item",
     "Judge",
@@ -55,6 +57,10 @@ ORDERS = ("listed", "plainest", "most valuable")
 Explains = Literal["nothing", "check", "cause"]
 """``nothing``: a finding has the check that saw it. ``check``: it has the check that it really fails, such as
 ``padding-inert`` for what ``matches-oracle`` saw. ``cause``: it says, too, what was attended to, and has hints."""
+
+Diagnose = Literal["first", "all", "none"]
+"""Failures whose cause is looked for: the first of each symptom, all, or none."""
+DIAGNOSE: tuple[Diagnose, ...] = ("first", "all", "none")
 
 MOST_SECONDS = 86_400.0
 """A case-run that is not over after a day is not waited for, and no run has a longer budget."""
@@ -156,11 +162,15 @@ class Options:
     """Seconds after which no further case-run is begun; planning counts. The rest is reported as not run."""
     asks_afresh: bool = True
     """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
+    diagnose: Diagnose = "first"
+    """Failures whose cause is looked for."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.jobs, int) or self.jobs < 1:
             raise UsageError(f"jobs is {self.jobs!r}; expected a whole number from 1 up")
         checked_seconds(self.timeout_s)
+        if self.diagnose not in DIAGNOSE:
+            raise UsageError(unknown("diagnose", self.diagnose, DIAGNOSE))
         if self.budget_s is not None:
             checked_seconds(self.budget_s, "budget")
 
@@ -175,6 +185,8 @@ class Item:
     case: str
     probe: bool = False
     """True for an eager case that also tries a graph which is not declared. If that works, it leads to a hint only."""
+    known: bool = False
+    """A known failure may cover it: its check decides over the verdict, and is always looked for."""
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
@@ -284,7 +296,7 @@ def prepare(judge: Judge, request: Request, known: str | Path | None = None, pla
     for item in plan.items:
         row = ledger.quarantined(item.backend, item.mode, item.execution, item.case)
         if row is None:
-            launched.append(item)
+            launched.append(replace(item, known=ledger.tolerates(item.backend, item.execution, item.case)))
         else:
             preset.append(row)
     return Prepared(request, plan, tuple(launched), tuple(preset), ledger, judge)

@@ -128,6 +128,10 @@ class Child:
         """The exception to raise where what came was not said by the kit's side of the child. Ends the process."""
         return self._lost(Status.CRASHED, f"the process spoke for itself: {what}")
 
+    def printed(self) -> str:
+        """What it printed since it was last told something, as it is; of very much the end."""
+        return _tail(self._words, self._mark)
+
     def last_words(self) -> str:
         """The lines that it printed since the last message to it; empty for none."""
         lines = [line.rstrip() for line in _tail(self._words, self._mark).splitlines() if line.strip()]

@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +64,8 @@ class JudgeProcess:
             start_new_session=True,  # Ctrl-C reaches only the front end, which then ends the judge
         )
         theirs.close()
+        self.note: Callable[[str], None] = lambda text: None
+        """Called with what goes on between two results."""
         self._send(options or Options())
 
     def plan(self, request: Request) -> Plan:
@@ -124,6 +127,9 @@ class JudgeProcess:
     def _receive(self, kind: str) -> Any:
         try:
             found, value = self._connection.recv()
+            while found == "note":
+                self.note(value)
+                found, value = self._connection.recv()
         except TimeoutError:
             # An alarm of the caller's: the judge has not ended.
             raise
@@ -181,6 +187,7 @@ def _serve() -> None:
             fork_off()
         options: Options = connection.recv()
         runner = importlib.import_module(sys.argv[3]).Runner(options)
+        runner.note = partial(_send_note, connection)
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))
         raise
@@ -204,6 +211,11 @@ def _serve() -> None:
             stop()
         with contextlib.suppress(ConnectionError):
             _answer(runner, message, connection)
+
+
+def _send_note(connection: Connection, text: str) -> None:
+    with contextlib.suppress(ConnectionError):  # the results that follow find out
+        connection.send(("note", text))
 
 
 def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> None:

@@ -58,7 +58,9 @@ class Worker:
         self._timeout_s = timeout_s
         self._ahead: RunCase | Rerun | None = None
         self._number = 0
-        self._kept: dict[RunCase | Rerun, RunRecord | str] = {}
+        self._kept: dict[RunCase | Rerun, tuple[RunRecord | str, str]] = {}
+        self.printed = ""
+        """What the process printed over what it drove last."""
         try:
             self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s, import_seconds(timeout_s))
         except (OSError, EOFError) as error:
@@ -101,9 +103,11 @@ class Worker:
             # Asked between: what was begun is kept for when it is asked for.
             begun, self._ahead = self._ahead, None
             with _lost(of_another=True):
-                self._kept[begun] = self._answer()
+                answer = self._answer()
+                self._kept[begun] = answer, self.printed
         if request in self._kept:
-            return self._evaluated(self._kept.pop(request))
+            answer, self.printed = self._kept.pop(request)
+            return self._evaluated(answer)
         with _lost():
             if self._ahead is None:
                 self._tell(request)
@@ -124,6 +128,7 @@ class Worker:
 
     def _answer(self) -> Any:
         message = self._child.answer()
+        self.printed = self._child.printed()
         if not isinstance(message, tuple) or len(message) != 2:
             raise self._child.spoke_for_itself(f"it sent a {type(message).__name__}, which is not an answer")
         number, answer = message

@@ -1,0 +1,124 @@
+"""Properties that the failing cases of a cause share and no passing case has, read from the words of case ids.
+
+Only case-runs of the same backend, in the modes and executions of the failures, are compared: what is not tried there
+says nothing. This module imports neither torch nor the cases: a page is made without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from functools import lru_cache
+
+from ..results import MODES, RAN, CaseResult, Status
+
+__all__ = ["in_common"]
+
+_FEWEST = 2
+"""Fewest different failing cases, and passing ones, of which a difference is reported."""
+_MOST = 2
+"""Most properties that are named."""
+
+_WORDS = (
+    (r"(mha|gqa|mqa|mla)\d+(?:x\d+)?", "heads {0}"),
+    (r"d(\d+(?:r\d+)?)", "head dim {1}"),
+    (r"fp16|bf16|fp32", "dtype {0}"),
+    (r"p(\d+)", "page size {1}"),
+    (r"contiguous|shuffled|interleaved|reversed|shared", "slot order {0}"),
+    (r"gauss|shifted|peaked|negative|mean|one_hot|rising_logits", "data {0}"),
+    (r"kv(fp8\w+)", "KV pool of {1}"),
+    (r"kv([a-z]+)", "KV layout {1}"),
+    (r"w(\d+)(?:one|same)?", "window {1}"),
+    (r"cap([\d.]+)", "soft cap {1}"),
+    (r"b\d+(prod|nan|stale|small)", "padding {1}"),
+    (r"topk(\d+)steps\d+", "topk {1}"),
+)
+"""Pairs of a word of an id, and its property in words. A word that is not here is named as it is."""
+_ANY = (
+    (r"w\d+(?:one|same)?", "a sliding window"),
+    (r"cap[\d.]+", "a soft cap"),
+    (r"sink", "sinks"),
+    (r"kvfp8\w+", "an FP8 KV pool"),
+    (r"lse\w+", "KV splits"),
+    (r"layers\w+", "layers that differ"),
+    (r"t[\d.]+(?:x\d+)*[\d.x]*", "a draft tree"),
+)
+"""Pairs of a word of an id, and the property that it has whatever its number."""
+_UNNAMED = re.compile(r"[knb][\d.x]+\w*|chain\d+|s\d+")
+"""Words that are compared by their numbers, or not at all."""
+
+
+def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> str:
+    """What all ``failed`` case-runs of one cause have and no passing one of ``results`` has; empty if nothing is."""
+    places = {(each.mode, each.execution) for each in failed}
+    backend = failed[0].backend
+    bad = {each.case for each in failed}
+    near = [each for each in results if each.backend == backend and (each.mode, each.execution) in places]
+    good = {each.case for each in near if each.status is Status.PASSED} - bad
+    # A case of another cause is neither like these nor known to be right.
+    other = {each.case for each in near if each.status in RAN and each.status is not Status.PASSED}
+    good -= other
+    if len(bad) < _FEWEST or len(good) < _FEWEST:
+        return ""
+    ours, theirs = [dict(_properties(case)) for case in sorted(bad)], [dict(_properties(case)) for case in sorted(good)]
+    shared = [
+        (kind, value)
+        for kind, value in ours[0].items()
+        if all(each.get(kind) == value for each in ours) and all(each.get(kind) != value for each in theirs)
+    ]
+    found = [_named(kind, value, [each[kind] for each in theirs if kind in each]) for kind, value in shared]
+    for number, (words, more) in _NUMBERS.items():
+        least = min(_numbers(case)[number] for case in bad)
+        most = max(_numbers(case)[number] for case in good)
+        if least > most:
+            found.append(f"{words} {least}{more}; all cases with up to {most} pass")
+    return "; ".join(found[:_MOST])
+
+
+_NUMBERS = {
+    "keys": ("a request of at least", " KV tokens before the step"),
+    "requests": ("at least", " requests"),
+}
+"""Number of a case -> how a failing case has it, before and behind the number."""
+
+
+def _named(kind: str, value: str, others: Sequence[str]) -> str:
+    if value == "yes":
+        return f"{kind}; all cases without pass"
+    passing = sorted(set(others), key=lambda word: (len(word), word))
+    prefix = kind.split(" of ")[0]
+    values = ", ".join(word.removeprefix(prefix).strip() for word in passing)
+    return f"{value}; all cases of {prefix} {values} pass" if values else f"{value}; all cases without pass"
+
+
+@lru_cache(maxsize=4096)
+def _properties(case: str) -> tuple[tuple[str, str], ...]:
+    """Pairs of a kind of property and the property in words, in the order of the id."""
+    words = _words(case)
+    found: list[tuple[str, str]] = []
+    for word in words:
+        for pattern, text in _WORDS:
+            if match := re.fullmatch(pattern, word):
+                phrase = text.format(match[0], *match.groups())
+                found.append((text.partition(" {")[0], phrase))
+                break
+        else:
+            if not _UNNAMED.fullmatch(word) and not any(re.fullmatch(pattern, word) for pattern, _ in _ANY):
+                found.append((f"`{word}`", "yes"))
+    # ``a sliding window`` comes before ``window 4``, where both are shared: it says more.
+    general = [(what, "yes") for pattern, what in _ANY if any(re.fullmatch(pattern, word) for word in words)]
+    return (*general, *found)
+
+
+@lru_cache(maxsize=4096)
+def _numbers(case: str) -> dict[str, int]:
+    """The longest request in KV tokens before the step, and the number of requests."""
+    keys = next((word[1:] for word in _words(case) if re.fullmatch(r"k\d+(?:x\d+)?(?:\.\d+(?:x\d+)?)*", word)), "0")
+    lengths = [int(each.partition("x")[0]) for each in keys.split(".")]
+    count = sum(int(each.partition("x")[2] or 1) for each in keys.split("."))
+    return {"keys": max(lengths), "requests": count}
+
+
+def _words(case: str) -> list[str]:
+    mode = max((mode for mode in MODES if case.startswith(f"{mode}-")), key=len, default="")
+    return case.removeprefix(f"{mode}-").split("-")

@@ -1,0 +1,53 @@
+"""ci/bench_red.py: one small mistake in an adapter is one cause, on one screen, and is diagnosed once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "ci"))
+
+from bench_red import ADAPTERS, MISTAKES, measure
+
+from attn_testkit.reports.record import read_report
+
+SCREEN = 40
+MOST_DIAGNOSED = 2
+"""One failure in eager, and at most one that is plainer or in graphs only."""
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("adapter-last-key", "the last KV token is missing"),
+        ("adapter-request-side", "none of its own KV tokens is read"),
+        ("adapter-mask-of-values", "all KV tokens are missing"),
+        ("adapter-host-maximum", "waits for the device"),
+        ("adapter-ticket-kept", "something of an earlier step is kept"),
+    ],
+)
+def test_a_small_mistake_is_one_cause_on_one_screen(name: str, said: str, tmp_path: Path) -> None:
+    got = measure(name, folder=tmp_path, options=["--mode=decode"])
+    assert got.failures > 5
+    assert len(got.causes) == 1, got.causes
+    assert said in got.stdout
+    assert got.lines <= SCREEN, got.stdout
+    assert "start here: attn-testkit repro" in got.stdout
+    assert 1 <= sum(result.diagnosed for result in read_report(tmp_path / "results.json").results) <= MOST_DIAGNOSED
+
+
+def test_an_adapter_without_a_mistake_passes_and_names_no_cause(tmp_path: Path) -> None:
+    got = measure("adapter", folder=tmp_path, options=["--mode=decode"])
+    assert (got.failures, got.causes) == (0, ())
+    assert "start here" not in got.stdout
+    assert "CONFORMANT" in got.stdout
+
+
+def test_every_mistake_is_an_edit_of_its_adapter() -> None:
+    assert len(MISTAKES) == 20
+    for mistake in MISTAKES:
+        adapter = ADAPTERS[mistake.adapter]
+        file = mistake.file or f"{adapter.spec.partition(':')[0]}.py"
+        assert adapter.files()[file].count(mistake.old) == 1, mistake.name
