@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ..reports.grouping import cause_lines, group_failures
+from ..reports.grouping import group_failures
+from ..reports.outcome import failure_lines
 from ..reports.record import result_from_plain
 from ..results import BAD, RAN, CaseResult
 from .own_tests import MARK, OwnTests
@@ -86,7 +87,7 @@ class OwnSession:
 
     def summarize(self, terminal: pytest.TerminalReporter) -> None:
         """Write the failures by cause, and the problems."""
-        causes = cause_lines(group_failures(self._results))
+        causes = failure_lines(None, self._results)
         if causes or self.problems:
             terminal.section("attention conformance of your tests")
         for line in causes:

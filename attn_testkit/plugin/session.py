@@ -95,8 +95,6 @@ class Session:
     due: dict[str, Item] = field(default_factory=dict)
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
-    own_results: list[CaseResult] = field(default_factory=list)
-    """Results of tests that ``conformance_cases`` decorates."""
     diagnose: Diagnose = "first"
     show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
@@ -208,9 +206,6 @@ class Session:
         data: dict[str, Any] | None = getattr(report, "attn_result", None)
         if data is not None:
             self._keep(result_from_plain(data))
-        own: dict[str, Any] | None = getattr(report, "attn_own_result", None)
-        if own is not None:
-            self.own_results.append(result_from_plain(own))
 
     def finish(self, exitstatus: int) -> int:
         """Return the session's exit status: pytest's own, unless an expected case-run did not run."""
@@ -244,10 +239,6 @@ class Session:
 
     def summarize(self, terminal: pytest.TerminalReporter) -> None:
         """Write the table and the verdict at the end of pytest's output."""
-        if lines := failure_lines(None, self.own_results):
-            terminal.section("attention conformance: failures by cause")
-            for line in lines:
-                terminal.line(line)
         if self.header is None and self.refusal == _NO_SUITE:
             terminal.line(_NO_SUITE, red=True)
         if self.header is None or terminal.config.option.collectonly:
