@@ -28,7 +28,9 @@ declare -A backends=(
     sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedTF32
     vllm_kernels:ChunkedPrefillPagedDecode vllm_kernels:WithPaddedRequests vllm_kernels:Windowed vllm_kernels:PrefixPrefill
     vllm_kernels:DecodeMLA vllm_kernels:DecodeMLAOneHead vllm_kernels:GroupedDecode lightllm_kernels:GQADecode
-    lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask"
+    lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask
+    sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
+    vllm_kernels:SparseMLA"
 )
 declare -A known=(
   [sglang-0.5.23]=known_failures.toml

@@ -45,6 +45,7 @@ from attn_testkit.contract import (
     LogSumExp,
     Requires,
     ServerConventions,
+    Sparse,
     Windows,
 )
 from attn_testkit.contract.batch import DraftExtendInput, TreeMaskMode, VerifyInput, VerifyMask
@@ -173,6 +174,11 @@ def capabilities() -> str:
         markdown(_doc(LogSumExp)),
         "",
         *attribute_sections(LogSumExp),
+        "## `Sparse`",
+        "",
+        markdown(_doc(Sparse)),
+        "",
+        *attribute_sections(Sparse),
         "## `Requires`",
         "",
         markdown(_doc(Requires)),

@@ -26,11 +26,17 @@ INSTALLED = all(importlib.util.find_spec(name) for name in ("sglang", "vllm", "f
 needs_wheels = pytest.mark.skipif(not INSTALLED, reason="the wheels are not installed: ci/servers.sh public-kernels")
 
 GQA, MHA, MLA = "gqa2x2-d64-fp16-p16", "mha2-d64-bf16-p16", "mla16-d512r64-bf16-p16"
+SPARSE_DECODE = "decode-mla16-d512r64-bf16-p64-k99.37-shuffled-gauss-sel64slots-b2prod"
+SPARSE_EXTEND = "extend-mla16-d512r64-bf16-p64-k99.37-n2a2.1-shuffled-gauss-sel64slots-b2prod"
 RIGHT = {
     "sglang_kernels:Decode": f"decode-{GQA}-k3.37.9-shuffled-gauss-b4prod",
     "sglang_kernels:DecodeMHA": f"decode-{MHA}-k3.37.9-shuffled-gauss-b4prod",
     "sglang_kernels:DecodeMLA": f"decode-{MLA}-k3.37-shuffled-gauss-b2prod",
     "sglang_kernels:Extend": f"target-verify-{GQA}-k3.37.9-t0.0.1-shuffled-gauss-b4prod",
+    "sglang_kernels:SparseMLAPrefill": SPARSE_DECODE,
+    "sglang_kernels:SparseMLAPrefillUnion2": SPARSE_EXTEND,
+    "sglang_kernels:SparseMLAForward": SPARSE_DECODE,
+    "vllm_kernels:SparseMLA": SPARSE_DECODE,
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",
     "vllm_kernels:UnifiedTF32": "decode-gqa2x2-d64-fp32-p16-k3.37.9-shuffled-gauss-b4prod",
