@@ -256,7 +256,7 @@ class NanForARowWithoutKeys(SparseParent):
     modes=_ALL,
     executions=("graph",),
     checks=("replay-follows-batch", "buckets-independent"),
-    modelled="upstream the indexer's output is allocated anew in a graph; here the plan keeps the capture's",
+    modelled="upstream the indexer's output is allocated again in a graph; here the plan keeps the capture's",
     hint="capture",
 )
 class SelectionOfTheCapture(SparseParent):
