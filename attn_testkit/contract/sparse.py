@@ -17,8 +17,8 @@ class Sparse(Declared):
     """The selections that a backend takes: ``Capabilities(sparse=Sparse(topk={2048}, index_space="positions"))``.
 
     Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
-    keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all that
-    it may see. Layers have selections of their own, and so has each row.
+    keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all
+    that it may see. Layers have selections of their own, and so has each row.
 
     Raises ``ValueError`` for a wrong spelling, and for no ``topk``.
     """

@@ -1,4 +1,4 @@
-"""Choice of the failures that are diagnosed: the first of each symptom, because diagnosis takes as long as many case-runs.
+"""Choice of the failures to diagnose: the first of each symptom, because diagnosis takes as long as many case-runs.
 
 A symptom is what a failure shows before anything is run again. Failures of one symptom mostly have one cause: a backend
 with a single bug fails most of its cases. A later failure of a known symptom is taken to be like the first
