@@ -281,7 +281,7 @@ class CaseResult:
     """The mode of the step that failed first, if it is another than ``mode``: of an instance that runs several modes.
     Tables count the failure there."""
     printed: str = ""
-    """What the backend printed in this case-run, stdout and stderr, at most the end of it."""
+    """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
     node: str = ""
     """The machine of a cluster that ran it; empty without a cluster."""
     gpu: str = ""

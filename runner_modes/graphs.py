@@ -58,7 +58,7 @@ class GraphRun:
     replaced: tuple[str, ...] = ()
     """Attributes whose tensors the plan for some replay replaced. Empty unless the options ask for it."""
     restored: tuple[str, ...] = ()
-    """Attributes whose tensors a forward changed, and that were put back. Empty unless the options ask for it."""
+    """Attributes whose tensors a forward changed, and that were restored. Empty unless the options ask for it."""
 
     def replay_of(self, step: Step) -> Observation | None:
         """The replay of a step; None if the run had none."""

@@ -1,4 +1,4 @@
-"""The tensors that a backend keeps, put back between replays: an experiment of the diagnosis."""
+"""The tensors that a backend keeps, restored between replays: an experiment of the diagnosis."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ __all__ = ["KeptState"]
 
 
 class KeptState:
-    """What the device tensors of a backend held when this was made, before anything was captured.
+    """Contents of a backend's device tensors before anything was captured.
 
     Those that it made later, as at the first forward, are taken to begin as zeros.
     """
 
     def __init__(self, harness: ServerHarness, only: str = "") -> None:
-        """``only``: path of the one tensor to put back; empty for all."""
+        """``only``: path of the one tensor to restore; empty for all."""
         self._harness, self._only = harness, only
         self._before = {path: (tensor, tensor.clone()) for path, tensor in self._held().items()}
         self._planned: dict[str, torch.Tensor] = {}
@@ -28,7 +28,7 @@ class KeptState:
         """Attributes that a replay changed, in the order in which they were seen."""
 
     def restore(self) -> None:
-        """Put back every tensor that the backend holds. Called before the plan of a replay."""
+        """Restore every tensor that the backend holds. Called before the plan of a replay."""
         with past_modes():
             for path, tensor in self._held().items():
                 if self._only and path != self._only:

@@ -104,7 +104,7 @@ class RunRecord:
     replaced: tuple[str, ...] = ()
     """Attributes whose tensors a plan for a replay replaced."""
     restored: tuple[str, ...] = ()
-    """Attributes whose tensors a replay changed, and that were put back before the next one."""
+    """Attributes whose tensors a replay changed, and that were restored before the next one."""
     changed: tuple[str, ...] = ()
     """Changes in its process that the backend did not undo."""
     notes: tuple[str, ...] = ()

@@ -23,10 +23,10 @@ class RunOptions:
     """Do the work of ``watch_replaced``, and keep each replaced tensor alive with its successor's numbers. Question: is
     the replay right then, so that the graph still reads the old one?"""
     restore_state: bool = False
-    """Before every plan for a replay, put the backend's tensors back to what they held before the first capture.
+    """Restore, before every plan for a replay, what the backend's tensors held before the first capture.
     Question: is the replay right then, so that a counter or a scratch buffer is not reset?"""
     restore_only: str = ""
-    """With ``restore_state``: put back only the tensor of this attribute."""
+    """Restore only the tensor of this attribute, with ``restore_state``."""
     width_at_capture: bool = False
     """Set ``num_tokens_per_req`` at capture even with ``takes_unset_width``. Question: is the graph right then?"""
     contiguous_heads: bool = False

@@ -107,7 +107,7 @@ class TritonSparseBackend(KernelBackend):
         requires=Requires(packages=("triton",)),
     )
     slots: ClassVar[bool] = False
-    """True: ``selected`` holds slots; False: positions."""
+    """True if ``selected`` holds slots."""
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """Launch one program for each row and KV head, padded rows included."""

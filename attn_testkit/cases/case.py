@@ -77,7 +77,7 @@ class Case(Fields):
         return derived_parameters.derived(self, name, n)
 
     def with_seed(self, seed: int) -> Case:
-        """The same case with other random data, slots and schedule."""
+        """Returns the case with other random data, slots and schedule."""
         return self.with_changes(seed=seed)
 
 

@@ -71,7 +71,7 @@ class Fields:
     """A data pattern (``dimensions/data_pattern.py``)."""
     options: LayerOptions = field(default=LayerOptions())
     layers: Layers = field(default=Layers())
-    """Their number, their ids, and whether they share a KV group."""
+    """Number and ids of the layers, and whether they share a KV group."""
     splits: KVSplits = field(default=KVSplits())
     multi_mode: bool = False
     """Graph runs of all declared modes share one backend instance and run interleaved."""

@@ -20,7 +20,7 @@ class Selection:
     slots: bool = False
     """Indices are slots of the KV pool, not places of the request."""
     holes: bool = False
-    """-1 may come before a key."""
+    """-1 is listed before keys, too."""
     empty_rows: bool = False
     """Some rows select no key."""
 

@@ -78,5 +78,5 @@ def _head_cases(declared: Capabilities, minimal: Case, *options: Case) -> Iterat
 
 
 def with_shapes(case: Case, shapes: tuple[HeadShape, HeadShape]) -> Case:
-    """``case`` with two layer shapes by turns, and the heads and head dim that hold both."""
+    """``case`` with two alternating layer shapes, and the heads and head dim that hold both."""
     return case.with_changes(**fields_with_shapes(case.layers, shapes))

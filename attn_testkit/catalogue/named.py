@@ -63,7 +63,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
         yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
-    # One wrong key of thousands shows with one-hot values alone; see families/softmax/limits.py.
+    # One wrong key of thousands shows only with one-hot values; see families/softmax/limits.py.
     for dtype in sorted(declared.dtypes):
         rows = minimal.rows.counted((minimal.width,))
         yield minimal.of_requests((4096,), rows=rows, dtype=dtype, data="one_hot", padding="prod")
@@ -113,7 +113,7 @@ def _heads_like(declared: Capabilities, minimal: Case) -> list[Heads]:
 
 
 def smallest_of(declared: Capabilities, minimal: Case) -> Case:
-    """As little work for each row and key as is declared, for cases with very many of them."""
+    """Returns the case with the least declared work for each row and key, for cases with very many of them."""
     return minimal.with_changes(
         heads=min(_heads_like(declared, minimal), key=lambda heads: (heads.kv_heads, heads.q_heads)),
         head_dim=minimal.head_dim if minimal.heads.layout.values_in_keys else min(declared.head_dims),
@@ -163,7 +163,7 @@ def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
 
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
     """The lossless loop of a chain and, from core on and where trees are declared as well, of two branches."""
-    # What is stored in FP8 is not what greedy decode would have attended.
+    # Keys and values that are stored in FP8 are not those that greedy decode would have attended.
     if "same" not in declared.kv_dtypes or declared.sparse:
         return
     small = smallest_of(declared, minimal).with_changes(page_size=minimal.page_size, kv_dtype="same", data="gauss")

@@ -108,7 +108,7 @@ class KernelPlan:
     """[T, Hq, Dv], contiguous: buffer for the output, if the caller gave one. Another returned tensor is copied into
     it."""
     selected: torch.Tensor | None = None
-    """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 is no key. None if a row attends
+    """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 means no key. None if a row attends
     all keys that it may see."""
     part: KVSplit = _WHOLE
     """KV split that ``run_return_lse`` attends. Only ``part_...`` describe its keys; all other members describe all

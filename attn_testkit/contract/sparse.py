@@ -17,8 +17,8 @@ class Sparse(Declared):
     """The selections that a backend takes: ``Capabilities(sparse=Sparse(topk={2048}, index_space="positions"))``.
 
     Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
-    keys of a row are listed in any order, each once; -1 does not name a key. A row of fewer keys than ``topk``
-    selects all that it may see. Layers have selections of their own, and so has each row.
+    keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all
+    that it may see. Layers have selections of their own, and so has each row.
 
     Raises ``ValueError`` for a wrong spelling, and for no ``topk``.
     """
@@ -29,7 +29,7 @@ class Sparse(Declared):
     """What is an index? Default, ``positions``: a key's place in its request, 0 being the first, which the request
     table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``)."""
     holes: bool = False
-    """May -1 come before a key? Default: every -1 of a row is behind its last key."""
+    """May -1 come before a key, too? Default: every -1 of a row is behind its last key."""
     empty_rows: bool = False
     """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
 

@@ -5,7 +5,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
 * is the same step right in eager mode?                           then the graph is wrong
 * is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
-* is it right when its tensors are put back before each replay?  then a counter is not reset: the hint names it
+* is it right when its tensors are restored before each replay?  then a counter is not reset: the hint names it
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
 * is an eager step right on a fresh instance?                     ``steps-independent``
@@ -351,13 +351,13 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
 
 
 def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) -> str:
-    """Hint for a replay that is right if the backend's own tensors are put back before each; else empty."""
+    """Hint for a replay that is right if the backend's own tensors are restored before each; else empty."""
 
     def right(only: str = "") -> tuple[str, ...]:
         run = rerunner.graph(schedule, restore_state=True, restore_only=only)
         if run is None or not _right(_evaluated(schedule, run.replay_of(step))):
             return ()
-        # What the kit's own part of a backend keeps is made anew by each graph.
+        # The kit's own part of a backend makes its tensors again for each graph.
         return tuple(path for path in run.restored if not path.startswith("_kit_"))
 
     paths = right()
@@ -373,7 +373,7 @@ def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) ->
 
 
 _MOST_TENSORS = 3
-"""Number of tensors that are put back one by one, and of those that a hint names."""
+"""Number of tensors that are restored one by one, and of those that a hint names."""
 _NOT_RESET = "a counter, a flag or a scratch buffer is not reset between replays"
 _PADDED_ROWS_REACH_LIVE_ONES = (
     "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "

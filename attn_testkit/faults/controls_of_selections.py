@@ -44,4 +44,4 @@ class SparseOneWidth(SparseParent):
 
 @control("sparse-union-of-rows")
 class SparseUnionOfRows(UnionOfRows):
-    """Two rows share a tile of keys, and padded rows hold -1: the keys of the other row are finite (sglang)."""
+    """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""

@@ -49,7 +49,7 @@ _UNNAMED = re.compile(r"[knb][\d.x]+\w*|chain\d+|s\d+")
 
 
 def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> str:
-    """What all ``failed`` case-runs of one cause have and no passing one of ``results`` has; empty if nothing is."""
+    """Properties of all ``failed`` case-runs of one cause that no passing one of ``results`` has; may be empty."""
     places = {(each.mode, each.execution) for each in failed}
     backend = failed[0].backend
     bad = {each.case for each in failed}

@@ -84,7 +84,7 @@ class Card:
     """The case-runs that are shown in full."""
     named: tuple[FailedRun, ...]
     shared: str
-    """What all failing cases share and no passing case has; may be empty."""
+    """Properties that all failing cases share and no passing case has; may be empty."""
     elsewhere: tuple[tuple[str, int], ...]
     """Pairs of backend and card number with the same cause and check."""
 

@@ -41,5 +41,5 @@ DATA_PATTERN = Dimension(
     random=lambda draws, declared, so_far: {"data": draws.one_of(DATA)},
     varies="step",
     apply=Without("steps/patterns.py draws the numbers."),
-    **no_capability("Numbers are no capability: limits follow from them."),
+    **no_capability("Numbers are not a capability: limits follow from them."),
 )

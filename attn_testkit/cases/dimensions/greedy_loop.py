@@ -43,7 +43,7 @@ GREEDY_LOOP = Dimension(
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     combined=Without("A loop costs as much as a mode."),
     values=Without("catalogue/named.py makes its cases: a loop costs as much as a mode."),
-    covered=Without("A loop follows from the modes, and is no capability of its own."),
+    covered=Without("A loop follows from the modes, and is not a capability of its own."),
     simpler=of_rows_part(
         "rounds",
         steps=lambda declared, case, minimal: (

@@ -1,4 +1,4 @@
-"""What fills the rows between live requests and the bucket; see ``steps/schedule.py``."""
+"""Fillings of the rows between live requests and the bucket; see ``steps/schedule.py``."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
 def _held(
     schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
-    """What live requests have: all of it may be read."""
+    """Stored keys and values of live requests: all of them may be read."""
     return stored_kv(schedule, step, data, after=after)
 
 

@@ -29,7 +29,7 @@ _PATTERNS = ("newest", "oldest", "strided", "both ends", "scattered", "not its o
 
 
 def _chosen(visible: _Ints, topk: int, pattern: str, rng: np.random.Generator) -> _Ints:
-    """At most ``topk`` of ``visible`` [n] ascending, the row's own key last, in the order in which they are listed."""
+    """Selects at most ``topk`` of ``visible`` [n] ascending, the row's own key last; returned in listed order."""
     if len(visible) <= topk:
         return rng.permutation(visible)
     if pattern == "newest":

@@ -1,4 +1,4 @@
-"""Which failures of a run are diagnosed: the first of each symptom, because diagnosis takes as long as many case-runs.
+"""Choice of the failures to diagnose: the first of each symptom, because diagnosis takes as long as many case-runs.
 
 A symptom is what a failure shows before anything is run again. Failures of one symptom mostly have one cause: a backend
 with a single bug fails most of its cases. A later failure of a known symptom is taken to be like the first
@@ -89,7 +89,7 @@ class Diagnosed:
 
 
 def _options(case: Case) -> frozenset[str]:
-    """What a case has beyond a minimal one."""
+    """Options that a case has and a minimal one lacks."""
     options = {name for name, without in FEATURES.items() if name not in _WHATEVER and _differs(case, name)}
     return frozenset(options | set(case.variants) | ({"KV splits"} if case.kv_splits else set()))
 

@@ -129,7 +129,7 @@ class Lane:
         return found, fails
 
     def _noted_drive(self, item: Item) -> Run:
-        """Drive by the slot, and say which run of a diagnosis it is: one may take as long as ten case-runs."""
+        """Run by the slot, and say which run of a diagnosis it is: one may take as long as ten case-runs."""
         count = itertools.count(1)
 
         def drive(request: RunCase | Rerun) -> RunRecord:

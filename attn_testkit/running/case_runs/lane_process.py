@@ -43,7 +43,7 @@ _ALIVE = None
 
 @dataclass(frozen=True)
 class _Note:
-    """What a diagnosis does; a sign of life, too."""
+    """Message on what a diagnosis does; a sign of life, too."""
 
     text: str
 

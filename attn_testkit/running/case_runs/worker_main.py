@@ -148,7 +148,7 @@ class LocalWorker:
         return ""
 
     def close(self) -> None:
-        """There is no process to end."""
+        """Remove what was watched. No process has to end."""
         self._launches.remove()
         self._servers.remove()
         self.ended = True

@@ -34,7 +34,7 @@ class WorkerSlot:
         self.next: RunCase | None = None
         """Case-run of the same backend after this one: begun while the lane evaluates."""
         self.printed = ""
-        """What the backend printed in the last case-run."""
+        """Output that the backend printed in the last case-run."""
         self.before: tuple[RunCase, ...] | None = None
         """History of the worker before the first case that it was asked for since this was None."""
 

@@ -60,7 +60,7 @@ class Worker:
         self._number = 0
         self._kept: dict[RunCase | Rerun, tuple[RunRecord | str, str]] = {}
         self.printed = ""
-        """What the process printed over what it drove last."""
+        """Output that the process printed in its last run."""
         try:
             self._child = Child(forking.SERVE, candidate, device, gpu, timeout_s, import_seconds(timeout_s))
         except (OSError, EOFError) as error:
