@@ -113,6 +113,9 @@ class Answers:
         answer = self.said.pop(0)
         return (self.told[-1][0], answer) if isinstance(answer, worker_process.RunRecord) else answer
 
+    def printed(self) -> str:
+        return ""
+
     def last_words(self) -> str:
         return ""
 

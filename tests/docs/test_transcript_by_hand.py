@@ -40,6 +40,18 @@ def test_all_else_is_compared(printed: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("printed", "alike"),
+    [
+        ("my:Backend  decode  eager      8    0.37      3.5       12.1  emulated: device", True),
+        ("my:Backend  decode  eager      8    0.60      0.2        1.2  emulated: device", False),
+        ("my:Backend  decode  eager      9    0.37      0.2        1.2  emulated: device", False),
+    ],
+)
+def test_the_seconds_of_a_diagnosis_are_a_time(printed: str, alike: bool) -> None:
+    assert same_line("my:Backend  decode  eager      8    0.37      0.2        1.2  emulated: device", printed) is alike
+
+
+@pytest.mark.parametrize(
     ("shown", "printed", "alike"),
     [
         ("  backend  my:B · torch 2.13.0+cpu · eager", "  backend  my:B · torch 2.12.1 · eager", True),

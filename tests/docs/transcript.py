@@ -130,7 +130,7 @@ def _run(text: str, folder: Path) -> tuple[str, ...]:
 
 _SAME = (
     (re.compile(r"(?<=\S) {2,}"), "  "),
-    (re.compile(r"\d+\.\d(?=  (?:emulated:|cuda))"), "TIME"),
+    (re.compile(r"\d+\.\d(?=(?:  \d+\.\d)?  (?:emulated:|cuda))"), "TIME"),  # seconds, and those of the diagnosis
     (re.compile(r"\b\d+\.\d+ s\b"), "TIME"),
     (re.compile(r"\btorch \d\S*"), "torch VERSION"),
 )
