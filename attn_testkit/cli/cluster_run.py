@@ -22,14 +22,22 @@ ray_option = click.option(
     help="Run on a Ray cluster, or `local`.",
 )  # fmt: skip
 
-_NOT_WITH = ("in_process", "budget", "shard", "rest_of")
+_NOT_WITH = {
+    "in_process": "--in-process",
+    "budget": "--budget",
+    "shard": "--shard",
+    "rest_of": "--rest-of",
+    "keyword_text": "-k",
+    "last_failed": "--lf",
+    "collect_only": "--collect-only",
+}
 
 
 def refuse_with_ray(values: dict[str, Any]) -> None:
     """Raise ``UsageError`` for an option that a run on a cluster cannot have."""
-    for name in _NOT_WITH:
+    for name, option in _NOT_WITH.items():
         if values["ray_address"] and values[name]:
-            raise UsageError(f"--ray and --{name.replace('_', '-')} cannot be combined; leave one of them out")
+            raise UsageError(f"--ray and {option} cannot be combined; leave one of them out")
 
 
 Follow = Callable[[Prepared, dict[str, Any]], int]
@@ -65,9 +73,9 @@ _WORDS = {0: "nothing failed", 2: "interrupted", 3: "the kit itself failed", 5: 
 
 
 def _files_of(architecture: Architecture, values: dict[str, Any]) -> dict[str, Any]:
-    """The options with a results file and a page of the architecture's own: ``out-sm90.json``."""
+    """The options with files of the architecture's own: ``out-sm90.json``."""
     named = dict(values)
-    for option in ("json_file", "html_file"):
+    for option in ("json_file", "html_file", "junit_file"):
         if values[option]:
             path = Path(values[option])
             named[option] = str(path.with_name(f"{path.stem}-{architecture.name.replace(' ', '-')}{path.suffix}"))

@@ -84,7 +84,9 @@ def selection_options(command: F) -> F:
     """Add the options that select case-runs, of ``run`` and of ``list --cases``."""
     options = [
         backend_option,
-        click.option("--mode", "modes", multiple=True, type=Spelled("mode", MODES), help=f"{', '.join(MODES)}."),
+        click.option(
+            "--mode", "modes", multiple=True, type=Spelled("mode", MODES), help="As 'extend'; `list` shows modes."
+        ),
         execution_option,
         click.option(
             "--tier", type=Spelled("tier", TIERS), default="smoke", show_default=True, help="Number of cases."

@@ -39,8 +39,7 @@ __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
     epilog="""\b
 Examples:
   attn-testkit run --backend triton --device cpu
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html
-  attn-testkit run --backend my_pkg.attn:MyBackend --tier core --budget 60 --json cut.json""",
+  attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html""",
 )
 @selection_options
 @pytest_options

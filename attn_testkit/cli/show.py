@@ -29,7 +29,6 @@ from ..results import (
     not_declared_lines,
     note_lines,
     printed_lines,
-    undeclared_line,
 )
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
@@ -128,8 +127,6 @@ def print_summary(
     """Print the table, the remarks, and the verdict in one line."""
     if results and sys.stdout.isatty():
         out().print(_table(results))
-        for line in undeclared_line(results):
-            click.echo(line)
     elif results:
         click.echo("\n".join(text_table(results)))
     more = "-v prints all, --diagnose all looks for the cause of each"

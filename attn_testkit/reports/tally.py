@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import MODES, RAN, CaseResult, Status, emulated_parts, undeclared_line
+from ..results import MODES, RAN, CaseResult, Status, emulated_parts
 
 __all__ = ["DIAGNOSIS", "Row", "rows", "seconds_of", "text_table", "where_it_ran"]
 
@@ -60,7 +60,7 @@ def seconds_of(result: CaseResult) -> float:
 def rows(results: Iterable[CaseResult]) -> list[Row]:
     """Make one row per backend, mode and execution, in the order in which a server uses the modes.
 
-    What is not declared has no row: ``undeclared_line`` names it.
+    What is not declared has no row: ``not_declared_lines`` names it, and ``undeclared_line`` on pages.
     """
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:
@@ -91,7 +91,7 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
 
 
 def text_table(results: Iterable[CaseResult]) -> list[str]:
-    """The table as plain lines of text, with what is not declared in one line below it."""
+    """The table as plain lines of text; what is not declared has none."""
     results = list(results)
     groups = rows(results)
     used = [status for status in Status if any(row.counts.get(status) for row in groups)]
@@ -114,4 +114,4 @@ def text_table(results: Iterable[CaseResult]) -> list[str]:
         ).rstrip()
         for line in grid
     ]
-    return [*(table if groups else []), *undeclared_line(results)]
+    return table if groups else []

@@ -18,6 +18,9 @@ from attn_testkit.results import CaseResult, Status
         (("--budget", "60"), "--budget"),
         (("--rest-of", "out.json"), "--rest-of"),
         (("--in-process",), "--in-process"),
+        (("-k", "graph"), "-k"),
+        (("--lf",), "--lf"),
+        (("--collect-only",), "--collect-only"),
     ],
 )
 def test_options_that_a_cluster_cannot_have_are_named(capsys, tmp_path, monkeypatch, more, option):

@@ -100,7 +100,7 @@ def test_errors_of_the_kit_and_what_has_entries_already_get_none():
 
 @pytest.mark.parametrize(
     ("issue", "until", "message"),
-    [("#12", UNTIL, "is no address"), (ISSUE, datetime.date(2028, 1, 1), "more than a year ahead")],
+    [("#12", UNTIL, "is not an address"), (ISSUE, datetime.date(2028, 1, 1), "more than a year ahead")],
 )
 def test_an_issue_or_a_date_that_no_entry_may_have_is_refused(issue, until, message):
     with pytest.raises(UsageError, match=message):
@@ -143,7 +143,7 @@ def test_a_red_run_is_green_with_the_file_that_was_made_of_it(call, tmp_path):
         (("--from", "red.json"), "--from needs --issue URL"),
         (("--from", "red.json", "--issue", ISSUE, "--until", "soon"), "--until is 'soon'; expected a date"),
         (("--from", "red.json", "--issue", ISSUE, "--until", "2001-01-01"), "which has passed"),
-        (("--from", "red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is no address"),
+        (("--from", "red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is not an address"),
         (("--from", "green.json", "--issue", ISSUE, "--until", "{soon}"), "nothing failed that an entry could excuse"),
         (("--from", "red.json", "known.toml"), "leave out the file"),
         (("--issue", ISSUE, "known.toml"), "belong to --from"),
