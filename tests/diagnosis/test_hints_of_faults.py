@@ -132,7 +132,7 @@ TOLD = [
         "padding-taken-for-a-preempted-request",
         "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan",
         "graph",
-        "is left from before",
+        "is not reset between replays: the replay is right if self.last",
     ),
     (
         "buffers-of-layers-overlap",

@@ -48,7 +48,7 @@ def test_rows_that_are_known_come_first_and_the_judge_is_ended(asked: list[Any])
     assert list(check_backend.check_backend("m:A")) == [row("", Status.UNSUPPORTED), row("x"), row("y")]
     assert asked == [
         (Options(), "auto"),
-        (Request(backends=(Candidate("m:A"),), command="check_backend"), None),
+        (Request(backends=(Candidate("m:A"),), command="check_backend", counts_tier=True), None),
         ("a plan", ["x", "y"]),
         "closed",
     ]
@@ -62,7 +62,9 @@ def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
     assert asked[:2] == [
         (Options(jobs=2, timeout_s=7.0, in_process=True), "cpu"),
         (
-            Request((Candidate("m:A"),), ("decode",), ("eager",), "core", "cpu", 3, ("*",), "check_backend"),
+            Request(
+                (Candidate("m:A"),), ("decode",), ("eager",), "core", "cpu", 3, ("*",), "check_backend", counts_tier=True
+            ),
             "known.toml",
         ),
     ]
