@@ -91,7 +91,7 @@ class Diagnosed:
 def _options(case: Case) -> frozenset[str]:
     """What a case has beyond a minimal one."""
     options = {name for name, without in FEATURES.items() if name not in _WHATEVER and _differs(case, name)}
-    return frozenset(options | set(case.variants) | ({"KV splits"} if case.parts else set()))
+    return frozenset(options | set(case.variants) | ({"KV splits"} if case.kv_splits else set()))
 
 
 def _differs(case: Case, name: str) -> bool:
