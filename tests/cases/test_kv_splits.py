@@ -115,8 +115,11 @@ def test_some_requests_leave_parts_without_keys() -> None:
 def test_what_cannot_be_is_refused() -> None:
     minimal = "decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-{}-b1prod"
     assert parse_case(minimal.format("lsetokens12merged")).merged_by_backend
-    for word in ("lsewholeown", "lsepages1", "lsepages", "lsetokens0", "lseparts"):
+    for word in ("lsewholeown", "lsepages", "lseparts"):
         with pytest.raises(ValueError, match=f"cannot read '{word}'"):
+            parse_case(minimal.format(word))
+    for word, count in (("lsepages1", 1), ("lsetokens0", 0)):
+        with pytest.raises(ValueError, match=f"'{word}': number of KV splits is {count}; expected 2 to 4096"):
             parse_case(minimal.format(word))
     with pytest.raises(ValueError, match="KV splits and multi-mode instance: "):
         parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-lsewhole-b2prod-multi_mode")
