@@ -28,7 +28,7 @@ class ReplacesTheJudge(AdversarialBackend):
             ("checks.step", "evaluate_step", lambda *_: []),
             ("checks.numeric", "matches_oracle", lambda *_: []),
             ("running.case_runs.evaluate", "evaluate_step", lambda *_: []),
-            ("running.planning.request", "exit_code", lambda *_, **__: 0),
+            ("reports.verdict", "exit_code", lambda *_, **__: 0),
             ("results", "exit_code", lambda *_, **__: 0),
             ("results", "BAD", frozenset()),
         ]
