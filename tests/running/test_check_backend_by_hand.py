@@ -63,7 +63,15 @@ def test_everything_that_is_asked_for_is_handed_on(asked: list[Any]) -> None:
         (Options(jobs=2, timeout_s=7.0, in_process=True), "cpu"),
         (
             Request(
-                (Candidate("m:A"),), ("decode",), ("eager",), "core", "cpu", 3, ("*",), "check_backend", counts_tier=True
+                (Candidate("m:A"),),
+                ("decode",),
+                ("eager",),
+                "core",
+                "cpu",
+                3,
+                ("*",),
+                "check_backend",
+                counts_tier=True,
             ),
             "known.toml",
         ),
