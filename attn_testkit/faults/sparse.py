@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..backends.torch_native_sparse import TorchNativeSparseBackend
-from ..contract import ForwardMode, KernelPlan, Sparse
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
 
 __all__ = ["SparseParent", "UnionOfRows"]
 
@@ -14,12 +13,17 @@ __all__ = ["SparseParent", "UnionOfRows"]
 _ALL = frozenset(ForwardMode)
 
 
-class SparseParent(TorchNativeSparseBackend):
-    """A right backend with few capabilities: ``prepared`` gives the indices, ``is_key`` says which of them count."""
+class SparseParent(KernelBackend):
+    """A right backend with few capabilities: ``prepared`` gives the indices, ``is_key`` says which of them count.
 
-    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"},
-        page_sizes={16}, sinks=False,
+    It shares no line with the adapters: a mistake there would otherwise be one of every seeded bug.
+    """
+
+    capabilities = Capabilities(
+        eager=_ALL, graph=_ALL, families={"mqa", "mla"}, gqa_ratios={4, 16}, head_dims={64, 128},
+        mla_rope_dims={32, 64}, dtypes={"bf16"}, page_sizes={16}, max_q_rows=16, max_topk=1, max_draft_branches=4,
+        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True), needs_cpu_seq_lens=False,
+        deterministic=True,
     )  # fmt: skip
 
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
@@ -30,12 +34,21 @@ class SparseParent(TorchNativeSparseBackend):
         """[T, n] bool: whether an index is a key."""
         return selected >= 0
 
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T, n] int64: the slot of each index; any slot for -1."""
+        request = self.request_of_row(selected, plan)
+        return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
+
     @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         selected = self.prepared(plan.selected, plan)
         slot, there = self.slots(selected, plan), self.is_key(selected, plan)
-        return self.attend(q, kv, plan, slot, there)
+        k, v = (each.flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0) for each in kv)
+        # One KV head: [T, Hq, n], and a row without a key has weights of 0.
+        logits = (q.float() @ k.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
+        weights = torch.softmax(logits, -1).nan_to_num(nan=0.0)
+        return (weights @ v).to(q.dtype)
 
     def request_of_row(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T] int64: request of each row; the last one for padded rows."""
