@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ..results import CaseResult, Finding, is_generated
@@ -110,8 +110,13 @@ class Causes:
 
     @property
     def groups(self) -> list[Group]:
-        """One group per cause, the largest first."""
-        return sorted((cause.group() for cause in self._causes), key=lambda group: -len(group.results))
+        """One group per cause, the largest first. Causes that end with one name, numbers aside, are one group."""
+        named: dict[tuple[str, str], Group] = {}
+        for group in (cause.group() for cause in self._causes):
+            key = group.backend, without_numbers(group.cause)
+            there = named.get(key)
+            named[key] = replace(there, results=(*there.results, *group.results)) if there else group
+        return sorted(named.values(), key=lambda group: -len(group.results))
 
 
 def group_failures(results: Iterable[CaseResult]) -> list[Group]:
