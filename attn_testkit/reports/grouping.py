@@ -65,25 +65,25 @@ class _Cause:
     def group(self) -> Group:
         first = self._named_by()
         others = (result for result in self.results if result is not first)
-        return Group(first.backend, _check(first), self._in_words(), (first, *others))
+        return Group(first.backend, _check(first), self.named().text, (first, *others))
 
     def _named_by(self) -> CaseResult:
         """The last that was diagnosed although it is like another: it has less options. Else the first."""
         again = [result for result in self.results if result.like and result.diagnosed]
         return again[-1] if again else self.results[0]
 
-    def _in_words(self) -> str:
+    def named(self) -> _Line:
         """The best hint that most case-runs share, as the first that has it words it: with its numbers, but without
         names that a compiler made up for it.
         """
         named_by = self._named_by()
         if named_by is not self.results[0]:
-            return self.lines[self.results.index(named_by)][0].text
+            return self.lines[self.results.index(named_by)][0]
         best = Counter(lines[0].key for lines in self.lines if lines)
         shared = Counter(line.key for lines in self.lines for line in lines)
         key = max(best, key=lambda each: (shared[each], best[each]))
         texts = [line.text for lines in self.lines for line in lines if line.key == key]
-        return texts[0] if len(set(texts)) == 1 else _without_made_up(texts[0])
+        return _Line(key, texts[0] if len(set(texts)) == 1 else _without_made_up(texts[0]))
 
 
 class Causes:
@@ -110,10 +110,11 @@ class Causes:
 
     @property
     def groups(self) -> list[Group]:
-        """One group per cause, the largest first. Causes that end with one name, numbers aside, are one group."""
+        """One group per cause, the largest first. Causes that are named by one line in the end are one group."""
         named: dict[tuple[str, str], Group] = {}
-        for group in (cause.group() for cause in self._causes):
-            key = group.backend, without_numbers(group.cause)
+        for cause in self._causes:
+            group = cause.group()
+            key = group.backend, cause.named().key
             there = named.get(key)
             named[key] = replace(there, results=(*there.results, *group.results)) if there else group
         return sorted(named.values(), key=lambda group: -len(group.results))
