@@ -17,7 +17,7 @@ CAPABILITIES = MinimalBackend.capabilities
 
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
-def test_each_side_of_a_switch_has_a_batch_of_its_own_behind_all_but_the_seldom_cases(mode: ForwardMode, tier: str) -> None:
+def test_each_side_of_a_switch_has_a_batch_behind_all_but_the_seldom_cases(mode: ForwardMode, tier: str) -> None:
     minimal = generate(CAPABILITIES, mode, tier)
     cases = generate(CAPABILITIES.with_changes(kernel_changes_at={5, 6, 20}), mode, tier)
     behind = 0 if tier == "smoke" else len(BATCHES)
