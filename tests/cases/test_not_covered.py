@@ -14,6 +14,7 @@ from later import came_later
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
 from attn_testkit.cases.dimensions.rows import MOST_ROWS
+from attn_testkit.cases.dimensions.table import DIMENSIONS
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.rows import Accepted, Decode, Rows, Verify
 from attn_testkit.cases.trees import Tree, chain
@@ -129,6 +130,11 @@ def test_core_leaves_no_value_of_a_capability_and_smoke_prints_what_it_leaves(
         " ".join(describe_not_covered(supported, [mode], generate(supported, mode, "smoke"))).replace(",", "").split()
     )
     assert {str(value) for value in left} <= {*said}
+
+
+def test_no_two_dimensions_have_a_kind_of_value_of_the_same_name() -> None:
+    names = [covered.name for dimension in DIMENSIONS for covered in dimension.covered]
+    assert sorted(names) == sorted(DECLARED_VALUES), "one of them would take the place of the other"
 
 
 def test_a_page_is_tried_by_a_request_of_more_than_one() -> None:
@@ -297,9 +303,11 @@ def test_the_page_says_what_the_tiers_try() -> None:
     assert not meets_every(2, named["smoke"])
     assert not meets_every(3, named["core"])
     requests, keys = max(one.bs for one in core), max(max(one.prefixes) for one in core)
-    mla_keys = max(max(one.prefixes) for one in deep)
+    mla_keys = {mode: max(max(one.prefixes) for one in deep if one.mode is mode) for mode in ForwardMode}
+    (elsewhere,) = {most for mode, most in mla_keys.items() if mode is not DECODE}
     (row,) = [line for line in TIERS_PAGE.read_text().splitlines() if line.startswith("| `core` |")]
-    assert f"{requests} requests, {keys:,} keys (MLA: {mla_keys:,})" in row
+    assert f"{requests} requests;" in row
+    assert f"{keys:,} keys (MLA: {mla_keys[DECODE]:,} in decode, {elsewhere:,} elsewhere)" in row
     assert f"{MOST_ROWS} at most" in row
     assert f"more than {MOST_VALUES} values" in row
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from attn_testkit.catalogue.seldom_cases import BATCHES
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
@@ -16,11 +17,14 @@ CAPABILITIES = MinimalBackend.capabilities
 
 @pytest.mark.parametrize("mode", ForwardMode)
 @pytest.mark.parametrize("tier", ["smoke", "core"])
-def test_each_side_of_a_switch_has_a_batch_of_its_own_behind_all_other_cases(mode: ForwardMode, tier: str) -> None:
+def test_each_side_of_a_switch_has_a_batch_behind_all_but_the_seldom_cases(mode: ForwardMode, tier: str) -> None:
     minimal = generate(CAPABILITIES, mode, tier)
     cases = generate(CAPABILITIES.with_changes(kernel_changes_at={5, 6, 20}), mode, tier)
-    assert cases[: len(minimal)] == minimal
-    added = cases[len(minimal) :]
+    behind = 0 if tier == "smoke" else len(BATCHES)
+    kept = len(minimal) - behind
+    added = cases[kept : len(cases) - behind]
+    assert cases == (*minimal[:kept], *added, *minimal[kept:])
+    assert [(case.bs, case.bucket) for case in minimal[kept:]] == [*BATCHES][:behind]
     assert [(case.bs, case.bucket) for case in added] == [(n, n) for n in (4, 5, 6, 19, 20)]
     assert [make_schedule(case).max_bs for case in added] == [4, 5, 6, 19, 20]
 

@@ -127,7 +127,7 @@ SELECTION = Dimension(
     values=Columns(_columns, _of_row),
     covered=(
         Covered(
-            "topk",
+            "selection",
             "selected keys",
             lambda declared, mode: declared.sparse.topk if declared.sparse else (),
             _tried,
