@@ -41,7 +41,7 @@ def mean() -> Iterator[ModuleType]:
 
 def results(backend: type, cases: list[str] | None = None) -> list[CaseResult]:
     chosen = {"cases": cases} if cases else {"tier": "smoke"}
-    return [each for each in check_backend(backend, device="cpu", **chosen) if each.case]
+    return [each for each in check_backend(backend, device="cpu", diagnose="all", **chosen) if each.case]
 
 
 def test_a_right_backend_of_a_third_family_passes_in_eager_and_in_graphs(mean: ModuleType) -> None:

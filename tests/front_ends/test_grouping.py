@@ -136,6 +136,7 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
     [
         "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right",
         "with zeros instead of NaN in unowned slots the result is finite",
+        "with zeros instead of NaN in unowned slots and keys that no row selects the result is finite, and right",
         "as the only replay of the only bucket it is right",
         "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
         "data of padded rows reach real ones, by a sum: in a bucket of exactly 3 it is right",

@@ -150,7 +150,7 @@ def test_in_one_process_it_cannot_be_reported_and_that_is_said() -> None:
     found = results_of("WrongFromTheFourthInstanceOn", cases=CASES[:4], in_process=True)
     (failed, *_) = (result for result in found if result.status is Status.FAILED)
     assert failed.after == ()
-    assert "cannot be told" in failed.hints[0]
+    assert "cannot find out whether an earlier case-run causes this failure" in failed.hints[0]
 
 
 def test_after_takes_what_is_driven_first(capsys: pytest.CaptureFixture[str]) -> None:

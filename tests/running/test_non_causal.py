@@ -114,7 +114,8 @@ def test_who_looks_at_the_layer_is_right_eagerly_and_in_graphs(backend: type, na
     ],
 )
 def test_who_does_not_is_found_and_the_mask_is_named(backend: type, name: str, check: str, hint: str) -> None:
-    for result in check_backend(backend, cases=[name], device="cpu", modes=[name.split("-gqa")[0]]):
+    modes = [name.split("-gqa")[0]]
+    for result in check_backend(backend, cases=[name], device="cpu", modes=modes, diagnose="all"):
         assert result.findings[0].check == check
         assert hint in result.findings[0].hint
         assert "in this case layers are not causal" in result.findings[0].hint
