@@ -55,7 +55,7 @@ class TorchNativeSparseBackend(KernelBackend):
         k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
         k, v = k * layer.k_scale, v * layer.v_scale
         group = layer.q_per_kv
-        rows = q.float().unflatten(1, (-1, group))
+        rows = q.float().view(len(q), -1, group, q.shape[-1])
         logits = torch.einsum("thgd,tnhd->thgn", rows, k) * layer.scaling
         if layer.logit_cap:
             logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from ..cases.case import CODES, Case
 from ..cases.dimensions.numbers import nearest, some_of
@@ -52,7 +51,7 @@ def code_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]
     if longest := _LONGEST_OF_MLA.get(small.mode) if wide else _LONGEST:
         # Fewer channels: codes of 64 tell one key of 66,000 as well as codes of 128, at half the time.
         dim = small.head_dim if wide else nearest(declared.head_dims, _FEW_CHANNELS)
-        yield replace(minimal, head_dim=dim).of_requests(longest)
+        yield minimal.with_changes(head_dim=dim).of_requests(longest)
     if tier == "full":
         yield from [_of(minimal, _LENS)] * wide
         yield _of(minimal, _MANY_LENS)

@@ -7,7 +7,6 @@ are cheap: a request has at most 128 keys. ``ci/seldom.py`` prints what all case
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 from ..cases.case import Case
 from ..cases.server_variants import usual_page
@@ -25,7 +24,7 @@ _LENGTHS = 128
 
 def seldom_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key."""
-    small = replace(small, page_size=usual_page(declared), data="gauss", layout="shuffled")
+    small = small.with_changes(page_size=usual_page(declared), data="gauss", layout="shuffled")
     first = 0
     for size, bucket in BATCHES:
         prefixes = tuple((first + number) % _LENGTHS + 1 for number in range(size))

@@ -30,7 +30,7 @@ def _words(case: Fields) -> str:
 def _declared(declared: Capabilities, case: Fields) -> bool:
     sparse, each = declared.sparse, case.selection
     if sparse is None or each is None:
-        return sparse is each
+        return sparse is None and each is None
     return (
         each.topk in sparse.topk
         and each.slots == (sparse.index_space == "slots")

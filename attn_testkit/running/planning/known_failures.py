@@ -150,7 +150,7 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
                 'record shows the crash of what is quarantined; kind = "tolerated" runs the case, and needs none'
             )
         try:
-            crashed = _crashed(read_report(path.parent / raw["record"]))
+            crashed = _crashed(read_report(Path(path).parent / raw["record"]))
         except UsageError as error:
             raise refuse(f"record: {error}") from error
     optional = {key: raw[key] for key in ("backend", "execution", "when") if key in raw}
