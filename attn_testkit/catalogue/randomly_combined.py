@@ -123,7 +123,9 @@ def _with_pairs(
 
 
 def _features(case: Case) -> list[_Feature]:
-    return [(name, getattr(case, name)) for name in _KEPT]
+    """Values that the case keeps. What a case does not have meets nothing: it would only change what is drawn."""
+    found = ((name, getattr(case, name)) for name in _KEPT)
+    return [(name, value) for name, value in found if value is not None]
 
 
 def _weight(pair: tuple[_Feature, _Feature]) -> int:
