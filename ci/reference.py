@@ -155,35 +155,11 @@ def capabilities() -> str:
         SYMBOLS,
         "",
         *attribute_sections(Capabilities),
-        "## `Windows`",
-        "",
-        markdown(_doc(Windows)),
-        "",
-        *attribute_sections(Windows),
-        "## `ServerConventions`",
-        "",
-        markdown(_doc(ServerConventions)),
-        "",
-        "Presets differ from the defaults in these fields:",
-        "",
-        *presets,
-        "",
-        *attribute_sections(ServerConventions),
-        "## `LogSumExp`",
-        "",
-        markdown(_doc(LogSumExp)),
-        "",
-        *attribute_sections(LogSumExp),
-        "## `Sparse`",
-        "",
-        markdown(_doc(Sparse)),
-        "",
-        *attribute_sections(Sparse),
-        "## `Requires`",
-        "",
-        markdown(_doc(Requires)),
-        "",
-        *attribute_sections(Requires),
+        *(
+            line
+            for record in (Windows, ServerConventions, LogSumExp, Sparse, Requires)
+            for line in _record(record, presets)
+        ),
         "## Earlier names",
         "",
         "Earlier versions had the fields of `windows` and `server` directly in `Capabilities`. Each raises an error "
@@ -191,6 +167,19 @@ def capabilities() -> str:
         "",
     ]
     return _page("Capabilities", *lines)
+
+
+def _record(record: type, presets: list[str]) -> list[str]:
+    """Section of a record in which a backend declares what it can do."""
+    differ = ["Presets differ from the defaults in these fields:", "", *presets, ""]
+    return [
+        f"## `{record.__name__}`",
+        "",
+        markdown(_doc(record)),
+        "",
+        *(differ if record is ServerConventions else ()),
+        *attribute_sections(record),
+    ]
 
 
 def _value(value: object) -> str:

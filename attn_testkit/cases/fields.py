@@ -138,7 +138,7 @@ class Fields:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
 
     def with_changes(self, **changes: Any) -> Self:
-        """The case with other values, by the names of fields of its records or of its own."""
+        """The case with other values, by the names of its fields or those of its records."""
         return replace(self, **changes)
 
     @property

@@ -353,7 +353,7 @@ class Dimension:
     random: Callable[[Draws, Capabilities, Changes], Changes] | Without
     """(draws, capabilities, fields so far): random fields, for fuzzing."""
     varies: Literal["instance", "layer", "step"]
-    """Unit that may have a value of its own: only a backend instance, each layer of it, or each step."""
+    """Scope of a value: the backend instance, each of its layers, or each step."""
     apply: tuple[OnLayers | OnSteps, ...] | Without
     """Meaning of the value for layers or steps. ``Without`` names the file that knows."""
 

@@ -43,14 +43,14 @@ GREEDY_LOOP = Dimension(
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     combined=Without("A loop costs as much as a mode."),
     values=Without("catalogue/named.py makes its cases: a loop costs as much as a mode."),
-    covered=Without("A loop follows from the modes, and is not a capability of its own."),
+    covered=Without("A loop follows from the modes, and is not a separate capability."),
     simpler=of_rows_part(
         "rounds",
         steps=lambda declared, case, minimal: (
             changed_rows(case.rows, rounds=rounds) for rounds in (1, *nearer_numbers(case.rounds, 0)) if case.rounds
         ),
     ),
-    undeclared=Without("A loop follows from the modes, and is not a capability of its own."),
+    undeclared=Without("A loop follows from the modes, and is not a separate capability."),
     random=Without("A loop costs as much as a mode."),
     varies="instance",
     apply=Without("steps/greedy_loop.py lays the rounds out."),
