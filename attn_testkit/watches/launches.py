@@ -24,55 +24,53 @@ _KERNELS = ("JITFunction", "GluonJITFunction", "InterpretedFunction", "Autotuner
 """Classes of Triton whose objects are kernels, by name: Triton need not be installed."""
 
 
-class Launches:
-    """A counter that wraps what launches kernels, in this process, until it is removed."""
+class _Wrapped:
+    """The functions of this process that launch kernels, wrapped once, however many counters there are."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self.count = 0
+        """Launches in this process while something was wrapped."""
+        self._users = 0
         self._replaced: list[tuple[type[Any], str, Any]] = []
-        self._triton = False
-        self._of_torch = _OF_TORCH | {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
+        self._of_torch: frozenset[str] = frozenset()
 
-    def install(self) -> None:
-        """Start to count. Call it before the backend is imported, whose namespaces of operators are its own."""
+    def enter(self) -> None:
+        """Wrap what launches kernels, unless it is wrapped."""
+        self._users += 1
+        if self._users > 1:
+            return
+        self._of_torch = _OF_TORCH | {name.partition("::")[0] for name in torch._C._dispatch_get_all_op_names()}
         for owner, name in ((torch._ops.OpOverload, "_name"), (torch._ops.OpOverloadPacket, "_qualified_op_name")):
             self._replace(owner, "__call__", partial(self._operator, name))
-        self._install_in_triton()
+        self.with_triton()
 
-    def remove(self) -> None:
-        """Restore what was wrapped."""
-        while self._replaced:
+    def leave(self) -> None:
+        """Restore what was wrapped when the last counter is removed."""
+        self._users -= 1
+        while self._replaced and not self._users:
             owner, name, stock = self._replaced.pop()
             setattr(owner, name, stock)
-        self._triton = False
 
-    def begin(self) -> bool:
-        """Start a case-run at zero. Returns false if Triton is not imported yet, and so cannot be counted."""
-        self._count = 0
-        return self._install_in_triton()
-
-    def count(self, begun_with_triton: bool) -> int | None:
-        """The number since ``begin``; None if Triton was imported meanwhile, so that launches were missed."""
-        return None if not begun_with_triton and self._install_in_triton() and not self._count else self._count
-
-    def _install_in_triton(self) -> bool:
-        if not self._triton and "triton.runtime.jit" in sys.modules:
-            self._triton = True
-            self._replace(sys.modules["triton.runtime.jit"].JITFunction, "run", self._kernel)
+    def with_triton(self) -> bool:
+        """Wrap Triton's launches if it is imported. Returns false if it is not."""
+        compiled = sys.modules.get("triton.runtime.jit")
+        if compiled:
+            self._replace(compiled.JITFunction, "run", self._kernel)
         interpreter = sys.modules.get("triton.runtime.interpreter")
-        if interpreter and all(owner is not interpreter.InterpretedFunction for owner, _, _ in self._replaced):
+        if interpreter:
             self._replace(interpreter.InterpretedFunction, "run", self._kernel)
-        return self._triton
+        return compiled is not None
 
     def _replace(self, owner: type[Any], name: str, wrapped: Any) -> None:
-        stock = getattr(owner, name)
-        self._replaced.append((owner, name, stock))
-        setattr(owner, name, wrapped(stock))
+        if all(each is not owner for each, _, _ in self._replaced):
+            stock = getattr(owner, name)
+            self._replaced.append((owner, name, stock))
+            setattr(owner, name, wrapped(stock))
 
     def _kernel(self, stock: Any) -> Any:
         def run(kernel: Any, /, *args: Any, **kwargs: Any) -> Any:
             if not kwargs.get("warmup"):
-                self._count += 1
+                self.count += 1
             return stock(kernel, *args, **kwargs)
 
         return run
@@ -82,10 +80,43 @@ class Launches:
 
         def call(operator: Any, /, *args: Any, **kwargs: Any) -> Any:
             if getattr(operator, attribute).partition("::")[0] not in of_torch:
-                self._count += 1
+                self.count += 1
             return stock(operator, *args, **kwargs)
 
         return call
+
+
+_WRAPPED = _Wrapped()
+
+
+class Launches:
+    """A counter of launches in this process, from ``install`` until ``remove``."""
+
+    def __init__(self) -> None:
+        self._first = 0
+        self._installed = False
+
+    def install(self) -> None:
+        """Start to count. Call it before the backend is imported, whose namespaces of operators are its own."""
+        if not self._installed:
+            self._installed = True
+            _WRAPPED.enter()
+
+    def remove(self) -> None:
+        """Stop to count, once."""
+        if self._installed:
+            self._installed = False
+            _WRAPPED.leave()
+
+    def begin(self) -> bool:
+        """Start a case-run at zero. Returns false if Triton is not imported yet, and so cannot be counted."""
+        self._first = _WRAPPED.count
+        return _WRAPPED.with_triton()
+
+    def count(self, begun_with_triton: bool) -> int | None:
+        """The number since ``begin``; None if Triton was imported meanwhile, so that launches were missed."""
+        found = _WRAPPED.count - self._first
+        return None if not begun_with_triton and _WRAPPED.with_triton() and not found else found
 
 
 def has_kernels(modules: Iterable[ModuleType]) -> list[str]:

@@ -103,5 +103,5 @@ def test_a_vendor_package_that_cannot_be_imported_is_said_once_with_its_line(tmp
     assert out.count(said) == 1
     assert f"{Path('flashinfer') / '__init__.py'}:2)" in out
     assert out.count("not run here: flashinfer-python cannot be imported\n") == 6
-    assert "  torch_native        its own kernels, on emulated CUDA\n" in out
+    assert "  torch_native         its own kernels, on emulated CUDA\n" in out
     assert "pip install --force-reinstall 'flashinfer-python>=0.7.2,<0.8'" in out

@@ -88,3 +88,24 @@ def test_operators_of_torch_are_no_kernels_of_the_author():
     finally:
         launches.remove()
     assert torch._ops.OpOverload.__call__ is stock
+
+
+def test_counters_of_one_process_wrap_once_and_restore_with_the_last_in_whatever_order(monkeypatch):
+    """Workers in one process overlap: each wrapped what the others had, until Python's stack was full."""
+    from attn_testkit.watches import launches
+    from attn_testkit.watches.launches import Launches
+
+    # Workers of other tests may still count in this process.
+    monkeypatch.setattr(launches, "_WRAPPED", launches._Wrapped())
+    stock = torch._ops.OpOverload.__call__
+    first, second = Launches(), Launches()
+    first.install()
+    wrapped = torch._ops.OpOverload.__call__
+    second.install()
+    assert stock is not wrapped
+    assert torch._ops.OpOverload.__call__ is wrapped, "wrapped once"
+    first.remove()
+    first.remove()
+    assert torch._ops.OpOverload.__call__ is wrapped, "the other counts"
+    second.remove()
+    assert torch._ops.OpOverload.__call__ is stock
