@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
 from . import capabilities as _capabilities
-from . import counted_once, failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
+from . import counted_once, failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state, states
 from .check import Check, Stage
 from .comparison import Comparison
 
@@ -20,6 +20,7 @@ _KINDS = (
     log_sum_exp,
     outputs,
     memory,
+    states,
     graphs,
     state,
     _capabilities,
@@ -35,6 +36,7 @@ NUMERIC = ("output-written", "finite", "matches-oracle", "keys-counted-once")
 
 REPORTED_INSTEAD = (
     "reads-own-kv",
+    "reads-own-state",
     "captures-cleanly",
     "replay-follows-batch",
     "addresses-stable",

@@ -12,12 +12,16 @@ from .comparison import Comparison
 __all__ = ["evaluate_step"]
 
 _ORDER = (
+    "writes-own-state",
+    "conv-window-exact",
+    "state-counts-tokens",
     "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
     "log-sum-exp",  # a wrong one makes a wrong merge
     "output-written",
     "finite",
     "matches-oracle",
     "keys-counted-once",
+    "state-matches-oracle",
     "graph-matches-eager",
     "mode-outputs",
     "inputs-unchanged",
@@ -33,7 +37,7 @@ def evaluate_step(comparison: Comparison, schedule: Schedule, declared: Capabili
     """
     found: list[Finding] = []
     for check in map(CHECKS.__getitem__, _ORDER):
-        if not (check.behind_outputs and _outputs_wrong(found)):
+        if check.shown_by(schedule.case) and not (check.behind_outputs and _outputs_wrong(found)):
             found += _run(check, comparison, schedule, declared)
     return found
 

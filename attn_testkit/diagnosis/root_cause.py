@@ -68,7 +68,7 @@ def explain_numeric(
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
         right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
-        reads_foreign=check == "reads-own-kv",
+        reads_foreign=check == family_of(schedule.case).reads,
         changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
     )
     asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
@@ -169,7 +169,7 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
     calm = _evaluated(schedule, again)
     if calm is not None and calm.all_finite:
         finite = _finite_with_zeros(schedule)
-        return "reads-own-kv", f"{finite}, and right" if calm.right else finite
+        return family_of(schedule.case).reads, f"{finite}, and right" if calm.right else finite
     return "finite", ""
 
 
@@ -297,6 +297,7 @@ def _left_alone(first: Comparison, second: Comparison, fill: int) -> bool:
 
 _HEADLINE_ENDS = {
     "reads-own-kv": ": it read a slot of another owner",
+    "reads-own-state": ": it read a slot of another owner, or that of a fresh request",
     "replay-follows-batch": " at a replay; eager mode is right",
     "padding-inert": "; without padded rows it is right",
     "buckets-independent": " after other replays; as the only one it is right",
