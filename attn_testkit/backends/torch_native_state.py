@@ -17,14 +17,14 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
 
 
 class TorchNativeStateBackend(StateBackend):
-    """GDN, KDA, Mamba2 and Lightning, eagerly and under graphs: one token of all requests at a time.
+    """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode runs under graphs, too.
 
     Hooks for what may go wrong are methods of their own: ``slots``, ``begins``, ``stores``, ``window_after``.
     """
 
     capabilities = Capabilities(
         eager=_MODES,
-        graph=_MODES,
+        graph={ForwardMode.DECODE},
         families={"gdn", "kda", "mamba", "lightning"},
         gqa_ratios={1, 2, 4},
         head_dims={32, 64, 128},
