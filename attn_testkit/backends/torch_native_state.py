@@ -114,7 +114,9 @@ class TorchNativeStateBackend(StateBackend):
         live = self.live.view(-1, *[1] * (rows.dim() - 1))
         pool.index_put_((index,), torch.where(live, rows, pool[index]))
 
-    def convolved(self, rows: torch.Tensor, window: torch.Tensor, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+    def convolved(
+        self, rows: torch.Tensor, window: torch.Tensor, layer: StateLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rows [bs, C] after the convolution, in the model's dtype, and windows [bs, C, W - 1] after them."""
         if layer.conv_weight is None:
             return rows, window

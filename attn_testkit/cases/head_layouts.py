@@ -6,7 +6,17 @@ from ..contract import Capabilities
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from .fields import Heads
 
-__all__ = ["alike", "as_many", "by_layer", "declared_layouts", "latent", "latent_heads", "per_head", "plain_layout", "state_heads"]
+__all__ = [
+    "alike",
+    "as_many",
+    "by_layer",
+    "declared_layouts",
+    "latent",
+    "latent_heads",
+    "per_head",
+    "plain_layout",
+    "state_heads",
+]
 
 
 def declared_layouts(declared: Capabilities) -> list[HeadLayout]:

@@ -66,7 +66,7 @@ def _who(after: _After, request: int) -> str:
 
 
 def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
-    """Check that no slot but those of the batch changed, nor memory between slots; slot 0 by the padding's convention."""
+    """Check that only slots of the batch changed; slot 0 as the padding's convention has it."""
     after = _after(observed)
     if case.state is None or observed.inputs is None:
         return []
@@ -91,13 +91,18 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
         )
     elif after is not None and wrong:
         hint = _owner_hint(observed, wrong)
-    return [_finding(observed, "writes-own-state", what, f"slots of the batch: {index_ranges(sorted(own - {0}))}", hint)]
+    return [
+        _finding(observed, "writes-own-state", what, f"slots of the batch: {index_ranges(sorted(own - {0}))}", hint)
+    ]
 
 
 def _owner_hint(observed: Observation, wrong: list[int]) -> str:
     """Where a wrong slot's number comes from."""
     places = set(range(observed.step.bs))
     rows = {request.pool_row for request in observed.step.requests}
+    changed = set(observed.written[0].tolist())
+    if changed == rows:
+        return "probably the row of the request table is taken for the slot: use batch.state.indices, or req_to_state"
     if set(wrong) <= places:
         return "probably the place in the batch is taken for the slot: these slots are places of the batch"
     if set(wrong) <= rows:
@@ -202,8 +207,14 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
 
     others = [
         ("it is the state before the step: the update was not stored", after.data.states.double()),
-        ("it is the state of the request before it in the batch: slots and requests do not go together", want.roll(1, 1)),
-        ("it is the state of the request after it in the batch: slots and requests do not go together", want.roll(-1, 1)),
+        (
+            "it is the state of the request before it in the batch: slots and requests do not go together",
+            want.roll(1, 1),
+        ),
+        (
+            "it is the state of the request after it in the batch: slots and requests do not go together",
+            want.roll(-1, 1),
+        ),
         ("it is the state of the layer before it", want.roll(1, 0)),
         ("it is the state of the head before it", want.roll(1, 2)),
     ]
@@ -244,7 +255,7 @@ CHECKS = (
         "reads-own-state",
         "A result depends only on the request's own state: slots of others, and that of a fresh request whose backend "
         "goes by has_initial_state, hold NaN.",
-        "has_initial_state ignored, a first chunk of one token taken for a decode, a row of the batch taken for a slot.",
+        "has_initial_state ignored, a first chunk of one token taken for a decode, a place taken for a slot.",
         "vLLM #51562; tpu-inference #2431; vllm-metal #488",
         "With zeros in these slots the result is finite. `where` names the request: if it is fresh, its slot was read.",
         evaluated_from=Stage.OBSERVED,

@@ -58,7 +58,9 @@ class State(Declared):
         for name in ("k_dims", "conv_widths"):
             values = self._listed(name)
             if not values or not all(is_whole(each) and each >= 1 for each in values):
-                raise ValueError(f"State.{name} must be one or more whole numbers from 1 on, got {sorted(map(str, values))}")
+                raise ValueError(
+                    f"State.{name} must be one or more whole numbers from 1 on, got {sorted(map(str, values))}"
+                )
             self._set(name, frozenset(values))
         spelled("products", self.products, PRODUCTS)
         self._check_flags()

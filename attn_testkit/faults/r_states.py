@@ -258,9 +258,7 @@ class SlotsOfTheCapture(StateParent):
 class StateStrideIsAProductOfTheShape(StateParent):
     """A slot is addressed by the size of a state, and not by the stride of the pool."""
 
-    capabilities = StateParent.capabilities.with_changes(
-        state=replace(StateParent.declared_state(), strided=True)  # type: ignore[type-var]
-    )
+    capabilities = StateParent.capabilities.with_changes(state=replace(StateParent.declared_state(), strided=True))
 
     @override
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:

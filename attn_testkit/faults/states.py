@@ -1,4 +1,4 @@
-"""The parent of faults of recurrent states: the recurrence token by token, with a hook for each thing that can go wrong."""
+"""The parent of faults of recurrent states: token by token, with a hook for each thing that can go wrong."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from typing import Any
 from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS
 from ..fields import Changes, Fields, Heads
-from ..head_layouts import as_many, latent, latent_heads, state_heads, plain_layout
+from ..head_layouts import as_many, latent, latent_heads, plain_layout, state_heads
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 

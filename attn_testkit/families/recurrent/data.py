@@ -3,11 +3,11 @@
 A step is loaded anew: the states that requests have before it are drawn, in the pool's dtype, of the size that the
 recurrence keeps. So an answer does not depend on what a backend did before.
 
-Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, ``weak_decay`` 0.998, ``no_decay`` exactly
-1, ``strong_decay`` so that all that was before is forgotten. ``like_keys``: keys point nearly in one direction, so that
-each token overwrites what the one before it stored. ``unit_keys``: decay and beta are exactly 1, keys and queries are
-unit vectors, values small integers, and the convolution passes its last input on. The columns of the state then *are*
-values of tokens, to within half a unit at any length.
+Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, ``weak_decay`` 0.998, ``no_decay``
+exactly 1, ``strong_decay`` so that all that was before is forgotten. ``like_keys``: keys point nearly in one direction,
+so that each token overwrites what the one before it stored. ``unit_keys``: decay and beta are exactly 1, keys and
+queries are unit vectors, values small integers, and the convolution passes its last input on. The columns of the state
+then *are* values of tokens, to within half a unit at any length.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def state_layers(case: Fields) -> tuple[StateLayer, ...]:
             head_dim=shape.k_dim, v_head_dim=case.head_dim, scaling=shape.k_dim**-0.5, family="recurrent", kind=kind,
             lower_bound=-5.0 if kind == "kda" and index % 2 else None,
         )  # fmt: skip
-        found.append(replace(plain, **_parameters(plain, shape, case.data, rng), **_conv(plain, shape, dtype, exact, rng, index)))
+        found.append(
+            replace(plain, **_parameters(plain, shape, case.data, rng), **_conv(plain, shape, dtype, exact, rng, index))
+        )
     return tuple(found)
 
 
@@ -168,7 +170,13 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
     case = schedule.case
     whole, indices = step.part_of or (step, tuple(range(step.bs)))
     each = [
-        _of_request(case, pattern or case.data, request.new, _is_fresh(case, request.prefix), (whole.seed % 2**32, whole.index, index))
+        _of_request(
+            case,
+            pattern or case.data,
+            request.new,
+            _is_fresh(case, request.prefix),
+            (whole.seed % 2**32, whole.index, index),
+        )
         for request, index in zip(step.requests, indices, strict=True)
     ]
     nobody = _of_request(case, case.data, 1, True, (0, 0, 0))
@@ -209,9 +217,10 @@ def _is_fresh(case: Fields, prefix: int) -> bool:
 def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int, ...]) -> dict[str, torch.Tensor]:
     """Activations [L, new, n], and state and window before them [L, 1, ...], of one request."""
     rng = np.random.default_rng([*seed, 0x57A7E])
-    shape, found = shape_of(case), []
-    for layer in state_layers(case):
-        found.append(_exact(layer, new, rng) if data == UNIT_KEYS else _drawn(layer, data, new, rng))
+    shape = shape_of(case)
+    found = [
+        _exact(layer, new, rng) if data == UNIT_KEYS else _drawn(layer, data, new, rng) for layer in state_layers(case)
+    ]
     dtype = DTYPES[case.dtype]
     joined = {name: torch.stack([one[name] for one in found]) for name in found[0]}
     for name in ("mixed", "a", "b", "window"):
@@ -264,9 +273,13 @@ def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, t
     """Numbers of ``unit_keys``. A query is the key of the row or of an earlier one."""
     heads, dim, values = layer.k_heads, layer.k_dim, layer.v_heads * layer.v_dim
     summed = layer.kind in ("mamba", "lightning")
-    keys = np.concatenate([rng.permuted(np.tile(np.arange(dim), (heads, 1)), axis=1).T for _ in range(-(-new // dim))])[:new]
+    keys = np.concatenate([rng.permuted(np.tile(np.arange(dim), (heads, 1)), axis=1).T for _ in range(-(-new // dim))])[
+        :new
+    ]
     asked = np.stack([keys[rng.integers(0, row + 1), :] for row in range(new)])
-    unit, query = (torch.nn.functional.one_hot(torch.from_numpy(each), dim).flatten(1).float() for each in (keys, asked))
+    unit, query = (
+        torch.nn.functional.one_hot(torch.from_numpy(each), dim).flatten(1).float() for each in (keys, asked)
+    )
     most = _MOST_SUMMED if summed else _MOST_EXACT
     v = torch.from_numpy(rng.integers(1, most + 1, (new, values)) * rng.choice([-1, 1], (new, values))).float()
     mixed = torch.cat([v, unit, query], -1) if layer.kind == "mamba" else torch.cat([query, unit, v], -1)

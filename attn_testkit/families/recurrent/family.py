@@ -27,8 +27,18 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
 def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
     """Usual mistakes, and the numbers that such a backend reads."""
     zeros = torch.zeros_like
-    yield "the state before the step is ignored: each request begins from zeros", replace(data, states=zeros(data.states))
-    yield "the convolution begins from zeros: the window before the step is ignored", replace(data, windows=zeros(data.windows))
+    yield (
+        "each request begins from zeros: the state and the window before the step are ignored",
+        replace(data, states=zeros(data.states), windows=zeros(data.windows)),
+    )
+    yield (
+        "the recurrence begins from zeros: the state before the step is ignored",
+        replace(data, states=zeros(data.states)),
+    )
+    yield (
+        "the convolution begins from zeros: the window before the step is ignored",
+        replace(data, windows=zeros(data.windows)),
+    )
     if len(data.news) > 1:
         for text, order in (("the request before it", 1), ("the request after it", -1)):
             yield f"a request reads the state of {text}", replace(data, states=data.states.roll(order, 1))
@@ -36,7 +46,10 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
     yield "a layer reads the states of the layer before it", replace(data, states=data.states.roll(1, 0))
     yield "the window is read newest first", replace(data, windows=data.windows.flip(-1))
     if data.states.shape[-1] == data.states.shape[-2]:
-        yield "rows and columns of the state before the step are exchanged", replace(data, states=data.states.mT.contiguous())
+        yield (
+            "rows and columns of the state before the step are exchanged",
+            replace(data, states=data.states.mT.contiguous()),
+        )
     if data.states.shape[2] > 1:
         yield "a head reads the state of the head before it", replace(data, states=data.states.roll(1, 2))
 

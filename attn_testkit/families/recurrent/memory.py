@@ -16,12 +16,12 @@ import numpy.typing as npt
 import torch
 
 from ...contract import BackendContext, StatePool
-from ...steps.data import DTYPES, StepData
+from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
 from ...watches.uploads import upload
 from ..family import Memory, Stored, Watch
-from .data import StateStepData, shape_of
+from .data import StateStepData
 
 __all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "slots_in"]
 
@@ -225,13 +225,6 @@ def _bytes_of(part: torch.Tensor, slots: int) -> torch.Tensor:
 def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     assert context.state is not None
     return StateWatch(context.state.pool)
-
-
-def pool_for(schedule: Schedule, num_slots: int, context: BackendContext) -> StatePool:
-    """The pool of states that a case has."""
-    shape = shape_of(schedule.case)
-    layers = tuple(layer for layer in context.layers if layer.parts)
-    return StatePool(num_slots, layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order, strided=shape.strided)  # type: ignore[arg-type]
 
 
 STATE_POOL = Memory(watch=_watch, held=_held, image=_image, stored=_stored, due=_due)

@@ -1,7 +1,7 @@
 """The recurrence in float64, one token after another: the only definition of right for states, and its limits.
 
-A rounding of step t moves a row S[v, :] of a state by at most l_t. What was before is multiplied by the decay. Roundings
-of different tokens are not aligned, so they add up as a random walk:
+A rounding of step t moves a row S[v, :] of a state by at most l_t. What was before is multiplied by the decay.
+Roundings of different tokens are not aligned, so they add up as a random walk:
 
     w_t^2 = (decay_t w_{t-1})^2 + l_t^2
 
@@ -71,7 +71,9 @@ class _Inputs:
 def recur(data: StateStepData) -> Recurrence:
     """The answer for a step's numbers, with all limits. Cached by the object."""
     every = [_inputs(layer, index, data) for index, layer in enumerate(data.layers)]
-    inputs = _Inputs(**{name: torch.stack([getattr(one, name) for one in every]) for name in _Inputs.__dataclass_fields__})
+    inputs = _Inputs(
+        **{name: torch.stack([getattr(one, name) for one in every]) for name in _Inputs.__dataclass_fields__}
+    )
     delta = data.layers[0].kind in ("gdn", "kda")
     out, limit, states, walk = _loop(inputs, data, delta)
     unit = UNIT_ROUNDOFF[data.shape.dtype]
@@ -185,7 +187,7 @@ def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Te
         assert layer.A_log is not None
         assert layer.dt_bias is not None
         rate = layer.A_log.double().exp().view(1, heads, 1)
-        gate = data.k[index].double().view(rows, heads, -1) + layer.dt_bias.double().view(1, heads, -1)
+        gate = data.k[index].double().unflatten(-1, (heads, -1)) + layer.dt_bias.double().view(1, heads, -1)
         if layer.lower_bound is not None:
             g = layer.lower_bound * torch.sigmoid(rate * gate)
         else:
