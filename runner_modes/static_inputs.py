@@ -58,7 +58,7 @@ class StaticInputs:
     state_indices: torch.Tensor
     """Slots of states, [max_bs] int32; -1 or 0 for padded requests. Empty if no layer keeps a state."""
     has_initial_state: torch.Tensor
-    """Whether each request has a state in extend, [max_bs] bool. Empty, likewise."""
+    """Flags of requests that have a state, in extend, [max_bs] bool. Empty, likewise."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor

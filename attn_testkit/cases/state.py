@@ -53,6 +53,6 @@ class StateShape:
         words = [word for word in match[4].split(".") if word]
         unknown = [word for word in words if word not in _WORDS]
         if unknown:
-            raise ValueError(f"{unknown[0]!r} is no convention of states; there are: {', '.join(_WORDS)}")
+            raise ValueError(f"{unknown[0]!r} is not a convention of states; there are: {', '.join(_WORDS)}")
         conventions = dict(_WORDS[word] for word in words)
         return cls(int(match[1]), int(match[2]), _DTYPES[match[3]], **conventions)  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""Which token a column of a state holds, on exact data: values of tokens are columns of the state."""
+"""Names of tokens that a state lacks or has twice, on exact data, in which columns of a state are their values."""
 
 from __future__ import annotations
 

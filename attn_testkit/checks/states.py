@@ -1,4 +1,4 @@
-"""Checks of recurrent states: which slots a step wrote, the windows of its convolutions, and the states themselves."""
+"""Checks of recurrent states: slots that were written, windows of convolutions, and the states themselves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["CHECKS", "state_margin"]
 
 
 class _After(NamedTuple):
-    """What the slots of a step's requests hold after it, and what they should hold."""
+    """Contents of the slots of a step's requests after it, and the right contents."""
 
     data: StateStepData
     windows: torch.Tensor
@@ -87,7 +87,7 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
     if padded:
         index = case.state.padded_index
         hint = f"the batch has {padded} padded request{'s' * (padded > 1)} of index {index}: " + (
-            "such rows must store nothing" if case.state.padding != "write_zero" else "they may write slot 0 alone"
+            "such rows must store nothing" if case.state.padding != "write_zero" else "they may write slot 0 only"
         )
     elif after is not None and wrong:
         hint = _owner_hint(observed, wrong)
@@ -97,7 +97,7 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
 
 
 def _owner_hint(observed: Observation, wrong: list[int]) -> str:
-    """Where a wrong slot's number comes from."""
+    """Name the number that was taken for a slot."""
     places = set(range(observed.step.bs))
     rows = {request.pool_row for request in observed.step.requests}
     changed = set(observed.written[0].tolist())
@@ -110,7 +110,7 @@ def _owner_hint(observed: Observation, wrong: list[int]) -> str:
     return ""
 
 
-_STRIDES = "store by the strides of the pool: the stride between slots is no product of the shape"
+_STRIDES = "store by the strides of the pool: the stride between slots does not follow from the shape"
 
 
 def _finding(observed: Observation, check: str, what: str, where: str, hint: str = "") -> Finding:

@@ -20,7 +20,7 @@ class StatePool:
 
     Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
     ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. ``strided``: all layers of a
-    slot lie in one block, so that the stride between slots is no product of a shape. Memory between tensors belongs to
+    slot lie in one block, so that the stride between slots does not follow from a shape. Memory between tensors belongs to
     nobody.
     """
 
@@ -110,7 +110,7 @@ class StateInput:
 
 @dataclass(frozen=True, eq=False)
 class StateContext:
-    """``BackendContext.state``: all that the constructor is told of states."""
+    """``BackendContext.state``: all that the constructor is given of states."""
 
     layers: tuple[StateLayer, ...]
     """The layers that have a state, in the order in which they run."""
@@ -118,6 +118,6 @@ class StateContext:
     req_to_state: torch.Tensor
     """[pool_size + 1] int32: slot of each row of the request table. Row 0 gives slot 0."""
     padding: str = "skip_minus_one"
-    """What the index of a padded request says (``State.padding``)."""
+    """Meaning of the index of a padded request (``State.padding``)."""
     fresh: str = "flag"
-    """Who starts a fresh request from zeros (``State.fresh``)."""
+    """Way in which a fresh request begins from zeros (``State.fresh``)."""

@@ -210,10 +210,10 @@ def without_last(step: Step, request: int) -> torch.Tensor:
     """The column of the last token of a request, had it not come."""
     row, _, key = last_of(step, request)
     mine = (step.data.row_request == request).nonzero().flatten()[:-1]
-    shorter = replace(
-        step.data, news=tuple(new - (i == request) for i, new in enumerate(step.data.news)),
-        **{name: torch.cat([getattr(step.data, name)[:, :row], getattr(step.data, name)[:, row + 1 :]], 1) for name in "qkv"},
-    )  # fmt: skip
+    news = tuple(new - (i == request) for i, new in enumerate(step.data.news))
+    tensors = {name: getattr(step.data, name) for name in "qkv"}
+    cut = {name: torch.cat([each[:, :row], each[:, row + 1 :]], 1) for name, each in tensors.items()}
+    shorter = replace(step.data, news=news, **cut)
     assert len(mine) == shorter.news[request]
     return recur(shorter).states[0, request, 0, :, key].to(step.states.dtype)
 

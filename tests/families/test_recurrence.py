@@ -114,8 +114,9 @@ def test_windows_are_the_last_inputs_and_short_prompts_keep_older_ones(kind: str
 
 
 @pytest.mark.parametrize(
-    ("data", "low", "high"), [("mild_decay", 0.39, 0.81), ("weak_decay", 0.997, 0.999), ("no_decay", 1, 1), ("strong_decay", 0, 0)]
-)  # fmt: skip
+    ("data", "low", "high"),
+    [("mild_decay", 0.39, 0.81), ("weak_decay", 0.997, 0.999), ("no_decay", 1, 1), ("strong_decay", 0, 0)],
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_decay_of_a_pattern_is_what_its_name_says(kind: str, data: str, low: float, high: float) -> None:
     """A state is asked for, which a token multiplies by the decay: the token's own value is 0."""
@@ -185,9 +186,8 @@ def test_coarser_products_and_activations_have_wider_limits() -> None:
 
 
 def test_the_limit_does_not_grow_like_a_sum_over_tokens() -> None:
-    few, many = (
-        recur(data_of(f"extend-gdn2x2-d32-fp32-p16-k9-n{new}a{new}-shuffled-mild_decay-k16w4s32-b1prod")) for new in (20, 160)
-    )  # fmt: skip
+    name = "extend-gdn2x2-d32-fp32-p16-k9-n{0}a{0}-shuffled-mild_decay-k16w4s32-b1prod"
+    few, many = (recur(data_of(name.format(new))) for new in (20, 160))
     assert float(many.state_limit.mean()) < 1.5 * float(few.state_limit.mean())
 
 

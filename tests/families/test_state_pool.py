@@ -132,7 +132,7 @@ def test_at_capture_slot_0_is_zero_and_a_write_elsewhere_is_reported() -> None:
 
 
 def test_a_number_instead_of_nan_fills_slots_and_not_the_memory_between() -> None:
-    pool, watch, data = loaded(unowned=0.0)
+    pool, _watch, data = loaded(unowned=0.0)
     foreign = next(slot for slot in range(1, pool.num_slots) if slot not in data.slots)
     assert not pool.temporal(pool.layers[0].layer_id)[foreign].any()
     assert int(pool.memory[0]) == 0xFF

@@ -41,7 +41,7 @@ def test_conventions_and_sizes_are_those_of_the_word() -> None:
     [
         ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-b1prod", "keep a state"),
         ("decode-mha2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32-b1prod", "keep none"),
-        ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.zero-b1prod", "'zero' is no convention of states"),
+        ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.zero-b1prod", "'zero' is not a convention of states"),
         ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-w9-k64w4s32-b1prod", "windows, soft caps, sinks"),
         ("draft-decode-gdn2x2-d64-bf16-p16-k5-topk1steps3-shuffled-gauss-k64w4s32-b1prod", "draft model"),
         ("draft-extend-gdn2x2-d64-bf16-p16-k5-n2a1-shuffled-gauss-k64w4s32-b1prod", "draft model"),

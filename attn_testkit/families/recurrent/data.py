@@ -1,6 +1,6 @@
 """The layers of a case with states, and the numbers of a step: activations, states and windows before it.
 
-A step is loaded anew: the states that requests have before it are drawn, in the pool's dtype, of the size that the
+The states that requests have before a step are drawn, in the pool's dtype, of the size that the
 recurrence keeps. So an answer does not depend on what a backend did before.
 
 Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, ``weak_decay`` 0.998, ``no_decay``
@@ -37,7 +37,7 @@ _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
 """Largest value of exact data. Sums of a few stay below 256, which bf16 holds exactly."""
 _MOST_SUMMED = 3
-"""Likewise where the values of all tokens with one key are summed."""
+"""Largest value where the values of all tokens with one key are summed."""
 _DECAYS: Mapping[str, tuple[float, float]] = {
     "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), "weak_decay": (0.9975, 0.9985), "no_decay": (1.0, 1.0),
     "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0),
@@ -210,7 +210,7 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
 
 
 def _is_fresh(case: Fields, prefix: int) -> bool:
-    """In every mode: a server's decode of a request without a token before it finds a slot of zeros."""
+    """True for a request without a token before the step, in every mode."""
     return prefix == 0
 
 

@@ -1,6 +1,6 @@
 """The recurrence in float64, one token after another: the only definition of right for states, and its limits.
 
-A rounding of step t moves a row S[v, :] of a state by at most l_t. What was before is multiplied by the decay.
+A rounding of step t moves a row S[v, :] of a state by at most l_t. The rest is multiplied by the decay.
 Roundings of different tokens are not aligned, so they add up as a random walk:
 
     w_t^2 = (decay_t w_{t-1})^2 + l_t^2
@@ -47,7 +47,7 @@ class Recurrence:
 
 @dataclass(frozen=True, eq=False)
 class _Inputs:
-    """What the recurrence gets, [L, T, Hv, ...] float64, and how far each may be off."""
+    """Inputs of the recurrence, [L, T, Hv, ...] float64, and how far each may be off."""
 
     q: torch.Tensor
     k: torch.Tensor
@@ -197,13 +197,13 @@ def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Te
         else:
             beta = torch.sigmoid(data.v[index].double()).view(rows, heads, 1)
     off = FLOAT32 * (_IN_EXP + 4 * g.abs())
-    # What is forgotten has no error left; the size of g itself is then no measure.
+    # A state that is forgotten has no error left, however large g is.
     off = torch.where(g < -_FORGOTTEN, 0.0, off)
     return g.exp(), off.amax(-1, keepdim=True), beta
 
 
 _FORGOTTEN = 104.0
-"""exp(-g) beyond it is no float32 number."""
+"""exp(-g) beyond it is below the smallest float32 number."""
 
 
 def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
