@@ -136,11 +136,11 @@ class TorchNativeStateBackend(StateBackend):
         """q, k [bs, Hv, K] and v [bs, Hv, V] in float32 of mixed rows [bs, C]; Mamba2: C, B and x."""
         keys, values = layer.k_heads * layer.k_dim, layer.v_heads * layer.v_dim
         if layer.kind == "mamba":
-            v, k, q = rows.float().split([values, keys, keys], -1)
+            v, k, q = torch.split(rows.float(), [values, keys, keys], -1)
         else:
-            q, k, v = rows.float().split([keys, keys, values], -1)
-        q, k = (self.for_value_heads(each.unflatten(-1, (layer.k_heads, layer.k_dim)), layer) for each in (q, k))
-        return q, k, v.unflatten(-1, (layer.v_heads, layer.v_dim))
+            q, k, v = torch.split(rows.float(), [keys, keys, values], -1)
+        q, k = (self.for_value_heads(each.reshape(-1, layer.k_heads, layer.k_dim), layer) for each in (q, k))
+        return q, k, v.reshape(-1, layer.v_heads, layer.v_dim)
 
     def for_value_heads(self, rows: torch.Tensor, layer: StateLayer) -> torch.Tensor:
         """[bs, Hv, K] of keys or queries [bs, Hk, K]."""
@@ -180,7 +180,7 @@ class TorchNativeStateBackend(StateBackend):
         assert layer.A_log is not None
         assert layer.dt_bias is not None
         rate = layer.A_log.exp()[:, None]
-        gate = a.float().unflatten(-1, (layer.v_heads, -1)) + layer.dt_bias.view(layer.v_heads, -1)
+        gate = a.float().view(len(a), layer.v_heads, -1) + layer.dt_bias.view(layer.v_heads, -1)
         if layer.lower_bound is not None:
             decay = torch.exp(layer.lower_bound * torch.sigmoid(rate * gate))
         else:

@@ -12,7 +12,7 @@ from ..cases.state import UNIT_KEYS
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, recur
-from ..results import Finding
+from ..results.finding import Finding
 from .check import Check, Stage
 from .comparison import BITS, Comparison, place_of_max
 from .describe import index_ranges, number, times

@@ -39,8 +39,8 @@ class State(Declared):
     graphs). ``skip_zero``: it is 0, likewise (the null block of vLLM). ``write_zero``: it is 0, and slot 0 may be
     written (SGLang's eager batches). The kit runs each."""
     fresh: Set[str] = frozenset({"flag"})
-    """Ways in which a fresh request begins from zeros. ``flag``: by ``has_initial_state``, and its slot holds the state of an
-    earlier owner (NaN here). ``zeroed``: the server has filled the slot with zeros."""
+    """Ways in which a fresh request begins from zeros. ``flag``: by ``has_initial_state``, and its slot holds the state
+    of an earlier owner (NaN here). ``zeroed``: the server has filled the slot with zeros."""
     strided: bool = False
     """May slots lie apart, all layers of a slot in one block (``StatePool``)? Default: each layer is contiguous."""
     products: str = "fp32"

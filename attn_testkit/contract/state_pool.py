@@ -20,8 +20,8 @@ class StatePool:
 
     Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
     ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. ``strided``: all layers of a
-    slot lie in one block, so that the stride between slots does not follow from a shape. Memory between tensors belongs to
-    nobody.
+    slot lie in one block, so that the stride between slots does not follow from a shape. Memory between tensors belongs
+    to nobody.
     """
 
     def __init__(

@@ -99,7 +99,8 @@ class StateParent(StateBackend):
             now = (token < self.counts)[:, None, None]
             row = torch.where(now[:, 0, 0], first + token, 0)
             every = torch.cat([window, mixed[row][..., None]], -1)
-            gates = self.gates(*(None if gate is None else gate[row].float() for gate in (a, b)), layer)
+            one, two = (None if gate is None else gate[row].float() for gate in (a, b))
+            gates = self.gates(one, two, layer)
             after, read = self.token(self.convolved(every, layer), state, gates, layer)
             state = torch.where(now[..., None], self.kept_state(state, after, token), state)
             window = torch.where(now, every[..., 1:], window)
@@ -123,8 +124,8 @@ class StateParent(StateBackend):
         keys, values = (layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim)
         wide = values[0] * values[1]
         x, rest = (rows[:, :wide], rows[:, wide:]) if layer.kind == "mamba" else (rows[:, -wide:], rows[:, :-wide])
-        one, two = (self.for_value_heads(part.unflatten(1, keys), layer) for part in rest.chunk(2, -1))
-        v, (decay, beta) = x.unflatten(1, values), gates
+        one, two = (self.for_value_heads(part.reshape(-1, *keys), layer) for part in rest.chunk(2, -1))
+        v, (decay, beta) = x.reshape(-1, *values), gates
         before, state = state, state * decay[..., None]
         if layer.kind == "mamba":
             k, q, stored = one, two, beta * v

@@ -96,7 +96,8 @@ def _convention(name: str, values: tuple[str, ...]) -> Callable[..., tuple[str, 
         other = next((value for value in values if value not in getattr(declared.state, name)), None)
         if other is None:
             return None
-        return f"{name} {other} of states", replace(context, state=replace(context.state, **{name: other}))
+        changes: dict[str, Any] = {name: other}
+        return f"{name} {other} of states", replace(context, state=replace(context.state, **changes))
 
     return undeclared
 

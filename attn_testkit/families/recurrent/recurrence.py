@@ -152,10 +152,11 @@ def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
     heads, values = (layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim)
     keys, wide = heads[0] * heads[1], values[0] * values[1]
     sizes = [wide, keys, keys] if layer.kind == "mamba" else [keys, keys, wide]
-    parts, offs = mixed.split(sizes, -1), off.split(sizes, -1)
+    parts, offs = torch.split(mixed, sizes, -1), torch.split(off, sizes, -1)
     order = (2, 1, 0) if layer.kind == "mamba" else (0, 1, 2)
-    q, k, v = (parts[i].unflatten(-1, values if parts[i].shape[-1] == wide and i == order[2] else heads) for i in order)
-    q_off, k_off, v_off = (offs[i].unflatten(-1, values if i == order[2] else heads) for i in order)
+    shapes = heads, heads, values
+    q, k, v = (parts[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
+    q_off, k_off, v_off = (offs[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
     q, k, q_off, k_off = (each.repeat_interleave(values[0] // heads[0], 1) for each in (q, k, q_off, k_off))
     q_off, k_off = _norm(q_off)[..., None], _norm(k_off)[..., None]
     if layer.kind in ("gdn", "kda"):
@@ -186,8 +187,8 @@ def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Te
     else:
         assert layer.A_log is not None
         assert layer.dt_bias is not None
-        rate = layer.A_log.double().exp().view(1, heads, 1)
-        gate = data.k[index].double().unflatten(-1, (heads, -1)) + layer.dt_bias.double().view(1, heads, -1)
+        rate, wide = layer.A_log.double().exp().view(1, heads, 1), data.k.shape[-1] // heads
+        gate = data.k[index].double().reshape(rows, heads, wide) + layer.dt_bias.double().view(1, heads, -1)
         if layer.lower_bound is not None:
             g = layer.lower_bound * torch.sigmoid(rate * gate)
         else:

@@ -23,7 +23,7 @@ _ALLOWED = {
     "attn_testkit.contract.sparse": {"Sparse"},
     "attn_testkit.contract.state": {"State"},
     "attn_testkit.contract.windows": {"Windows"},
-    "attn_testkit.results": {"Finding"},
+    "attn_testkit.results.finding": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "RunRecord", "StepRecord"},
     "numpy": {"dtype", "ndarray"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
