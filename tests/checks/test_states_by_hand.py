@@ -89,6 +89,7 @@ def test_memory_between_slots_that_was_written_is_named() -> None:
     (found,) = writes_own_state(step.seen(), step.case)
     assert "between slots" in found.headline
     assert "byte 77" in found.where
+    assert found.step == "a step"
 
 
 def test_one_wrong_bit_of_a_window_fails_and_the_column_is_named() -> None:
@@ -99,6 +100,7 @@ def test_one_wrong_bit_of_a_window_fails_and_the_column_is_named() -> None:
     assert found.headline == "the convolution window of request 2 is not that of its last inputs"
     assert "channel 7, column 0 of 3" in found.where
     assert found.spread == "requests 2 of 3 wrong"
+    assert found.step == "a step"
     assert not found.hint
 
 
@@ -138,6 +140,7 @@ def test_a_state_at_its_limit_passes_and_one_behind_it_fails() -> None:
         assert bool(found) is wrong
     assert "request 2 (one with a state, 9 tokens" in found[0].where
     assert "head 3, state[5, 0]" in found[0].where
+    assert found[0].step == "a step"
 
 
 def test_the_norm_of_a_row_has_the_limit_too() -> None:
@@ -232,6 +235,7 @@ def test_a_column_that_holds_no_token_is_said_to_and_half_a_unit_passes() -> Non
     assert not state_counts_tokens(step.seen(), step.case)
     step.states[0, 2, 0, 0, 3] += 17.5
     (found,) = state_counts_tokens(step.seen(), step.case)
+    assert found.step == "a step"
     assert "holds no value of a token" in found.headline
 
 
