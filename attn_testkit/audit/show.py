@@ -9,7 +9,7 @@ import jinja2
 
 from ..checks import CHECKS
 from ..faults import all_controls, all_faults, all_known_bugs, thread_address
-from ..faults.catalogue import CLASSES, Fault
+from ..faults.catalogue import CLASSES, CorpusEntry, entry_of
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
 __all__ = ["CHECKS_FOLDER", "audit_page", "audit_text", "check_pages"]
@@ -131,10 +131,9 @@ def _template(name: str, *, autoescape: bool) -> jinja2.Template:
 
 def audit_page(audit: Audit) -> str:
     """The kill matrix as an HTML page that needs nothing else."""
-    faults = {fault.slug: fault for fault in all_faults()}
     groups = [
-        (letter, words, [(verdict, faults[verdict.slug]) for verdict in audit.faults if verdict.bug_class == letter])
-        for letter, words in CLASSES.items()
+        (letter, words, [(verdict, entry_of(verdict.slug)) for verdict in audit.faults if verdict.bug_class == letter])
+        for letter, words in {**CLASSES, "": "field bugs"}.items()
     ]
     controls: dict[str, list[ControlVerdict]] = {}
     for verdict in audit.controls:
@@ -146,7 +145,7 @@ def audit_page(audit: Audit) -> str:
         alone=audit.caught_alone,
         groups=[group for group in groups if group[2]],
         controls=controls,
-        whys={control.name: control.why for control in all_controls()},
+        entries={name: entry_of(name) for name in controls},
         checks=CHECKS,
         partial=audit.settings.partial,
         line=verdict_line(audit),
@@ -183,5 +182,5 @@ def _known_bugs_page() -> str:
     )
 
 
-def _proofs(faults: Sequence[Fault], check: str) -> list[Fault]:
+def _proofs(faults: Sequence[CorpusEntry], check: str) -> list[CorpusEntry]:
     return [fault for fault in faults if fault.checks[0] == check]

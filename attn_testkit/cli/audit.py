@@ -33,6 +33,7 @@ Examples:
   attn-testkit audit --device cpu --html audit.html
   attn-testkit audit --fault 'qlens-*' --verbose
   attn-testkit audit --device cuda --class ABCJK
+  attn-testkit audit --device cpu --field-bugs tests/field_bugs
   attn-testkit audit --mutants my_pkg.attn:MyBackend --sample 100 --journal mutants.jsonl
 \b
 Exit code 1: a bug or a mutant survives, a known-good backend fails, an adversarial one
@@ -47,6 +48,12 @@ passes, or a check catches nothing that others do not.""",
     help="Only backends with such a name; repeatable.",
 )
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only seeded bugs of these classes, as ABCJK.")
+@click.option(
+    "--field-bugs",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="Field bugs in FOLDER instead, and their parents.",
+)
 @device_option
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes; default: as many as fit.")
@@ -77,6 +84,7 @@ passes, or a check catches nothing that others do not.""",
 def audit(
     faults: tuple[str, ...],
     classes: str,
+    field_bugs: str | None,
     tier: str,
     device: str,
     seed: int,
@@ -109,7 +117,7 @@ def audit(
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
     known = caught_before(last) if last else {}
-    settings = Settings(tier, device, seed, faults, classes, jobs, timeout, known)
+    settings = Settings(tier, device, seed, faults, classes, field_bugs or "", jobs, timeout, known)
     with _Progress(settings) as progress:
         found = run_audit(settings, progress.see)
     click.echo(audit_text(found, verbose=verbose))
