@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 import jinja2
 
 from ..checks import CHECKS
 from ..faults import all_controls, all_faults, all_known_bugs, thread_address
-from ..faults.catalogue import CLASSES, CorpusEntry, entry_of
+from ..faults.catalogue import CLASSES, entry_of
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
 __all__ = ["CHECKS_FOLDER", "audit_page", "audit_text", "check_pages"]
@@ -157,7 +156,7 @@ def check_pages() -> dict[str, str]:
     faults and controls, and the journal of known bugs.
     """
     faults = all_faults()
-    checks = [(check, _proofs(faults, check.id)) for check in CHECKS.values()]
+    checks = [(check, [fault for fault in faults if fault.checks[0] == check.id]) for check in CHECKS.values()]
     every = {"faults": faults, "controls": all_controls()}
     one = _template("check.md.j2", autoescape=False)
     pages = {
@@ -180,7 +179,3 @@ def _known_bugs_page() -> str:
         threads={bug.name: [(t, thread_address(t, known.projects)) for t in bug.threads] for bug in known.bugs},
         faults={fault.slug: fault for fault in all_faults()},
     )
-
-
-def _proofs(faults: Sequence[CorpusEntry], check: str) -> list[CorpusEntry]:
-    return [fault for fault in faults if fault.checks[0] == check]

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain, zip_longest
 
 from ..cases.case import parse_case
@@ -16,7 +16,7 @@ from ..faults import CorpusEntry, all_controls, all_faults
 from ..faults.adversarial import Adversarial, all_adversarial
 from ..faults.catalogue import entry_of, field_bugs_in
 from ..registry import UsageError, did_you_mean
-from ..results.case_result import BAD, CaseResult, Status
+from ..results.case_result import BAD, Status
 from ..results.failure_text import format_failure
 from ..running.case_runs.loop import Runner
 from ..running.planning.candidate import Candidate
@@ -143,21 +143,15 @@ def _run_bug(entry: CorpusEntry, settings: Settings, runner: Runner) -> FaultVer
     with closing(runner.run(plan, order, ahead=False)) as results:
         for count, result in enumerate(chain(preset, results), start=1):
             if result.status in BAD:
-                return _caught(verdict, result, plan, count, time.perf_counter() - started)
+                checks = tuple(finding.check for finding in result.findings) or (str(result.status),)
+                return replace(
+                    verdict, caught_by=checks, case=result.case, mode=result.mode, execution=result.execution,
+                    text=format_failure(result, plan.header), case_runs=count, seconds=time.perf_counter() - started,
+                    lost=result.status is Status.CRASHED,
+                )  # fmt: skip
     absent = next((row.reason for row in plan.preset if row.status is Status.NOT_RUN_HERE), "")
-    return FaultVerdict(
-        **{**asdict(verdict), "case_runs": count, "seconds": time.perf_counter() - started,
-           "not_run": "" if count else absent or "none of its modes is declared"}
-    )  # fmt: skip
-
-
-def _caught(verdict: FaultVerdict, result: CaseResult, plan: Plan, count: int, seconds: float) -> FaultVerdict:
-    checks = tuple(finding.check for finding in result.findings) or (str(result.status),)
-    return FaultVerdict(
-        **{**asdict(verdict), "caught_by": checks, "case": result.case, "mode": result.mode,
-           "execution": result.execution, "text": format_failure(result, plan.header), "case_runs": count,
-           "seconds": seconds, "lost": result.status is Status.CRASHED}
-    )  # fmt: skip
+    not_run = "" if count else absent or "none of its modes is declared"
+    return replace(verdict, case_runs=count, seconds=time.perf_counter() - started, not_run=not_run)
 
 
 def _turn(items: Sequence[Item], control: int, settings: Settings) -> Sequence[Item]:
