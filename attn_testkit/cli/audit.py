@@ -33,7 +33,6 @@ Examples:
   attn-testkit audit --device cpu --html audit.html
   attn-testkit audit --fault 'qlens-*' --verbose
   attn-testkit audit --device cuda --class ABCJK
-  attn-testkit audit --device cpu --field-bugs tests/field_bugs
   attn-testkit audit --mutants my_pkg.attn:MyBackend --sample 100 --journal mutants.jsonl
 \b
 Exit code 1: a bug or a mutant survives, a known-good backend fails, an adversarial one
@@ -52,7 +51,7 @@ passes, or a check catches nothing that others do not.""",
     "--field-bugs",
     type=click.Path(exists=True, file_okay=False),
     metavar="FOLDER",
-    help="Field bugs in FOLDER instead, and their parents.",
+    help="Only the field bugs in FOLDER.",
 )
 @device_option
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
@@ -69,7 +68,7 @@ passes, or a check catches nothing that others do not.""",
     "--last",
     type=click.Path(),
     metavar="FILE",
-    help="An earlier --json: what caught a bug is tried first.",
+    help="First what caught a bug in this --json.",
 )
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results as JSON.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
