@@ -69,7 +69,7 @@ def explain_numeric(
         right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
         reads_foreign=check == "reads-own-kv",
-        changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
+        changed=_changed_cases(rerunner, schedule, comparison) if _wrong_in_eager(rerunner, schedule, eager) else None,
     )
     asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
     attended = asked.evidence.attended
@@ -149,6 +149,12 @@ def _right(comparison: Comparison | None) -> bool:
 
 def _wrong_in_eager(rerunner: Rerunner, schedule: Schedule, eager: Comparison | None) -> bool:
     return rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
+
+
+def _changed_cases(rerunner: Rerunner, schedule: Schedule, comparison: Comparison) -> ChangedCases:
+    lens, wrong = comparison.observed.step.lens, comparison.wrong_requests
+    right = max((n for place, n in enumerate(lens) if place not in wrong), default=0)
+    return ChangedCases(rerunner, schedule, right=right, wrong=min((lens[place] for place in wrong), default=0))
 
 
 def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
