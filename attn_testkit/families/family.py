@@ -182,6 +182,6 @@ class Family:
     unread: str = ""
     """Keys of a step's own requests among it, in the plural; empty: there are none."""
     with_unread_finite: Callable[[Step], Step] = _unchanged
-    """The same step, with numbers in those keys instead of NaN."""
+    """Step -> the same step with numbers in those keys instead of NaN."""
     counts_keys: bool = False
     """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

@@ -5,7 +5,7 @@ rows, requests) or that a compiler makes up (names of files, kernels, buffers an
 backend has the cause of an earlier one if any of these holds:
 
 * the run took it to be like that one, and diagnosed only the first (``CaseResult.like``);
-* the same line of the author's source raised in both, or accesses of the same kernel went astray;
+* the same line of the author's source raised in both, or both have a stray access of the same kernel;
 * the best hint of one is a hint of the other;
 * they are the eager and the graph copy of a case, and each has wrong numbers or a stray access.
 """
@@ -171,7 +171,7 @@ def _of_finding(finding: Finding) -> list[_Line]:
         # An author's line that raises is one cause, in whichever phase it is reached, and whatever message a compiler
         # adds for each shape. The emulation's errors have no type: one line of code calls several of torch's operators.
         kind = _PHASE.search(finding.headline)
-        # One wrong offset leads several accesses of a kernel astray: which one is first depends on the case.
+        # One wrong offset makes several accesses of a kernel stray: which of them comes first depends on the case.
         line = f"{raised['file']} in {raised['function']}" if _STRAY in finding.headline else raised[0]
         return [_Line(f"{line} {kind['kind'] if kind else ''}", finding.headline)]
     if not _ABOUT_A_ROW.match(finding.headline):
