@@ -50,7 +50,7 @@ class TorchNativeSparseBackend(KernelBackend):
         slot: torch.Tensor,
         is_key: torch.Tensor,
     ) -> torch.Tensor:
-        """Attend the keys in ``slot`` [T, n] where ``is_key``. What is read for -1 may be NaN: it is masked first."""
+        """Attend to the keys in ``slot`` [T, n] where ``is_key``. Reads for -1 may be NaN: they are masked first."""
         layer, there = plan.layer, is_key[..., None, None]
         k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
         k, v = k * layer.k_scale, v * layer.v_scale

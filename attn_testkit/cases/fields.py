@@ -284,8 +284,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
 }
 """Things that some cases have. Name -> whether a case has it."""
 _EXCLUSIVE = (
-    ("KV splits", "multi-mode instance", "the other modes of the instance attend all keys at once"),
-    ("KV splits", "loop", "generated tokens are those of a model that attends all keys at once"),
+    ("KV splits", "multi-mode instance", "the other modes of the instance attend to all keys at once"),
+    ("KV splits", "loop", "generated tokens are those of a model that attends to all keys at once"),
     ("KV splits of fewer keys", "draft-decode", "branches have pages of their own, and no rank has a part of them"),
     ("KV splits", "KV groups", "each group has a request table of its own, and parts are those of one"),
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),

@@ -103,7 +103,7 @@ class LayerOptions:
     sinks: bool = False
     """All layers have attention sinks, one logit a query head."""
     selection: Selection | None = None
-    """Keys that each row selects; None: a row attends all keys that it may see."""
+    """Keys that each row selects; None: a row attends to all keys that it may see."""
 
     def __post_init__(self) -> None:
         if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):

@@ -60,7 +60,7 @@ class AttentionLayer(OfHeadLayout):
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
     in all layers of a model."""
     topk: int = 0
-    """Keys that each row selects at most, and the width of ``selected``. 0: rows attend all keys that they may see."""
+    """Keys that each row selects at most, and the width of ``selected``. 0: rows attend to all visible keys."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"

@@ -1,4 +1,4 @@
-"""Sparse attention that a backend takes: each row attends the keys that an indexer selected for it."""
+"""Sparse attention that a backend takes: each row attends to the keys that an indexer selected for it."""
 
 from __future__ import annotations
 

@@ -92,5 +92,7 @@ SPARSE = Family(
     answer=answer,
     supposed=_supposed,
     poisoned="unowned slots and keys that no row selects",
+    unread="keys that no row selects",
+    with_unread_finite=lambda step: replace(step, index=0, part_of=None),
     counts_keys=True,
 )
