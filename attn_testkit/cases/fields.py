@@ -15,6 +15,7 @@ from .layers import PERIOD, Layers
 from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
+from .indexing import Indexing
 from .selection import Selection
 from .trees import Tree
 
@@ -101,6 +102,7 @@ class Fields:
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
     selection = _Of[Selection | None]("options")
+    indexer = _Of[Indexing | None]("options")
     kv_splits = _Of[str]("splits")
     merged_by_backend = _Of[bool]("splits")
 
