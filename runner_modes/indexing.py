@@ -15,7 +15,6 @@ import torch
 from attn_testkit.cases.indexing import Indexing
 from attn_testkit.checks.observation import Bytes, Piece
 from attn_testkit.contract import (
-
     INDEX_WIDTH,
     AttentionLayer,
     BackendContext,
@@ -23,7 +22,7 @@ from attn_testkit.contract import (
     IndexPool,
 )
 from attn_testkit.model import Trace
-from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data
+from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload, upload_into
@@ -45,7 +44,7 @@ def index_pool_for(
     if case is None or case.indexer is None:
         return None
     ids = [layers[place].layer_id for place in index_layers(case)]
-    return IndexPool(slots, ids, "power_of_two" if case.indexer.pow2 else "amax", device)
+    return IndexPool(slots, ids, scale_of(case), device)
 
 
 class IndexWatch:

@@ -24,7 +24,10 @@ class TorchNativeSparseBackend(KernelBackend):
         page_sizes={1, 16, 64},
         sinks=True,
         sparse=Sparse(
-            topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True,
+            topk={1, 16, 64},
+            holes=True,
+            empty_rows=True,
+            any_padding=True,
             indexer=Indexer(heads={4, 64}, reuses_selections=True),
         ),
         max_q_rows=16,
@@ -110,7 +113,11 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
         sparse=Sparse(
-            topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True, any_padding=True,
+            topk={1, 16, 64},
+            index_space="slots",
+            holes=True,
+            empty_rows=True,
+            any_padding=True,
             indexer=Indexer(heads={4}, scale="power_of_two"),
         )
     )

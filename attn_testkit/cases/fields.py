@@ -11,11 +11,11 @@ from typing import Any, Generic, Self, TypeVar
 from ..contract import ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
+from .indexing import Indexing
 from .layers import PERIOD, Layers
 from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
-from .indexing import Indexing
 from .selection import Selection
 from .trees import Tree
 
@@ -282,6 +282,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
     "selected keys": lambda case: case.selection is not None,
+    "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
 }
 """Things that some cases have. Name -> whether a case has it."""

@@ -9,7 +9,7 @@ from ..contract import Capabilities, Execution
 from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of, scales_of
 from ..contract.sparse import INDEX_SUMS
 from ..results import Finding
-from ..steps.index_data import index_layers, index_memory, make_index_data
+from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
 from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number
@@ -54,11 +54,10 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
     before, after = _memory(observed)
     data, index = comparison.expected.data, make_index_data(observed.schedule, observed.step)
     slots = data.out_cache_loc if not observed.step.stored else data.out_cache_loc[:0]
-    scale = "power_of_two" if case.indexer.pow2 else "amax"
     for place, layer in enumerate(index_layers(case)):
         keys, scales = keys_of(after[place]).flatten(0, 1), scales_of(after[place]).flatten()
         given = index.k[layer, : len(slots)].float()
-        want = index_scales(given, scale)
+        want = index_scales(given, scale_of(case))
         got, held = scales[slots], keys[slots].float().double()
         # NaN is not within any limit.
         ulps = (got.view(torch.int32) - want.view(torch.int32)).abs()
@@ -91,9 +90,7 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
     return _elsewhere(comparison, before, after, slots)
 
 
-def _elsewhere(
-    comparison: Comparison, before: torch.Tensor, after: torch.Tensor, slots: torch.Tensor
-) -> list[Finding]:
+def _elsewhere(comparison: Comparison, before: torch.Tensor, after: torch.Tensor, slots: torch.Tensor) -> list[Finding]:
     """Report bytes of the index pool that changed and belong to no token of the step."""
     observed, case = comparison.observed, comparison.observed.schedule.case
     owner = torch.ones(after.shape[1] * INDEX_PAGE, dtype=torch.bool)
@@ -139,27 +136,26 @@ def _token(comparison: Comparison, layer: int, row: int) -> str:
     )
 
 
-def _of_storage(
-    comparison: Comparison, after: torch.Tensor, place: int, layer: int, slots: torch.Tensor
-) -> str:
+def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: int, slots: torch.Tensor) -> str:
     """Hint for index keys that are stored elsewhere."""
     case = comparison.observed.schedule.case
     assert case.indexer is not None
     index = make_index_data(comparison.observed.schedule, comparison.observed.step)
     given = index.k[layer].float()
-    scale = index_scales(given, "power_of_two" if case.indexer.pow2 else "amax")
+    scale = index_scales(given, scale_of(case))
     want = (given / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     # As rows of 132 bytes, a key and its scale.
     tokens = after[place].unflatten(1, (INDEX_PAGE, INDEX_WIDTH + 4)).flatten(0, 1)[slots]
     if torch.equal(tokens[:, :INDEX_WIDTH], want):
-        return (
-            "the page is written token by token, 128 bytes and a scale each: a page has 64 keys first, and then 64 scales"
-        )
+        return "the page is written token by token, 128 bytes and a scale each: a page has 64 keys, then 64 scales"
     got = scales_of(after[place]).flatten()[slots]
     for other, of_other in enumerate(index_layers(case)):
         there = scales_of(after[other]).flatten()[slots]
         if other != place and torch.equal(there, scale) and not torch.equal(got, scale):
             return f"the scales lie in the pool of {case.layers.name(of_other)}: layers share a view of scales"
+    for of_other in index_layers(case):
+        if of_other != layer and torch.equal(got, index_scales(index.k[of_other].float(), scale_of(case))):
+            return f"it holds the scales of {case.layers.name(of_other)}: layers share a view of scales"
     dialect = index_scales(given, "amax" if case.indexer.pow2 else "power_of_two")
     if torch.equal(got, dialect) and not torch.equal(dialect, scale):
         said = "amax / 448, and powers of two are declared" if case.indexer.pow2 else "powers of two"
@@ -239,8 +235,7 @@ def selects_best(comparison: Comparison, case: Case, declared: Capabilities) -> 
                     "selects-best",
                     f"the indexer selects key {taken} of score {float(each.scores[taken]):.6g}, and not key {left} of "
                     f"score {float(each.scores[left]):.6g}",
-                    where=f"selected[{_token(comparison, layer, each.row)}]; the row may see "
-                    f"{len(each.scores)} keys",
+                    where=f"selected[{_token(comparison, layer, each.row)}]; the row may see {len(each.scores)} keys",
                     spread=f"rows of {case.layers.name(layer)} that are wrong: {len(wrong)} of {len(selected.seen)}",
                     hint=hint_of(selected, layer),
                     step=comparison.observed.label,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,8 @@ class Selected:
             scales = rows[:, INDEX_WIDTH:].contiguous().view(torch.float32)[:, 0].double()
         elif mistake == "no scale":
             scales = torch.ones_like(scales)
+        elif mistake == "scales of the first layer":
+            scales = scales_of(self.memory[0]).flatten().double()
         yield from row_scores(
             self.data,
             self.index,
@@ -105,6 +107,7 @@ _OF_SCORES = (
     ("no relu", "ReLU is left out: negative products count"),
     ("token by token", "pages are read token by token, 128 bytes and a scale each: a page has 64 keys, then 64 scales"),
     ("no scale", "the scales of the keys are left out"),
+    ("scales of the first layer", "the scales of the keys are those of the first layer: layers share a view of scales"),
     ("no gates", "the weights of the heads are left out"),
 )
 
@@ -126,10 +129,27 @@ def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
             return text
     if _fits((_negated(each) for each in long), taken):
         return "the keys of the lowest scores are selected, not those of the highest"
+    if _lacks_new(selected, long, taken):
+        return (
+            "keys of this step are not selected: probably they are scored before they are stored, or lengths lack them"
+        )
     before = [other for other in selected.places if other < layer]
     if before and _fits(selected.scores(before[-1]), taken):
         return "the selection is that of the layer before"
-    return _of_other_rows(selected, layer, long, taken)
+    return _of_other_rows(selected, layer, long)
+
+
+def _lacks_new(selected: Selected, long: list[RowScores], taken: Mapping[int, torch.Tensor]) -> bool:
+    """True if rows select the best of the keys before the step."""
+    prefixes = [request.prefix for request in selected.observed.step.requests]
+    if any(bool(taken[each.row][prefixes[each.request] :].any()) for each in long):
+        return False
+    cut = (slice(prefixes[each.request]) for each in long)
+    old = [
+        RowScores(each.row, each.request, each.scores[part], each.margin[part])
+        for each, part in zip(long, cut, strict=True)
+    ]
+    return _fits(old, taken)
 
 
 def _topk(selected: Selected) -> int:
@@ -138,12 +158,18 @@ def _topk(selected: Selected) -> int:
     return selection.topk
 
 
-def _fits(scores: Iterator[RowScores], taken: Mapping[int, torch.Tensor]) -> bool:
-    return all(
-        each.scores.isfinite().all() and consistent(each, taken[each.row]) is None
-        for each in scores
-        if each.row in taken
-    )
+def _fits(scores: Iterable[RowScores], taken: Mapping[int, torch.Tensor]) -> bool:
+    """True if scores explain what rows take. Keys whose scores are NaN by the mistake say nothing."""
+    compared = False
+    for each in scores:
+        if each.row not in taken:
+            continue
+        known = each.scores.isfinite()
+        mask = taken[each.row][: len(known)][known]
+        if consistent(RowScores(each.row, each.request, each.scores[known], each.margin[known]), mask):
+            return False
+        compared |= bool(mask.any()) and not bool(mask.all())
+    return compared
 
 
 def _negated(each: RowScores) -> RowScores:
@@ -162,28 +188,29 @@ def _first_keys(selected: Selected, layer: int, long: list[RowScores]) -> str:
     return f"the first {topk} keys of each row are selected, by position, as if all scores were equal: are they 0?"
 
 
-def _of_other_rows(
-    selected: Selected, layer: int, long: list[RowScores], taken: Mapping[int, torch.Tensor]
-) -> str:
+def _of_other_rows(selected: Selected, layer: int, long: list[RowScores]) -> str:
     """Hint for rows that have the selection of another one."""
     by_row = {each.row: each for each in selected.scores(layer)}
-    rows = [each.row for each in long]
-    for text, other in (
-        ("each row has the selection of the row before it", {row: row - 1 for row in rows if row}),
-        ("each row has the selection of the first row of its request", {
-            row: row - int(selected.data.row_offset[row]) for row in rows
-        }),
-    ):  # fmt: skip
-        moved = {row: source for row, source in other.items() if row != source}
-        pairs = [(by_row[source], taken[row]) for row, source in moved.items()]
-        if pairs and all(
-            bool(mask[: len(each.scores)].sum() == min(_topk(selected), len(each.scores)))
-            and not mask[len(each.scores) :].any()
-            and consistent(each, mask[: len(each.scores)]) is None
-            for each, mask in pairs
-        ):
+    first = selected.data.row_offset
+    for text, back in (
+        ("each row has the selection of the row before it", [1] * len(first)),
+        ("each row has the selection of the first row of its request", first.tolist()),
+    ):
+        pairs = [(each.row, each.row - back[each.row]) for each in long if 0 < back[each.row] <= each.row]
+        if pairs and all(_is_selection(selected.places[layer][row], by_row[source], _topk(selected))
+                         for row, source in pairs):  # fmt: skip
             return text
     return ""
+
+
+def _is_selection(places: torch.Tensor, each: RowScores, topk: int) -> bool:
+    """True if ``places`` [topk] are the best keys of a row."""
+    keys = places[places >= 0]
+    if len(keys) != min(topk, len(each.scores)) or bool((keys >= len(each.scores)).any()):
+        return False
+    taken = torch.zeros(len(each.scores), dtype=torch.bool)
+    taken[keys] = True
+    return consistent(each, taken) is None
 
 
 def _of_graph(selected: Selected, layer: int) -> str:
@@ -200,5 +227,7 @@ def _of_graph(selected: Selected, layer: int) -> str:
     if str(layer) in group:
         other = Selected.of(observed, selected.data, group, selected.memory)
         if all(consistent(each, other.mask(layer, each)) is None for each in other.scores(layer)):
-            return "in eager mode the selection is right: look for lengths, tables or buffers that a capture or plan keeps"
+            return (
+                "in eager mode the selection is right: look for lengths, tables or buffers that a capture or plan keeps"
+            )
     return ""

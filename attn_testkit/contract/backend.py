@@ -374,7 +374,7 @@ class AttentionBackend(ABC):
     ) -> torch.Tensor:
         """Select the keys of each row: [T, topk] int32 on the device, in any order, -1 where there is none.
 
-        ``q_index`` [T, heads, 128] in FP8 e4m3; ``weights`` [T, heads] float32, which includes the scale of ``q_index``.
+        ``q_index`` [T, heads, 128] in FP8 e4m3; ``weights`` [T, heads] float32, which include the scale of ``q_index``.
         The score of key s for row t is the sum over heads h of ``weights[t, h] * relu(q_index[t, h] . k[s])``, times
         the scale of key s. A row selects the min(topk, keys that it may see) keys of the highest scores, its own
         included. Rows of padded requests may hold anything. An index is what ``Sparse.index_space`` says.

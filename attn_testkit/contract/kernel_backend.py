@@ -213,7 +213,9 @@ def _pages(context: BackendContext, layer: AttentionLayer) -> tuple[torch.Tensor
 def _plan_of(backend: KernelBackend, layer: AttentionLayer, batch: ForwardBatch) -> KernelPlan:
     """The plan of a layer that stores no keys and values. Layers with an indexer share one KV group."""
     context = backend.context
-    return KernelPlan(backend._kit_step, layer, context.group_of(layer).cache_loc(batch), context.max_context_len, False)
+    return KernelPlan(
+        backend._kit_step, layer, context.group_of(layer).cache_loc(batch), context.max_context_len, False
+    )
 
 
 def _stored(

@@ -42,7 +42,9 @@ class Indexer(Declared):
     def __post_init__(self) -> None:
         heads = self._listed("heads")
         if not heads or not all(is_whole(each) and each >= 1 for each in heads):
-            raise ValueError(f"Indexer.heads must be one or more whole numbers from 1 on, got {sorted(map(str, heads))}")
+            raise ValueError(
+                f"Indexer.heads must be one or more whole numbers from 1 on, got {sorted(map(str, heads))}"
+            )
         self._set("heads", frozenset(heads))
         spelled("scale", self.scale, INDEX_SCALES)
         spelled("sums", self.sums, tuple(INDEX_SUMS))

@@ -18,7 +18,7 @@ from ..contract import INDEX_WIDTH, IndexPool
 from .data import DTYPES, KEPT_BYTES, bytes_in, make_step_data, numbers_of
 from .schedule import Ints, Schedule, Step
 
-__all__ = ["IndexData", "index_layers", "index_memory", "make_index_data"]
+__all__ = ["IndexData", "index_layers", "index_memory", "make_index_data", "scale_of"]
 
 _TRIES = 200
 _GAUSS = 3.0
@@ -45,6 +45,11 @@ def index_layers(case: Case) -> list[int]:
     """Layers that have index keys."""
     assert case.indexer is not None
     return [layer for layer in range(case.layers.count) if case.indexer.source(layer) == layer]
+
+
+def scale_of(case: Case) -> str:
+    """The convention of scales, one of ``INDEX_SCALES``."""
+    return "power_of_two" if case.indexer and case.indexer.pow2 else "amax"
 
 
 def _keys(case: Case, slots: int, rng: np.random.Generator) -> torch.Tensor:
@@ -148,8 +153,7 @@ def index_memory(schedule: Schedule, step: Step, *, after: bool) -> torch.Tensor
     case = schedule.case
     assert case.indexer is not None
     layers = index_layers(case)
-    scale = "power_of_two" if case.indexer.pow2 else "amax"
-    pool = IndexPool((schedule.num_pages + 1) * case.page_size, layers, scale, torch.device("cpu"))
+    pool = IndexPool((schedule.num_pages + 1) * case.page_size, layers, scale_of(case), torch.device("cpu"))
     pool.memory.fill_(0xFF)
     by_slot = make_index_data(schedule, step).by_slot
     owned = [request.slots[: request.prefix + (request.new if after else 0)] for request in step.requests]

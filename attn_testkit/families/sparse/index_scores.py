@@ -10,7 +10,7 @@ import torch
 from ...contract import INDEX_WIDTH
 from ...contract.index_pool import index_scales
 from ...steps.data import StepData
-from ...steps.index_data import IndexData
+from ...steps.index_data import IndexData, scale_of
 from ...steps.schedule import Schedule
 
 __all__ = ["RowScores", "best_keys", "row_scores", "stored_index"]
@@ -76,7 +76,7 @@ def best_keys(schedule: Schedule, data: StepData, index: IndexData) -> torch.Ten
     case = schedule.case
     assert case.indexer is not None
     assert case.selection is not None
-    topk, scale = case.selection.topk, "power_of_two" if case.indexer.pow2 else "amax"
+    topk, scale = case.selection.topk, scale_of(case)
     found = torch.full((case.layers.count, len(data.positions), topk), -1, dtype=torch.int64)
     for layer in range(case.layers.count):
         if case.indexer.source(layer) != layer:
