@@ -109,6 +109,9 @@ class IndexWatch:
 
 def _packed(data: IndexData) -> torch.Tensor:
     """[T, L, bytes] uint8."""
+    if not data.k.shape[1]:
+        # torch may give an empty tensor strides that it then refuses.
+        return torch.empty(0, dtype=torch.uint8)
     parts = data.q.flatten(2), data.weights, data.k
     return torch.cat([part.transpose(0, 1).contiguous().view(torch.uint8) for part in parts], -1)
 

@@ -65,7 +65,7 @@ class TorchNativeSparseBackend(KernelBackend):
         table, row = plan.slot_table[request].long(), torch.arange(len(q_index), device=keys.device)
         sees = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
         key = torch.arange(table.shape[1], device=keys.device)
-        # What lies behind the last key may be NaN.
+        # Memory behind the last key may be NaN.
         scores = torch.where(key < sees[:, None], of_slot.gather(1, table), -torch.inf)
         best = scores.topk(min(layer.topk, table.shape[1]), 1).indices
         found = torch.where(best < sees[:, None], self.indices(best, table), -1).to(torch.int32)

@@ -98,8 +98,8 @@ def _elsewhere(comparison: Comparison, before: torch.Tensor, after: torch.Tensor
     owner[: case.page_size] = False
     owner[slots] = False
     changed = after != before
-    keys = changed[:, :, :_KEY_BYTES].unflatten(2, (INDEX_PAGE, INDEX_WIDTH)).any(-1).flatten(1)
-    scales = changed[:, :, _KEY_BYTES:].unflatten(2, (INDEX_PAGE, 4)).any(-1).flatten(1)
+    keys = changed[:, :, :_KEY_BYTES].reshape(len(changed), -1, INDEX_WIDTH).any(-1)
+    scales = changed[:, :, _KEY_BYTES:].reshape(len(changed), -1, 4).any(-1)
     wrong = (keys | scales) & owner
     if not wrong.any():
         return []
@@ -145,7 +145,7 @@ def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: 
     scale = index_scales(given, scale_of(case))
     want = (given / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
     # As rows of 132 bytes, a key and its scale.
-    tokens = after[place].unflatten(1, (INDEX_PAGE, INDEX_WIDTH + 4)).flatten(0, 1)[slots]
+    tokens = after[place].view(-1, INDEX_WIDTH + 4)[slots]
     if torch.equal(tokens[:, :INDEX_WIDTH], want):
         return "the page is written token by token, 128 bytes and a scale each: a page has 64 keys, then 64 scales"
     got = scales_of(after[place]).flatten()[slots]
@@ -203,7 +203,7 @@ def _malformed(listed: list[int], seen: int, topk: int, raw: list[int]) -> tuple
         if raw[column] < -1:
             return column, f"it has the index {raw[column]}, and only -1 names no key"
         if place < 0:
-            return column, f"index {raw[column]} is no key of the request"
+            return column, f"index {raw[column]} does not name a key of the request"
         if place >= seen:
             return column, f"it has key {place}, and the row may see only {seen} keys"
         if place in met:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, keys_of, scales_of
+from ..contract.index_pool import INDEX_WIDTH, keys_of, scales_of
 from ..families.sparse.index_scores import RowScores, row_scores
 from ..steps.data import StepData
 from ..steps.index_data import IndexData, index_layers, make_index_data
@@ -31,7 +31,7 @@ def consistent(each: RowScores, taken: torch.Tensor) -> tuple[int, int] | None:
 
 @dataclass(frozen=True, eq=False)
 class Selected:
-    """What an indexer selected in a step, and the index pool after it."""
+    """Selections of an indexer in a step, and the index pool after it."""
 
     observed: Observation
     data: StepData
@@ -70,7 +70,7 @@ class Selected:
         buffer = self.memory[index_layers(self.observed.schedule.case).index(layer)]
         keys, scales = keys_of(buffer).flatten(0, 1).double(), scales_of(buffer).flatten().double()
         if mistake == "token by token":
-            rows = buffer.unflatten(1, (INDEX_PAGE, INDEX_WIDTH + 4)).flatten(0, 1)
+            rows = buffer.view(-1, INDEX_WIDTH + 4)
             keys = rows[:, :INDEX_WIDTH].contiguous().view(torch.float8_e4m3fn).double()
             scales = rows[:, INDEX_WIDTH:].contiguous().view(torch.float32)[:, 0].double()
         elif mistake == "no scale":

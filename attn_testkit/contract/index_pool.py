@@ -31,7 +31,7 @@ def index_scales(rows: torch.Tensor, scale: str) -> torch.Tensor:
 
 def keys_of(buffer: torch.Tensor) -> torch.Tensor:
     """[pages, 64, 128] e4m3: the keys of ``buffer`` [pages, 64 * 132] uint8, a view."""
-    return buffer[:, :_KEY_BYTES].view(torch.float8_e4m3fn).unflatten(1, (INDEX_PAGE, INDEX_WIDTH))
+    return buffer[:, :_KEY_BYTES].view(torch.float8_e4m3fn).view(len(buffer), INDEX_PAGE, INDEX_WIDTH)
 
 
 def scales_of(buffer: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ _PAGE, _WIDTH, _LARGEST = 64, 128, 448.0
 
 
 class IndexerParent(SparseParent):
-    """It scores the keys of each request page by page, as a paged kernel does, and shares no line with adapters."""
+    """A right backend that gathers index keys by page, as a paged kernel does. It shares no line with adapters."""
 
     capabilities = SparseParent.capabilities.with_changes(
         eager=frozenset(INDEX_MODES),
@@ -34,7 +34,8 @@ class IndexerParent(SparseParent):
     def key_plane(self, layer_id: int) -> torch.Tensor:
         """[pages, 64, 128] uint8, a view."""
         assert self.context.index_pool is not None
-        return self.context.index_pool.get_index_buffer(layer_id)[:, : _PAGE * _WIDTH].unflatten(1, (_PAGE, _WIDTH))
+        buffer = self.context.index_pool.get_index_buffer(layer_id)
+        return buffer[:, : _PAGE * _WIDTH].view(len(buffer), _PAGE, _WIDTH)
 
     def scale_plane(self, layer_id: int) -> torch.Tensor:
         """[pages, 64] float32, a view."""

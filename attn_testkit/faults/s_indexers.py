@@ -62,7 +62,7 @@ class IndexPageWrittenByToken(IndexerParent):
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
         assert self.context.index_pool is not None
-        rows = self.context.index_pool.get_index_buffer(layer_id).unflatten(1, (64, 132))
+        rows = self.context.index_pool.get_index_buffer(layer_id).view(-1, 64, 132)
         rows[page, place] = torch.cat([keys, scales[:, None].view(torch.uint8)], 1)
 
 
@@ -79,7 +79,7 @@ class IndexPageReadByToken(IndexerParent):
     @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.index_pool is not None
-        rows = self.context.index_pool.get_index_buffer(layer_id).unflatten(1, (64, 132))[slots // 64, slots % 64]
+        rows = self.context.index_pool.get_index_buffer(layer_id).view(-1, 64, 132)[slots // 64, slots % 64]
         keys = rows[..., :128].contiguous().view(torch.float8_e4m3fn).float()
         return keys.nan_to_num(0.0), rows[..., 128:].contiguous().view(torch.float32)[..., 0].nan_to_num(0.0)
 

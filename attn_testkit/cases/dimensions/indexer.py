@@ -9,8 +9,23 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, ForwardMode, Indexer
 from ..fields import Changes, Fields
 from ..indexing import INDEX_DATA, PATTERN, Indexing
-from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_fields, option
+from .dimension import (
+    Asked,
+    Bound,
+    Columns,
+    Covered,
+    Dimension,
+    Draws,
+    Kept,
+    OnLayers,
+    Row,
+    Without,
+    Word,
+    of_fields,
+    option,
+)
 from .outside import with_layers
+from .selection import SELECTION
 
 __all__ = ["INDEXER"]
 
@@ -76,7 +91,8 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
     kinds = [_like(indexer, Indexing(0, data=each)) for each in data]
     if indexer.reuses_selections:
         kinds.insert(1, replace(kinds[0], reuse=True))
-    return {"indexer": kinds if indexer.fused else [None, *kinds]}
+    # Half of the cases have selections of the kit, whose patterns and -1 no indexer gives.
+    return {"indexer": kinds if indexer.fused else [None, *kinds, *[None] * (len(kinds) - 1)]}
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
@@ -126,10 +142,11 @@ def _tried(declared: Capabilities, case: Fields) -> int | None:
 def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
     indexer = _of(declared, case.mode)
     assert indexer is not None
-    assert case.selection is not None
-    topk = case.selection.topk
+    assert not isinstance(SELECTION.fit, Without)
+    selection = case.selection or SELECTION.fit(declared, case)["selection"]
+    topk = selection.topk
     keys = tuple(4 * topk + 3 * place + each for place, each in enumerate(case.prefixes))
-    return {"indexer": _like(indexer, Indexing(value)), "prefixes": keys}
+    return {"indexer": _like(indexer, Indexing(value)), "selection": selection, "prefixes": keys}
 
 
 INDEXER = Dimension(
