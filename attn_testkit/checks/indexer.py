@@ -8,7 +8,7 @@ from ..cases.case import Case
 from ..contract import Capabilities, Execution
 from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of, scales_of
 from ..contract.sparse import INDEX_SUMS
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
 from .check import Check, Stage
 from .comparison import Comparison

@@ -64,7 +64,7 @@ class AttentionLayer(OfHeadLayout):
     index_heads: int = 0
     """Query heads of the layer's indexer. 0: selections are given."""
     reuses_selection: bool = False
-    """True if the layer attends the keys that the layer before it selected, and has no index keys. Only with an indexer."""
+    """True if the layer attends the keys that the layer before it selected. Such a layer has no index keys."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"

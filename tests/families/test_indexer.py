@@ -19,7 +19,7 @@ from attn_testkit.families.sparse.index_scores import RowScores, best_keys, row_
 from attn_testkit.faults import s_indexers as faults
 from attn_testkit.faults.controls_of_selections import IndexerOneBuffer, IndexerPowerOfTwoScales, IndexerUnsorted
 from attn_testkit.faults.indexer import IndexerParent
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.index_data import IndexData, index_memory, make_index_data
 from attn_testkit.steps.schedule import make_schedule, only
