@@ -145,7 +145,10 @@ def test_a_red_run_is_green_with_the_file_that_was_made_of_it(call, tmp_path):
         (("--from", "red.json", "--issue", ISSUE, "--until", "2001-01-01"), "which has passed"),
         (("--from", "red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is not an address"),
         (("--from", "green.json", "--issue", ISSUE, "--until", "{soon}"), "nothing failed that an entry could excuse"),
-        (("--from", "red.json", "green.json", "--issue", ISSUE, "--until", "{soon}"), "red.json is not a shard of a run"),
+        (
+            ("--from", "red.json", "green.json", "--issue", ISSUE, "--until", "{soon}"),
+            "red.json is not a shard of a run",
+        ),
         (("--from", "red.json", "--backend", "fake:ok"), "leave out --backend"),
         (("--issue", ISSUE, "known.toml"), "belong to --from"),
         ((), "name a file of known failures, or --from"),
