@@ -12,20 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..registry import UsageError
-from ..results import (
-    BAD,
-    CUT,
-    EXECUTIONS,
-    FUZZ,
-    MODES,
-    RAN,
-    CaseResult,
-    RunHeader,
-    Selection,
-    Status,
-    emulated_parts,
-    exit_code,
-)
+from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
+from ..results.names import EXECUTIONS, FUZZ, MODES
+from ..results.run_header import CUT, RunHeader, Selection, exit_code
 
 __all__ = [
     "MUST_AGREE",
@@ -255,8 +244,8 @@ def refuse_other_code(name: str, header: RunHeader, other_name: str, other: RunH
                 f"{each['file']} ({each['code'][:12]})" for each in (header.sources[spec], other.sources[spec])
             )
             raise UsageError(
-                f"{name} is of other code: {spec} was {ours} there, {other_name} {theirs}, or a module that it uses; run "
-                "everything again"
+                f"{name} is of other code: {spec} was {ours} there, {other_name} {theirs}, or a module that it uses; "
+                "run everything again"
             )
 
 

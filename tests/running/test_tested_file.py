@@ -14,7 +14,7 @@ import pytest
 
 from attn_testkit import check_backend
 from attn_testkit.registry import UsageError
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.hygiene.tested_file import tested_file as source_of
 from attn_testkit.running.planning.request import Options, Request
@@ -115,7 +115,7 @@ def test_a_file_that_is_edited_while_the_run_goes_on_fails_what_its_new_text_run
     with contextlib.closing(Runner(Options())) as runner:
         (after,) = runner.run(plan, [eager])
     assert after.status is Status.CRASHED
-    assert after.reason.startswith(f"{path}, or a module that it uses, is other code than the run was planned for")
+    assert after.reason.startswith(f"{path} or a module that it uses is other code than the run was planned for")
 
 
 def test_the_hash_of_the_code_holds_the_modules_that_a_backend_uses(tmp_path, monkeypatch):

@@ -16,7 +16,7 @@ from ...cases.case import parse_case
 from ...contract import Execution
 from ...registry import UsageError
 from ...reports.verdict import other_code
-from ...results import CaseResult, Status
+from ...results.case_result import CaseResult, Status
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error
@@ -113,7 +113,7 @@ class Lane:
             described = slot.take(candidate, plan.device).describe()
             if other_code(plan.header.sources.get(item.backend, {}), described.source):
                 raise UsageError(
-                    f"{described.source['file']}, or a module that it uses, is other code than the run was planned for: "
+                    f"{described.source['file']} or a module that it uses is other code than the run was planned for: "
                     "it was edited meanwhile, or differs on this machine; run everything again"
                 )
             result = evaluate_item(self._noted_drive(item), described, self._to_explain(plan, item), asked)
