@@ -60,7 +60,7 @@ def _modules() -> dict[str, ModuleType]:
 
 
 def _owners(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
-    """These modules and their classes, of torch a few."""
+    """Modules and their classes, of torch a few."""
     watched: dict[str, Any] = {name: module for name, module in modules.items() if not name.startswith(_KIT)}
     watched |= {f"torch.{'' if cls is torch.Tensor else 'cuda.'}{cls.__qualname__}": cls for cls in _CLASSES}
     for name, module in modules.items():
