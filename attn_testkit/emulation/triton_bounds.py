@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from attn_testkit.emulation.errors import StrayAccessError
+from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, PINNED
 
@@ -30,9 +31,11 @@ __all__ = [
     "look_at_store",
     "looking_at_accesses",
     "pointers_of_its_own",
+    "undefined",
 ]
 
 Array = npt.NDArray[Any]
+_DEFAULT = Policy()
 Span = tuple[int, int]
 """First address, and the one behind the last."""
 
@@ -49,6 +52,8 @@ class _Launch:
     """The memory that belongs to each pointer of an argument."""
     touched: Callable[[int, int, int, bool], None] | None = None
     """Called with the start of a tensor's memory, the addresses that are used, and True if they are written."""
+    poisons: bool = False
+    """True if what a masked load leaves undefined is NaN, or a large integer."""
     everywhere: Array | None = None
     """All memory of the device, int64 [n, 2], in order. Known once an address came from a number."""
 
@@ -65,19 +70,21 @@ def looking_at_accesses(
     kernel: str,
     given: Mapping[str, Tensor],
     touched: Callable[[int, int, int, bool], None] | None = None,
-    within: Literal["storage", "view"] = "storage",
+    policy: Policy = _DEFAULT,
 ) -> Iterator[None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
-    ``within``: the memory of a tensor is all of its storage, or only what lies between the first and the last element
-    of the view that was given. ``touched`` is called with the start of a tensor's memory, the first address and the one
+    ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with the start of a tensor's memory, the first address and the one
     after the last of a load or a store, of which at least one element in between is used, and True for a store.
     """
-    span_of = _storage_of if within == "storage" else _view_of
+    span_of = _storage_of if policy.bounds == "storage" else _view_of
     spans = [span_of(tensor) for tensor in given.values()]
     storages = [_storage_of(tensor) for tensor in given.values()]
     owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
-    outer, _local.launch = _local.launch, _Launch(kernel, given, spans, storages, owners, touched)
+    outer, _local.launch = (
+        _local.launch,
+        _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison"),
+    )
     try:
         yield
     finally:
@@ -109,6 +116,18 @@ def look_at_store(parts: Sequence[Array], size: int, base: int | None = None) ->
     ``StrayAccessError``.
     """
     _look(parts, size, base, "store", "write")
+
+
+def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
+    """A number in place of what a masked load leaves undefined. ``element``: its Triton type."""
+    if _local.launch is None or not _local.launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
+        return dtype.type(0)
+    return _poison(element.is_floating(), dtype)
+
+
+@functools.cache
+def _poison(is_floating: bool, dtype: np.dtype[Any]) -> Any:
+    return np.frombuffer((b"\xff" if is_floating else b"\x5a") * dtype.itemsize, dtype)[0]
 
 
 def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: str) -> None:

@@ -25,6 +25,7 @@ from attn_testkit.emulation.triton_bounds import (
     look_at_load,
     look_at_store,
     pointers_of_its_own,
+    undefined,
 )
 
 Array = npt.NDArray[Any]
@@ -245,22 +246,12 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
             return stock(self, ptrs, mask, other, *rest, **named)
         found = np.zeros(at.shape, dtype)
         if where is not ...:
-            found[...] = _undefined(at.element, dtype) if other is None else other.data
+            found[...] = undefined(at.element, dtype) if other is None else other.data
         if read.size:
             found[where] = read
         return handle(found, at.element)
 
     return create_masked_load
-
-
-@functools.cache
-def _undefined(element: Any, dtype: np.dtype[Any]) -> Any:
-    """A number in place of what a masked load leaves undefined: NaN, or an integer too large for an index. Zero for
-    a bool."""
-    if element.is_int() and element.primitive_bitwidth < 8:
-        return dtype.type(0)
-    byte = b"\xff" if element.is_floating() else b"\x5a"
-    return np.frombuffer(byte * dtype.itemsize, dtype)[0]
 
 
 def _masked_store_of(pointers: Any, stock: Any) -> Any:

@@ -22,7 +22,7 @@ PAIRS = [pytest.param(pair, id=pair.name.replace(" ", "-")) for pair in programs
 
 def launched(pair, arguments, times=1):
     """Every argument after the kernel was launched."""
-    with torch.no_grad(), emulated_cuda(policy=Policy(bounds=pair.bounds)):
+    with torch.no_grad(), emulated_cuda(policy=Policy(bounds=pair.bounds, masked_loads="poison")):
         given = arguments()
         for _ in range(times):
             pair.kernel[(pair.grid,)](*given, **dict(pair.options))
@@ -49,6 +49,14 @@ def test_what_a_masked_load_leaves_undefined_is_no_number_that_would_be_right(pa
     assert bool(out.isnan()) if pair.says == "nan" else int(out) > 1 << 20
 
 
+@pytest.mark.parametrize("pair", [one for one in PAIRS if one.values[0].undefined])
+def test_it_is_zero_as_on_most_devices_unless_poison_is_asked_for(pair):
+    with torch.no_grad(), emulated_cuda():
+        given = pair.wrong()
+        pair.kernel[(1,)](*given, **dict(pair.options))
+        assert given[1].item() == 0
+
+
 def test_the_memory_of_a_view_is_all_of_its_storage_unless_the_view_is_asked_for():
     pair = next(one for one in programs.PAIRS if one.bounds == "view")
     with torch.no_grad(), emulated_cuda():
@@ -58,3 +66,5 @@ def test_the_memory_of_a_view_is_all_of_its_storage_unless_the_view_is_asked_for
 def test_bounds_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="bounds is 'storage' or 'view', not 'page'"):
         Policy(bounds="page")
+    with pytest.raises(ValueError, match="masked_loads is 'zero' or 'poison', not 'nan'"):
+        Policy(masked_loads="nan")
