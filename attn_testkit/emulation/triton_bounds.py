@@ -74,8 +74,9 @@ def looking_at_accesses(
 ) -> Iterator[None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
-    ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with the start of a tensor's memory, the first address and the one
-    after the last of a load or a store, of which at least one element in between is used, and True for a store.
+    ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with
+    the start of a tensor's memory, the first address and the one after the last of a load or a store, of which at least
+    one element in between is used, and True for a store.
     """
     span_of = _storage_of if policy.bounds == "storage" else _view_of
     spans = [span_of(tensor) for tensor in given.values()]
