@@ -151,6 +151,10 @@ class Memory:
     """Data of a step -> slots that it writes, [n]."""
 
 
+def _unchanged(step: Step) -> Step:
+    return step
+
+
 def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     yield from ()
 
@@ -184,5 +188,9 @@ class Family:
     """Memory that holds NaN and must not be read, in the plural: for the text of a failure."""
     reads: str = "reads-own-kv"
     """Id of the check that fails if such memory is read."""
+    unread: str = ""
+    """Keys of a step's own requests among it, in the plural; empty: there are none."""
+    with_unread_finite: Callable[[Step], Step] = _unchanged
+    """Step -> the same step with numbers in those keys instead of NaN."""
     counts_keys: bool = False
     """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

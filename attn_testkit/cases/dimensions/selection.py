@@ -22,7 +22,7 @@ backend that ignores the selection is right."""
 def _words(case: Fields) -> str:
     each = case.selection
     if each is None:
-        return "layers that attend all keys"
+        return "layers that attend to all keys"
     more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
     return f"{each.topk} selected keys a row as {'slots' if each.slots else 'positions'}{more}"
 
