@@ -47,14 +47,27 @@ _WRAPPERS = MappingProxyType(
 )
 _OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
 
-_SCHEDULE = EntryPoint(
-    "sglang.kernels.ops.attention.dsv4:get_paged_mqa_logits_metadata", ((90, 103),), f"{__name__}:no_schedule", "sglang"
-)
+_KERNELS = "sglang.kernels.ops.attention"
+_OF_DSA = {
+    each.path: each
+    for each in (
+        EntryPoint(f"{_KERNELS}.dsv4:get_paged_mqa_logits_metadata", ((90, 103),), f"{__name__}:no_schedule", "sglang"),
+        *(
+            EntryPoint(f"{_KERNELS}.dsa.fused_metadata_copy:{name}", ((90, 103),), f"{__name__}:not_compiled", "sglang")
+            for name in ("fused_metadata_copy_cuda", "fused_metadata_copy_multi_cuda")
+        ),
+    )
+}
 
 
 def no_schedule(seq_lens: torch.Tensor, page_size: int, num_sm: int) -> torch.Tensor:
     """Schedule of the kernel that scores index keys, which the bridge does not run."""
     return torch.zeros(num_sm + 1, 2, dtype=torch.int32, device=seq_lens.device)
+
+
+def not_compiled(*_: object) -> None:
+    """A CUDA kernel that SGLang compiles at its first call. Without it the class copies each tensor itself."""
+    raise ImportError("SGLang compiles this kernel for a GPU")
 
 
 SETS: Mapping[str, FakeSet] = {
@@ -65,7 +78,7 @@ SETS: Mapping[str, FakeSet] = {
         {"is_sm90": True},
     ),
     # The class asks at each call, and plans with its Triton kernels on CUDA only.
-    "dsa": FakeSet(("dsa_backend",), {_SCHEDULE.path: _SCHEDULE}, answers={"dsa_backend:is_cuda": True}),
+    "dsa": FakeSet(("dsa_backend",), _OF_DSA, answers={"dsa_backend:is_cuda": True}),
 }
 """Name -> set. ``declared.Claims.fakes`` says which."""
 _ATTENTION = "sglang.srt.layers.attention"
