@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import KernelPlan, Sparse
 from .catalogue import control
-from .sparse import SparseParent, UnionOfRows
+from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -45,3 +45,20 @@ class SparseOneWidth(SparseParent):
 @control("sparse-union-of-rows")
 class SparseUnionOfRows(UnionOfRows):
     """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""
+
+
+@control("sparse-with-sums")
+class SparseWithLogSumExps(SparseWithSums):
+    """Log-sum-exps of selected keys, and fewer selections than rows of q."""
+
+
+@control("sparse-of-groups")
+class SparseOfGroups(GroupedSparse):
+    """Several KV heads, each with a group of query heads."""
+
+
+@control("sparse-two-thousand")
+class SparseTwoThousand(SparseParent):
+    """The width of DeepSeek V3.2."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))

@@ -266,8 +266,8 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         ),
         rope_apart=True,
     ),
-    # Its indices are positions, which ``transform_index`` maps to slots. A draft is not declared: its table of slots ends
-    # with the keys before it.
+    # Its indices are positions, which ``transform_index`` maps to slots. A draft is not declared: its table of slots
+    # ends with the keys before it.
     "dsa": BridgeCapabilities(
         "dsa",
         (
@@ -275,7 +275,11 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             Line("graph", {D, V, V2}, f"{_DSA}:DeepseekSparseAttnBackend._apply_cuda_graph_metadata"),
             Line("max_q_rows", 8, f"{_DSA}:DeepseekSparseAttnBackend._build_forward_metadata_cuda_graph"),
             Line("max_topk", 1, f"{_DSA}:DeepseekSparseAttnBackend.forward_extend"),
-            Line("sparse", Sparse(topk=_DSA_TOPK), "../kernels/ops/attention/dsa/transform_index.py:transform_index_page_table_decode"),
+            Line(
+                "sparse",
+                Sparse(topk=_DSA_TOPK),
+                "../kernels/ops/attention/dsa/transform_index.py:transform_index_page_table_decode",
+            ),
             *_OF_DSA,
         ),
         fakes="dsa",

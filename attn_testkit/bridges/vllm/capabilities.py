@@ -165,13 +165,14 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         ),
         compiled_store=True,  # concat_and_cache_mla
     ),
-    # Registered for Intel's GPUs; all of it is Python and Triton. Its rows follow ``topk_indices_buffer``, as in the sparse
+    # Registered for Intel's GPUs; all of it is Python and Triton. It reads ``topk_indices_buffer``, like the sparse
     # classes of FlashMLA and FlashInfer, whose kernels are compiled.
     "xpu_mla_sparse": BridgeCapabilities(
         "XPU_MLA_SPARSE",
         (
-            # AttentionCGSupport.NEVER, and no update of its metadata between the forwards of a draft.
-            Line("eager", {D, V, V1, V2, X}, f"{_SPARSE_MLA}:XPUMLASparseMetadataBuilder.build"),
+            # AttentionCGSupport.NEVER, and no update of its metadata between the forwards of a draft. Host offsets make
+            # the list of rows: no ragged batch whose lengths are only on the device.
+            Line("eager", {D, V, V2, X}, f"{_SPARSE_MLA}:XPUMLASparseMetadataBuilder.build"),
             Line("families", {"mla"}, f"{_SPARSE_MLA}:XPUMLASparseBackend.is_mla"),
             Line("dtypes", {"bf16"}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
             Line("head_dims", {512}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
