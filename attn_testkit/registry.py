@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .results import message_of, readable
+from .results.texts import message_of, readable
 
 if TYPE_CHECKING:
     from .contract import AttentionBackend, Capabilities

@@ -25,7 +25,7 @@ import click
 import attn_testkit
 from attn_testkit.reports.grouping import group_failures
 from attn_testkit.reports.record import read_report
-from attn_testkit.results import BAD
+from attn_testkit.results.case_result import BAD
 
 __all__ = ["MISTAKES", "Measured", "Mistake", "measure"]
 

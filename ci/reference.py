@@ -57,7 +57,9 @@ from attn_testkit.contract.server_conventions import Dialect
 from attn_testkit.glossary import entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
-from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.run_header import RunHeader
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

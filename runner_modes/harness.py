@@ -30,7 +30,7 @@ from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.families.family import Watch
 from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
-from attn_testkit.results import NO_ROOM
+from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.data import DTYPES, StepData
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.steps.schedule import Schedule, Step

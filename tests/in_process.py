@@ -10,7 +10,7 @@ from typing import Any
 
 import attn_testkit
 from attn_testkit import Results
-from attn_testkit.results import CaseResult
+from attn_testkit.results.case_result import CaseResult
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request

@@ -15,7 +15,8 @@ from ..contract import Capabilities
 from ..faults import all_controls, all_faults
 from ..faults.adversarial import all_adversarial
 from ..registry import UsageError, did_you_mean
-from ..results import BAD, CaseResult, Status, format_failure
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure
 from ..running.case_runs.loop import Runner
 from ..running.planning.candidate import Candidate
 from ..running.planning.plan import plan_run

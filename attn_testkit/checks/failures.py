@@ -13,7 +13,8 @@ from pathlib import Path
 from types import CodeType
 
 from ..contract import AttentionBackend
-from ..results import Finding, is_generated, message_of
+from ..results.finding import Finding
+from ..results.texts import is_generated, message_of
 from .check import Check, Stage
 from .compiler_texts import said_by_compiler
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
 from .check import Check, Stage
 from .comparison import BITS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..contract import Capabilities
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.schedule import Schedule
 from . import CHECKS, NUMERIC
 from .check import Check

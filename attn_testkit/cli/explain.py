@@ -8,7 +8,7 @@ import click
 
 from ..glossary import Entry, all_entries, entry_of
 from ..registry import UsageError, did_you_mean
-from ..results import CHECK_IDS, MODES
+from ..results.names import CHECK_IDS, MODES
 
 __all__ = ["explain"]
 

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..registry import UsageError
-from ..results import BAD, CaseResult, RunHeader, Status, failed_check, format_failure
+from ..results.case_result import BAD, CaseResult, Status, failed_check
+from ..results.failure_text import format_failure
+from ..results.run_header import RunHeader
 from ..running.planning.request import Item, Request
 from ..running.processes.judge_process import JudgeError
 from .one_by_one import OneByOne

@@ -19,7 +19,9 @@ from ..registry import UsageError
 from ..reports.junit import junit_xml, unfinished_xml
 from ..reports.record import Record, Report, read_report
 from ..reports.verdict import refuse_another_run
-from ..results import BAD, CUT, NO_CASE, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult
+from ..results.names import NO_CASE
+from ..results.run_header import CUT
 from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for

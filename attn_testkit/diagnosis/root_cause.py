@@ -27,7 +27,7 @@ from ..checks.numeric import output_written
 from ..checks.observation import Observation
 from ..families.table import family_of
 from ..oracle.expect import expect
-from ..results import Finding
+from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
 from ..steps.schedule import Schedule, Step
 from .changed_case import ChangedCases

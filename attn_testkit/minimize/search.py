@@ -19,7 +19,7 @@ from ..cases.fields import Changes
 from ..cases.rows import Extend, room_for
 from ..catalogue.minimal import minimal_cases
 from ..contract import Capabilities
-from ..results import BAD, CaseResult, Status, failed_check
+from ..results.case_result import BAD, CaseResult, Status, failed_check
 
 __all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
 

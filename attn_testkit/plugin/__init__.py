@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..results import Status
+from ..results.case_result import Status
 from ..running.planning.request import param_id
 from ..running.processes.gpus import visible_gpus
 from . import options as plugin_options

@@ -12,7 +12,7 @@ import pytest
 from ..reports.grouping import group_failures
 from ..reports.outcome import failure_lines
 from ..reports.record import result_from_plain
-from ..results import BAD, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult
 from .own_tests import MARK, OwnTests
 
 __all__ = ["OWN_SESSION", "OwnSession"]

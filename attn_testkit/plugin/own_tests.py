@@ -13,7 +13,9 @@ import pytest
 from ..registry import UsageError
 from ..reports.junit import properties
 from ..reports.outcome import Results, verdict
-from ..results import BAD, CaseResult, RunHeader, Status, format_failure
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure
+from ..results.run_header import RunHeader
 from ..running.planning.candidate import candidate_for
 from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, param_id, prepare
 from ..running.processes.judge_process import JudgeError, JudgeProcess

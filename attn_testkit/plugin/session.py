@@ -17,20 +17,10 @@ from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
 from ..reports.verdict import narrowed
-from ..results import (
-    BAD,
-    CUT,
-    RAN,
-    CaseResult,
-    RunHeader,
-    format_failure,
-    launch_lines,
-    left_lines,
-    not_covered_lines,
-    not_declared_lines,
-    note_lines,
-    printed_lines,
-)
+from ..results.case_result import BAD, RAN, CaseResult
+from ..results.failure_text import format_failure
+from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
     Diagnose,
     Item,

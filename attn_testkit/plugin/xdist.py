@@ -12,7 +12,7 @@ import pytest
 
 from ..reports.junit import properties
 from ..reports.record import plain
-from ..results import format_failure
+from ..results.failure_text import format_failure
 from ..running.planning.request import kit_error
 from ..running.processes.gpus import GpuSlots, visible_gpus
 from .own_session import OwnSession

@@ -18,7 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ..results import CaseResult, Finding, is_generated
+from ..results.case_result import CaseResult
+from ..results.finding import Finding
+from ..results.texts import is_generated
 
 __all__ = ["Causes", "Group", "group_failures", "without_numbers"]
 

@@ -10,21 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..results import (
-    BAD,
-    MODES,
-    RAN,
-    CaseResult,
-    Status,
-    emulated_parts,
-    launch_lines,
-    left_lines,
-    not_covered_lines,
-    note_lines,
-    printed_lines,
-    repro_command,
-    undeclared_line,
-)
+from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
+from ..results.failure_text import repro_command
+from ..results.names import MODES
+from ..results.remarks import launch_lines, left_lines, not_covered_lines, note_lines, printed_lines, undeclared_line
 from .check_matrix import check_matrices
 from .compare import compare_reports
 from .grouping import Group, group_failures

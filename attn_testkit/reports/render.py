@@ -7,7 +7,9 @@ import re
 import jinja2
 from markupsafe import Markup, escape
 
-from ..results import EXECUTIONS, MODES, format_failure, left_lines, not_covered_lines
+from ..results.failure_text import format_failure
+from ..results.names import EXECUTIONS, MODES
+from ..results.remarks import left_lines, not_covered_lines
 from .embedded import embedded_runs
 from .history import History
 from .page import MOST_LINES, page_model

@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..registry import UsageError
-from ..results import CaseResult, RunHeader, Selection
+from ..results.case_result import CaseResult
+from ..results.run_header import RunHeader, Selection
 from .record import Report, read_report
 from .verdict import MUST_AGREE, conclude
 

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import MODES, RAN, CaseResult, Status, emulated_parts
+from ..results.case_result import RAN, CaseResult, Status, emulated_parts
+from ..results.names import MODES
 
 __all__ = ["DIAGNOSIS", "Row", "rows", "seconds_of", "text_table", "where_it_ran"]
 

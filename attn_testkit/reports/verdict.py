@@ -12,20 +12,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ..registry import UsageError
-from ..results import (
-    BAD,
-    CUT,
-    EXECUTIONS,
-    FUZZ,
-    MODES,
-    RAN,
-    CaseResult,
-    RunHeader,
-    Selection,
-    Status,
-    emulated_parts,
-    exit_code,
-)
+from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
+from ..results.names import EXECUTIONS, FUZZ, MODES
+from ..results.run_header import CUT, RunHeader, Selection, exit_code
 
 __all__ = ["MUST_AGREE", "Verdict", "conclude", "narrowed", "refuse_another_run", "verdict"]
 

@@ -11,7 +11,7 @@ import pytest
 from in_process import plan_run, run_item
 
 from attn_testkit.faults import all_faults
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 
 FAULTS = {fault.slug: fault for fault in all_faults()}
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"

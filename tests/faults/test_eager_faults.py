@@ -11,7 +11,8 @@ import pytest
 from in_process import plan_run, run
 
 from attn_testkit.faults import all_faults
-from attn_testkit.results import Status, format_failure
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.failure_text import format_failure
 
 SAMPLE = (
     "draft-extend-v2-prefix-only",

@@ -11,7 +11,8 @@ from attn_testkit.audit import Settings
 from attn_testkit.audit.tasks import run_task
 from attn_testkit.audit.verdicts import FaultVerdict, Task
 from attn_testkit.faults import all_faults
-from attn_testkit.results import Status, format_failure
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.failure_text import format_failure
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options
 

@@ -10,7 +10,8 @@ from in_process import check_backend
 from attn_testkit.contract import AttentionBackend
 from attn_testkit.faults import all_controls, all_faults
 from attn_testkit.faults.g_narrow_numbers import Fp8Probabilities
-from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
 
 UNEVEN = "decode-gqa2x2-d64-bf16-p1-k17.4.5-reversed-large_and_small_queries-kvfp8e4m3-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p1-k17.4.5-chain2-interleaved-large_and_small_queries-kvfp8e4m3-b4prod"

@@ -50,7 +50,8 @@ from in_process import plan_run, run
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import AttentionBackend, Capabilities
-from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
 
 KERNELS_RUN = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 if KERNELS_RUN:

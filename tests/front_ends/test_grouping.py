@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_testkit.reports.grouping import Causes, Group, group_failures, without_numbers
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 
 NUMBER = "request {n} differs from the oracle, {n}x over the limit"
 

@@ -10,7 +10,8 @@ import pytest
 
 from attn_testkit.cli import main
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.planning.known_failures import Ledger, parse_known
 from attn_testkit.running.planning.known_from import entries_from
 from attn_testkit.running.planning.request import kit_error

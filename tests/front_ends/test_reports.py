@@ -23,16 +23,11 @@ from attn_testkit.reports.page import MOST_NAMED, MOST_OF_A_CAUSE
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.reports.tally import rows, text_table
-from attn_testkit.results import (
-    NO_ROOM,
-    NOT_STARTED,
-    CaseResult,
-    Status,
-    exit_code,
-    format_failure,
-    printed_lines,
-    undeclared_line,
-)
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
+from attn_testkit.results.names import NO_ROOM, NOT_STARTED
+from attn_testkit.results.remarks import printed_lines, undeclared_line
+from attn_testkit.results.run_header import exit_code
 
 
 def run_of(words: str, **header) -> Report:

@@ -17,7 +17,8 @@ from attn_testkit.registry import UsageError
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.reports.verdict import MUST_AGREE, conclude, narrowed, refuse_another_run, verdict
-from attn_testkit.results import CaseResult, RunHeader, Selection, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.run_header import RunHeader, Selection
 
 HERE = Path(__file__).parent
 HEADER = RunHeader("1", "", "run", "core", 0, "cuda", "GPU", {"torch": "2"}, {"m:B": "1"}, 50, selection=Selection(

@@ -15,7 +15,7 @@ from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import Report, read_report, schema
 from attn_testkit.reports.shards import Shard, merge_reports, parse_shard, requested_shard
 from attn_testkit.reports.verdict import conclude
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.running.planning.request import Item
 from attn_testkit.running.planning.shards import durations_of, shard_of, shards_of
 

@@ -13,7 +13,7 @@ from attn_testkit.emulation import Policy, emulated_cuda
 from attn_testkit.environment import Environment
 from attn_testkit.faults import all_faults
 from attn_testkit.graphs.poison import FreshMemory, fresh_memory
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0xBC])

@@ -16,7 +16,10 @@ from attn_testkit.runner_modes.messages import Described, Rerun, RunCase, RunRec
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
-from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.names import KIT_ERROR
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.case_runs import lane, loop, worker_main, worker_slot
 from attn_testkit.running.case_runs.between_cases import Afresh
 from attn_testkit.running.case_runs.case_run import CaseRun

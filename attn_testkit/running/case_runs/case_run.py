@@ -21,7 +21,8 @@ from ...checks.observation import Observation
 from ...contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ...environment import Environment, compiled_regions_run, missing_here
 from ...graphs.compilers import make_room, room_left
-from ...results import NO_ROOM, NOT_COMPILED, Finding
+from ...results.finding import Finding
+from ...results.names import NO_ROOM, NOT_COMPILED
 from ...runner_modes.clock import Clock
 from ...runner_modes.co_resident import EagerCoResident
 from ...runner_modes.compiling import compiles_once

@@ -29,7 +29,8 @@ from ...environment import Environment, resolve
 from ...families.table import family_of
 from ...model import pack
 from ...oracle.expect import expect, expect_of
-from ...results import CaseResult, Finding, Status
+from ...results.case_result import CaseResult, Status
+from ...results.finding import Finding
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import StepData

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ...cases.case import parse_case
 from ...contract import Execution
 from ...registry import UsageError
-from ...results import CaseResult, Status
+from ...results.case_result import CaseResult, Status
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error

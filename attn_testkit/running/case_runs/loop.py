@@ -14,7 +14,7 @@ from ...cases.case import parse_case
 from ...contract import Capabilities
 from ...environment import resolve
 from ...registry import UsageError, capabilities_line
-from ...results import CaseResult
+from ...results.case_result import CaseResult
 from ...runner_modes.messages import Described
 from ..planning.candidate import Candidate
 from ..planning.plan import plan_run

@@ -17,7 +17,7 @@ from ...contract import AttentionBackend, Capabilities
 from ...environment import Environment, resolve
 from ...graphs.capture import settle
 from ...registry import UsageError
-from ...results import message_of
+from ...results.texts import message_of
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ...steps.data import forget_data
 from ...steps.schedule import forget_schedules

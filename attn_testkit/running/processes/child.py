@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from ...results import Status
+from ...results.case_result import Status
 from .forking import fork_context
 from .wire import Unreadable, read
 

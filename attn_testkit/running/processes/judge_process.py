@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any
 
 from ...registry import UsageError
-from ...results import CaseResult
+from ...results.case_result import CaseResult
 from ..planning.request import Item, Judge, Options, Plan, Request
 from .forking import fork_off
 from .gpus import visible_gpus

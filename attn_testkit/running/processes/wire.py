@@ -22,7 +22,7 @@ _ALLOWED = {
     "attn_testkit.contract.server_conventions": {"ServerConventions"},
     "attn_testkit.contract.sparse": {"Sparse"},
     "attn_testkit.contract.windows": {"Windows"},
-    "attn_testkit.results": {"Finding"},
+    "attn_testkit.results.finding": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "RunRecord", "StepRecord"},
     "numpy": {"dtype", "ndarray"},
     "numpy._core.multiarray": {"_reconstruct", "scalar"},
