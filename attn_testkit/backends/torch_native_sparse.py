@@ -46,7 +46,7 @@ class TorchNativeSparseBackend(KernelBackend):
     def run_return_lse(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The same with the log-sum-exp [T, Hq]: -inf, or the sink, for a row that selects no key."""
+        """Output and log-sum-exp [T, Hq]: -inf, or the sink, for a row that selects no key."""
         assert plan.selected is not None
         # Rows of padding behind the last selection select no key.
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)

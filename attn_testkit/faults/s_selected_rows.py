@@ -38,7 +38,7 @@ class SelectionsAlignedWithTheLastRows(SparseWithSums):
     checks=("completes", "finite", "matches-oracle"),
 )
 class SelectionsAssumedForAllRows(SparseWithSums):
-    """There is a selection for each row of q, the backend assumes, and declares that there may be fewer."""
+    """The backend assumes a selection for each row of q, and declares that there may be fewer."""
 
     @override
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
@@ -67,7 +67,7 @@ class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
     modelled="upstream a row attends its whole sequence, not its own block, where one block is selected",
 )
 class TopKOfOneIsDense(SparseParent):
-    """If one key is selected, the offsets of the sequence are given in the place of those of the selection."""
+    """Offsets of the sequence replace those of the selection if one key is selected."""
 
     @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

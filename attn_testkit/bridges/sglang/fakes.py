@@ -33,7 +33,7 @@ class FakeSet:
     platform: Mapping[str, bool] = field(default_factory=dict)
     """Answers to SGLang's questions about the machine, for the emulated device."""
     answers: Mapping[str, bool] = field(default_factory=dict)
-    """The same for functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
+    """Answers of functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
 
 
 _WRAPPERS = MappingProxyType(

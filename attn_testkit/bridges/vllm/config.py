@@ -57,7 +57,7 @@ def _speculation(drafts: int) -> Any:
 
 
 def _text_config(first: AttentionLayer) -> SimpleNamespace:
-    """What builders of sparse MLA read of a model."""
+    """Attributes of a model that builders of sparse MLA read."""
     rope = first.head_dim - first.kv_lora_rank if first.is_mla else 0
     return SimpleNamespace(
         index_topk=first.topk, q_lora_rank=None, kv_lora_rank=first.kv_lora_rank, qk_nope_head_dim=NOPE,

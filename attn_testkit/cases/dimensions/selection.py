@@ -18,7 +18,7 @@ _LONGER = 5
 """A case that tries a top-k has about so many keys for each that a row selects: with fewer keys all are selected, and a
 backend that ignores the selection is right."""
 _WIDE, _MORE = 512, 64
-"""From this top-k on one request has so many keys more than its rows select: 2,112 for 2,048. More would be slow."""
+"""Smallest top-k for which one request has only a few keys more than its rows select, and how many: 2,112 for 2,048."""
 
 
 def _words(case: Fields) -> str:
