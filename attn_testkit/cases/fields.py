@@ -304,7 +304,7 @@ _EXCLUSIVE = (
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
-    ("selected keys", "KV splits", "a selection is one of all keys of a request"),
+    ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),
     ("selected keys", "KV groups", "an index is a place in one request table"),
     ("selected keys", "loop", "the model of a loop has no indexer"),
     ("selected keys", "branching trees", "servers with an indexer verify chains"),
