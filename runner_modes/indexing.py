@@ -119,8 +119,8 @@ def _packed(data: IndexData) -> torch.Tensor:
 class WithIndexer:
     """A backend that selects the keys that it attends, for one forward of the model."""
 
-    def __init__(self, harness: Any, indexer: Indexing) -> None:
-        self._harness, self._indexer = harness, indexer
+    def __init__(self, harness: Any, indexer: Indexing, attends: Any) -> None:
+        self._harness, self._indexer, self._attends = harness, indexer, attends
         self._last: torch.Tensor | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._returned: list[torch.Tensor] = []
@@ -144,7 +144,7 @@ class WithIndexer:
         q_index, weights, k_index = self._harness.index.rows(batch.input_ids, place)
         if self._indexer.fused:
             inputs = {"q_index": q_index, "index_weights": weights, "k_index": k_index}
-            result: torch.Tensor = backend.forward(q, k, v, layer, batch, **named, **inputs)
+            result: torch.Tensor = self._attends.forward(q, k, v, layer, batch, **named, **inputs)
             return result
         if not layer.reuses_selection:
             if save_kv_cache:
@@ -158,7 +158,7 @@ class WithIndexer:
             self._copies[place] = self._last.clone(memory_format=torch.contiguous_format)
         assert self._last is not None
         named["selected"] = self._last if self._indexer.is_exact else selected
-        result = backend.forward(q, k, v, layer, batch, **named)
+        result = self._attends.forward(q, k, v, layer, batch, **named)
         return result
 
     def leave_in(self, trace: Trace) -> None:
