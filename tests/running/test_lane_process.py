@@ -180,7 +180,7 @@ def test_the_plan_crosses_once(lane: LaneProcess, plan: Plan, monkeypatch: pytes
 
 
 class Describing:
-    """In the place of ``Child``: describes the backend, or says why it cannot, after some seconds and a sign of life."""
+    """In the place of ``Child``: describes the backend, or says why it cannot, some seconds after a sign of life."""
 
     ended = False
 
