@@ -16,6 +16,7 @@ SLOW: tuple[str, ...] = (
     "docs/test_readme_commands.py::test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands",
     "new/test_new.py::test_what_it_prints_can_be_typed_and_is_green",
     "ci/test_bench_red.py",
+    "ci/test_nightly_servers.py",
     "faults/test_fault_texts.py",
     "front_ends/test_cli.py::test_an_author_in_an_empty_directory_sees_his_backend_evaluated",
     "field_bugs/test_field_bugs.py::test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes",

@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 from ..contract import ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
+from .indexing import Indexing
 from .layers import PERIOD, Layers
 from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
@@ -101,6 +102,7 @@ class Fields:
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
     selection = _Of[Selection | None]("options")
+    indexer = _Of[Indexing | None]("options")
     kv_splits = _Of[str]("splits")
     merged_by_backend = _Of[bool]("splits")
 
@@ -280,12 +282,13 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
     "selected keys": lambda case: case.selection is not None,
+    "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
 }
 """Things that some cases have. Name -> whether a case has it."""
 _EXCLUSIVE = (
-    ("KV splits", "multi-mode instance", "the other modes of the instance attend all keys at once"),
-    ("KV splits", "loop", "generated tokens are those of a model that attends all keys at once"),
+    ("KV splits", "multi-mode instance", "the other modes of the instance attend to all keys at once"),
+    ("KV splits", "loop", "generated tokens are those of a model that attends to all keys at once"),
     ("KV splits of fewer keys", "draft-decode", "branches have pages of their own, and no rank has a part of them"),
     ("KV splits", "KV groups", "each group has a request table of its own, and parts are those of one"),
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
@@ -295,7 +298,7 @@ _EXCLUSIVE = (
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
-    ("selected keys", "KV splits", "a selection is one of all keys of a request"),
+    ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),
     ("selected keys", "KV groups", "an index is a place in one request table"),
     ("selected keys", "loop", "the model of a loop has no indexer"),
     ("selected keys", "branching trees", "servers with an indexer verify chains"),
