@@ -38,7 +38,7 @@ FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
 MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
 Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor")
 FP32_PRODUCTS = ("ieee", "tf32")
-_MODES_OF_STATES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+_MODES_OF_STATES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 
 
@@ -273,6 +273,10 @@ class Capabilities(Declared):
             raise ValueError(
                 f"Capabilities declare state and {', '.join(sorted(others))}: layers that keep a state run in "
                 f"{', '.join(sorted(_MODES_OF_STATES))}; a draft model has attention layers. Leave the mode out"
+            )
+        if self.max_topk > 1:
+            raise ValueError(
+                "Capabilities declare state and max_topk above 1: layers that keep a state verify chains only"
             )
 
     def _check_requirements(self) -> None:

@@ -38,6 +38,11 @@ class StatesByConvention(StateParent):
         conv, temporal = super().pools(layer)
         return conv, temporal.mT if self.states.pool.order == "kv" else temporal
 
+    @override
+    def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        windows, states = super().scratch(layer)
+        return windows, states.mT if self.states.pool.order == "kv" else states
+
 
 @control("states-cleared-by-the-server")
 class StatesClearedByTheServer(StateParent):

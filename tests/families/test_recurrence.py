@@ -242,3 +242,22 @@ def test_an_idle_step_has_no_rows() -> None:
     data = make_state_data(schedule, step)
     assert data.q.shape[1] == data.states.shape[1] == 0
     assert recur(data).out.shape[1] == 0
+
+
+def test_after_a_verify_the_state_is_that_of_the_accepted_nodes_and_outputs_are_those_of_all() -> None:
+    step = data_of("target-verify-gdn2x2-d32-bf16-p16-k7.17.5.2-chain4-shuffled-mild_decay-k16w4s32-b4prod")
+    assert sorted(step.kept) == [1, 2, 3, 4], "every count of accepted nodes is tried"
+    found, whole = recur(step), recur(replace(step, kept=step.news))
+    assert torch.equal(found.out, whole.out)
+    for request, kept in enumerate(step.kept):
+        rows = (step.row_request == request).nonzero().flatten()[:kept]
+        tensors = {name: getattr(step, name)[:, rows] for name in "qkv"}
+        alone = replace(
+            step, **tensors, news=(kept,), kept=(kept,), states=step.states[:, request : request + 1],
+            windows=step.windows[:, request : request + 1],
+        )  # fmt: skip
+        # A product of other sizes may round the last bit of a float64 another way.
+        for name in ("states", "state_limit"):
+            one, whole_batch = getattr(recur(alone), name)[:, 0], getattr(found, name)[:, request]
+            assert torch.allclose(one, whole_batch, rtol=1e-12, atol=1e-15)
+        assert torch.equal(recur(alone).windows[:, 0], found.windows[:, request])

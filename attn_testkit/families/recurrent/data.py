@@ -132,6 +132,8 @@ class StateStepData(StepData):
     shape: StateShape = field(default_factory=lambda: StateShape(1, 1))
     news: tuple[int, ...] = ()
     """Rows of each request."""
+    kept: tuple[int, ...] = ()
+    """Rows of each request whose effect stays: all, or in target-verify those of the accepted nodes."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
 
@@ -205,8 +207,17 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         fresh=torch.tensor([_is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
         states=joined["states"], windows=joined["windows"],
         layers=state_layers(case), products=schedule.numerics.state_products, dtype=case.dtype, shape=shape_of(case),
-        news=tuple(news), unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
+        news=tuple(news), kept=_kept(case, whole, indices, news),
+        unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
     )  # fmt: skip
+
+
+def _kept(case: Fields, whole: Step, indices: tuple[int, ...], news: list[int]) -> tuple[int, ...]:
+    """Rows of each request whose effect stays. In target-verify 1 to N, in turn, so that a batch has several."""
+    if case.tree is None:
+        return tuple(news)
+    first = int(np.random.default_rng([whole.seed % 2**32, 0xACCE]).integers(0, 1 << 16))
+    return tuple((first + index) % new + 1 for index, new in zip(indices, news, strict=True))
 
 
 def _is_fresh(case: Fields, prefix: int) -> bool:
