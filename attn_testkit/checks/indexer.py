@@ -62,7 +62,7 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
         got, held = scales[slots], keys[slots].float().double()
         # NaN is not within any limit.
         if case.indexer.pow2:
-            # A logarithm in float32 does not tell a power of two from its neighbors.
+            # A logarithm in float32 does not tell a power of two from those next to it.
             low, high = (index_scales(given * (1 + each), scale_of(case)) for each in (-_NEAR, _NEAR))
             right_scale = (got == low) | (got == high)
         else:

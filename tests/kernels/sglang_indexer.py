@@ -1,6 +1,6 @@
 """SGLang's kernels around an indexer: quantization and store of index keys, and the lookup of slots.
 
-The kernels that score (DeepGEMM's) and the top-k are CUDA, and torch does both here. Wheel: sglang 0.5.23, see ``alone.py``.
+torch scores and selects here, because those kernels are CUDA (DeepGEMM's, and the top-k). Wheel: sglang 0.5.23.
 """
 
 from __future__ import annotations
