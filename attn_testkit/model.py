@@ -234,13 +234,15 @@ class Model:
         lend: Callable[[AttentionLayer, int], torch.Tensor] | None = None,
         at_once: bool = False,
         other_strides: bool = False,
+        selects: int | None = None,
     ) -> Trace:
         """Run all layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
         None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output may be
-        overwritten by the next layer. ``other_strides``: see ``Step.turned``. The trace has hidden states and no
-        logits. Exceptions of the backend and of ``look`` are passed on.
+        overwritten by the next layer. ``other_strides``: see ``Step.turned``. ``selects``: number of the first rows
+        that have selected keys; None: all have. The trace has hidden states and no logits. Exceptions of the backend
+        and of ``look`` are passed on.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
@@ -266,7 +268,7 @@ class Model:
                 named["out"] = lend(layer, rows)
             if self._selected:
                 # The indexer's own tensor, in one piece; the bits of padded rows, all ones, are -1.
-                last = packed[:, index, self._width - self._selected :]
+                last = packed[:selects, index, self._width - self._selected :]
                 named["selected"] = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)

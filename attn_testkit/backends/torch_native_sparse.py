@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, Indexer, KernelBackend, KernelPlan, Sparse
+from ..contract import (
+    Capabilities,
+    ForwardMode,
+    Indexer,
+    KernelBackend,
+    KernelPlan,
+    LogSumExp,
+    ServerConventions,
+    Sparse,
+)
 
 __all__ = ["TorchNativeSparseBackend", "TorchNativeSparseSlotsBackend"]
 
@@ -24,12 +33,15 @@ class TorchNativeSparseBackend(KernelBackend):
         page_sizes={1, 16, 64},
         sinks=True,
         sparse=Sparse(
-            topk={1, 16, 64},
+            topk={1, 16, 64, 2048},
             holes=True,
             empty_rows=True,
+            fewer_rows=True,
             any_padding=True,
             indexer=Indexer(heads={4, 64}, reuses_selections=True),
         ),
+        server=ServerConventions(takes_more_rows=True),
+        lse=LogSumExp("e", whole=frozenset(ForwardMode)),
         max_q_rows=16,
         max_topk=1,
         max_draft_branches=4,
@@ -82,8 +94,16 @@ class TorchNativeSparseBackend(KernelBackend):
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """Gather the selected keys of each row, and attend them."""
+        return self.run_return_lse(q, kv, plan)[0]
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp [T, Hq]: -inf, or the sink, for a row that selects no key."""
         assert plan.selected is not None
-        return self.attend(q, kv, plan, self.slots(plan.selected, plan), plan.selected >= 0)
+        # Rows of padding behind the last selection select no key.
+        selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
+        return self.attend(q, kv, plan, self.slots(selected, plan), selected >= 0)
 
     def attend(
         self,
@@ -92,8 +112,8 @@ class TorchNativeSparseBackend(KernelBackend):
         plan: KernelPlan,
         slot: torch.Tensor,
         is_key: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attend the keys in ``slot`` [T, n] where ``is_key``. What is read for -1 may be NaN: it is masked first."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the keys in ``slot`` [T, n] where ``is_key``. Reads for -1 may be NaN: they are masked first."""
         layer, there = plan.layer, is_key[..., None, None]
         k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
         k, v = k * layer.k_scale, v * layer.v_scale
@@ -112,23 +132,17 @@ class TorchNativeSparseBackend(KernelBackend):
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
             total = total + torch.exp(sinks - top)
+        lse = (top + torch.log(total)).flatten(1)
         # A row without a key gives zeros.
         weights = weights / total.clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.einsum("thgn,tnhd->thgd", weights, v).flatten(1, 2).to(q.dtype)
+        return torch.einsum("thgn,tnhd->thgd", weights, v).flatten(1, 2).to(q.dtype), lse
 
 
 class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        sparse=Sparse(
-            topk={1, 16, 64},
-            index_space="slots",
-            holes=True,
-            empty_rows=True,
-            any_padding=True,
-            indexer=Indexer(heads={4}, scale="power_of_two"),
-        )
+        sparse={"index_space": "slots", "indexer": Indexer(heads={4}, scale="power_of_two")}
     )
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

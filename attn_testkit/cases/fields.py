@@ -287,8 +287,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
 }
 """Things that some cases have. Name -> whether a case has it."""
 _EXCLUSIVE = (
-    ("KV splits", "multi-mode instance", "the other modes of the instance attend all keys at once"),
-    ("KV splits", "loop", "generated tokens are those of a model that attends all keys at once"),
+    ("KV splits", "multi-mode instance", "the other modes of the instance attend to all keys at once"),
+    ("KV splits", "loop", "generated tokens are those of a model that attends to all keys at once"),
     ("KV splits of fewer keys", "draft-decode", "branches have pages of their own, and no rank has a part of them"),
     ("KV splits", "KV groups", "each group has a request table of its own, and parts are those of one"),
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
@@ -298,7 +298,7 @@ _EXCLUSIVE = (
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
-    ("selected keys", "KV splits", "a selection is one of all keys of a request"),
+    ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),
     ("selected keys", "KV groups", "an index is a place in one request table"),
     ("selected keys", "loop", "the model of a loop has no indexer"),
     ("selected keys", "branching trees", "servers with an indexer verify chains"),

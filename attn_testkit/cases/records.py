@@ -104,7 +104,7 @@ class LayerOptions:
     sinks: bool = False
     """All layers have attention sinks, one logit a query head."""
     selection: Selection | None = None
-    """Keys that each row selects; None: a row attends all keys that it may see."""
+    """Keys that each row selects; None: a row attends to all keys that it may see."""
     indexer: Indexing | None = None
     """Indexer that the backend selects keys with; None: selections are given."""
 

@@ -102,7 +102,8 @@ def _outside(observed: Observation) -> Finding:
         "KV memory is wrong after the step: memory between slots of the pool was written",
         where=f"byte {observed.outside[0]} of the memory that a KV pool of layout "
         f"{observed.schedule.case.kv_layout} lies in",
-        hint="store a row by the strides of the pool and no wider than it is; the memory after it may be padding",
+        hint="use the strides of the pool to store a row, and store no more than the row: the memory after it may be "
+        "padding",
         step=observed.label,
     )
 

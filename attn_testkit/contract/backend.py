@@ -347,7 +347,8 @@ class AttentionBackend(ABC):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp.
+        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp. With
+        ``sparse`` there is ``selected`` by name, and ``part`` is the whole.
 
         Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_splits``, known to the constructor
         and so to every plan. The first split of a layer stores new keys and values; the others have ``save_kv_cache``

@@ -22,7 +22,7 @@ class TreeMaskMode(IntEnum):
     ``FULL_MASK``: flat bool; request blocks one after another, block i is [N, prefix_i + N] row-major, so it starts at
     ``N * sum(prefix_j for j < i) + N * N * i``, true lengths. ``QLEN_ONLY``: flat [bs, N, N], no prefix columns.
     ``QLEN_ONLY_BITPACKING``: [bs * N] items of uint8 (N <= 8), uint16 (N <= 16) or uint32 (N <= 32), bit c of row t
-    set if node t may attend node c; bit 0 is the lowest, bytes are little-endian. Larger N cannot be packed.
+    set if node t may attend to node c; bit 0 is the lowest, bytes are little-endian. Larger N cannot be packed.
     """
 
     FULL_MASK = 0

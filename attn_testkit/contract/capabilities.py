@@ -239,12 +239,18 @@ class Capabilities(Declared):
             )
 
     def _check_sparse(self) -> None:
+        parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
-            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "lse": self.lse is not None,
+            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
             raise ValueError(f"Capabilities declare sparse and {name}, which no case has together; leave {name} out")
+        if self.sparse is not None and self.sparse.fewer_rows and not self.server.takes_more_rows:
+            raise ValueError(
+                "Capabilities declare sparse.fewer_rows without server.takes_more_rows, and only padded q has more "
+                'rows than `selected`; declare both: server={"takes_more_rows": True}'
+            )
 
     def _check_requirements(self) -> None:
         if not isinstance(self.mode_requires, Mapping):

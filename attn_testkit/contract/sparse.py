@@ -1,4 +1,4 @@
-"""Sparse attention that a backend takes: each row attends the keys that an indexer selected for it."""
+"""Sparse attention that a backend takes: each row attends to the keys that an indexer selected for it."""
 
 from __future__ import annotations
 
@@ -71,7 +71,10 @@ class Sparse(Declared):
     """May -1 come before a key, too? Default: every -1 of a row is behind its last key."""
     empty_rows: bool = False
     """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
-
+    fewer_rows: bool = False
+    """May ``selected`` have fewer rows than ``q``? Rows of ``q`` behind it belong to no request: the layers around
+    attention were padded, and the indexer was not (``ServerConventions.takes_more_rows``). Their output must be finite.
+    Default: it has one row for each of ``q``."""
     any_padding: bool = False
     """May padded rows hold any index, stale ones of earlier requests too? Default: a padded row holds -1, or the keys
     of a live row."""

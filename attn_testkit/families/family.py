@@ -144,6 +144,10 @@ class Memory:
     """Data of a step -> what it leaves, and how far that may be off."""
 
 
+def _unchanged(step: Step) -> Step:
+    return step
+
+
 def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     yield from ()
 
@@ -175,5 +179,9 @@ class Family:
     """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
     poisoned: str = "unowned slots"
     """Memory that holds NaN and must not be read, in the plural: for the text of a failure."""
+    unread: str = ""
+    """Keys of a step's own requests among it, in the plural; empty: there are none."""
+    with_unread_finite: Callable[[Step], Step] = _unchanged
+    """Step -> the same step with numbers in those keys instead of NaN."""
     counts_keys: bool = False
     """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

@@ -74,7 +74,7 @@ def _with(declared: Capabilities, case: Fields, heads: Heads, **changes: Any) ->
 
 
 def of_mla(declared: Capabilities, case: Fields, **changes: Any) -> Changes:
-    """``changes``, and heads of MLA if the case has others."""
+    """``changes``, plus heads of MLA if the case has none."""
     return _with(
         declared, case, case.heads if case.heads.layout.values_in_keys else fewest_latent_heads(declared), **changes
     )

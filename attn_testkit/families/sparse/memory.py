@@ -1,6 +1,6 @@
 """The KV pool of sparse attention: keys that a live request owns and no row selects.
 
-In the first step of a schedule they hold their own numbers: a backend that attends the wrong keys gives numbers, by
+In the first step of a schedule they hold their own numbers: a backend that attends to the wrong keys gives numbers, by
 which ``SPARSE.supposed`` finds the mistake. In all others they hold NaN, which finds a kernel that reads them and masks
 them later.
 """
