@@ -59,6 +59,8 @@ def _readables(model: Model, trace: Trace) -> Iterator[Readable]:
     # q, k and v of each layer, where they were copies of the packed rows.
     for index, dense in enumerate(trace.dense):
         layer, part = divmod(index, 3)
+        if not dense.shape[-1]:
+            continue
         place = layer, model.bytes_of_parts[layer][part]
         yield _readable("activations", f"{'qkv'[part]} {layer}", dense, place)
     for layer, lse in enumerate(trace.lse):
