@@ -92,7 +92,7 @@ class IndexerParent(SparseParent):
 
 
 class FusedIndexer(IndexerParent):
-    """The same as a part of ``forward``, which gets the inputs of the indexer and no selection."""
+    """A right backend whose ``forward`` selects: it gets the inputs of the indexer, and no selection."""
 
     capabilities = IndexerParent.capabilities.with_changes(
         sparse=Sparse(topk={16}, indexer=Indexer(heads={4}, fused=True))
