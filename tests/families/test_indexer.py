@@ -11,7 +11,7 @@ from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.checks.selection_hints import consistent
-from attn_testkit.contract import ForwardMode, Indexer, IndexPool, Sparse
+from attn_testkit.contract import ForwardMode, Indexer, IndexPool, LogSumExp, Sparse
 from attn_testkit.contract.index_pool import index_scales, keys_of, scales_of
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.family import answer
@@ -264,3 +264,14 @@ def test_a_wrong_declaration_is_refused() -> None:
         Indexer(heads={4}, scale="power_of_2")
     with pytest.raises(ValueError, match="add a word such as sel16"):
         parse_case("decode-mqa4-d64-bf16-p16-k9-shuffled-gauss-idx4-b1prod")
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_an_indexer_selects_for_attention_that_returns_a_log_sum_exp(execution: str) -> None:
+    case_id = "decode-mqa4-d64-bf16-p16-k100.37-shuffled-gauss-sel16-idx4-lsewhole-b4prod"
+    assert not findings(TorchNativeSparseBackend, case_id, execution)
+
+
+def test_a_fused_indexer_has_no_log_sum_exp() -> None:
+    with pytest.raises(ValueError, match="lse with a fused indexer"):
+        IndexerFused.capabilities.with_changes(lse=LogSumExp("e", whole={"decode"}))
