@@ -21,7 +21,7 @@ from attn_testkit.contract import (
     ForwardBatch,
     IndexPool,
 )
-from attn_testkit.model import Trace
+from attn_testkit.model import Attends, Trace
 from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.past_modes import past_modes
@@ -119,7 +119,8 @@ def _packed(data: IndexData) -> torch.Tensor:
 class WithIndexer:
     """A backend that selects the keys that it attends, for one forward of the model."""
 
-    def __init__(self, harness: Any, indexer: Indexing, attends: Any) -> None:
+    def __init__(self, harness: Any, indexer: Indexing, attends: Attends) -> None:
+        """``attends``: the backend, or a wrapper of it, which gets the selections."""
         self._harness, self._indexer, self._attends = harness, indexer, attends
         self._last: torch.Tensor | None = None
         self._copies: dict[int, torch.Tensor] = {}
@@ -144,7 +145,7 @@ class WithIndexer:
         q_index, weights, k_index = self._harness.index.rows(batch.input_ids, place)
         if self._indexer.fused:
             inputs = {"q_index": q_index, "index_weights": weights, "k_index": k_index}
-            result: torch.Tensor = self._attends.forward(q, k, v, layer, batch, **named, **inputs)
+            result: torch.Tensor = backend.forward(q, k, v, layer, batch, **named, **inputs)
             return result
         if not layer.reuses_selection:
             if save_kv_cache:

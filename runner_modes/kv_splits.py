@@ -54,14 +54,16 @@ class InParts:
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
-        **inputs: torch.Tensor,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend to all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
         outs: list[torch.Tensor] = []
         lses: list[torch.Tensor] = []
         for part in self._harness.context.kv_splits:
             named: dict[str, Any] = {} if save_kv_cache and not outs else {"save_kv_cache": False}
-            given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **inputs, **named, part=part)
+            if selected is not None:
+                named["selected"] = selected
+            given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **named, part=part)
             out, lse = self._checked(given, layer, q.shape[0], f"layer {layer.layer_id}, {part}")
             # The next split may get the same memory.
             outs.append(out.clone())

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
-from .indexer import IndexerParent
+from .indexer import FusedIndexer, IndexerParent
 from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
 
 
@@ -126,3 +126,8 @@ class SparseTwoThousand(SparseParent):
     """The width of DeepSeek V3.2."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
+
+
+@control("indexer-fused")
+class IndexerFused(FusedIndexer):
+    """The indexer is a part of ``forward``: one kernel scores, selects and attends."""
