@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import KernelPlan, Sparse
 from .catalogue import control
-from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
+from .sparse import GroupedSparse, SparseBlocks, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -62,3 +62,8 @@ class SparseTwoThousand(SparseParent):
     """The width of DeepSeek V3.2."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
+
+
+@control("sparse-blocks")
+class SparseByBlocks(SparseBlocks):
+    """Blocks of 16 keys, with holes; a row's own block ends with it."""
