@@ -118,5 +118,7 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
         inside = torch.arange(self.block, device=selected.device)
         keys = (selected[..., None] * self.block + inside).flatten(1)
         is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])
-        slots = plan.slot_table[request[:, None], torch.where(is_key, keys, 0).long()].long()
+        # A padded row may hold any block, also one behind the table.
+        places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
+        slots = plan.slot_table[request[:, None], places].long()
         return self.attend(q, kv, plan, slots, is_key)
