@@ -18,6 +18,7 @@ from attn_testkit.steps.data import draft_topk
 
 from .errors import ShapeError
 from .harness import ServerHarness
+from .indexing import WithIndexer
 from .kv_splits import InParts
 from .mode_runner import ModeRunner
 from .returned import check_returned
@@ -55,9 +56,10 @@ def forward(
         look = check if between is None else partial(_checked, check, between)
         selects = part.input_ids.shape[0] - (_PADDED_TOKENS if _has_fewer_selections(harness) else 0)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None
+        with_indexer = WithIndexer(harness, case.indexer) if case.indexer else None
         traces.append(
             harness.model.forward(
-                with_kv_splits or harness.backend,
+                with_kv_splits or with_indexer or harness.backend,
                 part,
                 look,
                 save_kv_cache,
@@ -70,6 +72,8 @@ def forward(
         )
         if with_kv_splits:
             with_kv_splits.leave_in(traces[-1])
+        if with_indexer:
+            with_indexer.leave_in(traces[-1])
         if loan:
             traces[-1].beside_out += loan.beside
         part = _after(parts, traces[-1])

@@ -36,7 +36,7 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str
 
 
 class InParts:
-    """A backend that attends the KV splits of its context, for one forward of the model."""
+    """A backend that attends to the KV splits of its context, for one forward of the model."""
 
     def __init__(self, harness: ServerHarness) -> None:
         declared = harness.capabilities.lse
@@ -56,7 +56,7 @@ class InParts:
         save_kv_cache: bool = True,
         selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
+        """Attend to all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
         outs: list[torch.Tensor] = []
         lses: list[torch.Tensor] = []
         for part in self._harness.context.kv_splits:

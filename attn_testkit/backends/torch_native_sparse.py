@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, LogSumExp, ServerConventions, Sparse
+from ..contract import (
+    Capabilities,
+    ForwardMode,
+    Indexer,
+    KernelBackend,
+    KernelPlan,
+    LogSumExp,
+    ServerConventions,
+    Sparse,
+)
 
 __all__ = ["TorchNativeSparseBackend", "TorchNativeSparseBlocksBackend", "TorchNativeSparseSlotsBackend"]
 
@@ -23,7 +32,14 @@ class TorchNativeSparseBackend(KernelBackend):
         kv_dtypes={"same", "fp8_e4m3"},
         page_sizes={1, 16, 64},
         sinks=True,
-        sparse=Sparse(topk={1, 16, 64, 2048}, holes=True, empty_rows=True, fewer_rows=True, any_padding=True),
+        sparse=Sparse(
+            topk={1, 16, 64, 2048},
+            holes=True,
+            empty_rows=True,
+            fewer_rows=True,
+            any_padding=True,
+            indexer=Indexer(heads={4, 64}, reuses_selections=True),
+        ),
         server=ServerConventions(takes_more_rows=True),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
         max_q_rows=16,
@@ -33,11 +49,39 @@ class TorchNativeSparseBackend(KernelBackend):
         deterministic=True,
     )
 
+    def request_of_row(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: request of each of ``rows`` [T, ...]; the last one for padded rows."""
+        row = torch.arange(len(rows), device=rows.device)
+        found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
+        return found.clamp(max=len(plan.kv_lens) - 1)
+
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, topk] int64: the slot of each selected key; any slot for -1."""
-        row = torch.arange(len(selected), device=selected.device)
-        request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
+        request = self.request_of_row(selected, plan)
         return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
+
+    def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[T, n]: ``keys`` [T, n] int64, positions, as ``selected`` names them. ``table`` [T, keys]: their slots."""
+        return keys
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Score every key of the pool, look up those of each request, and take the best of those that a row sees."""
+        pool, layer = self.context.index_pool, plan.layer
+        assert pool is not None
+        keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
+        of_slot = torch.zeros(len(q_index), len(keys), device=keys.device)
+        for head in range(layer.index_heads):
+            of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
+        of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
+        request = self.request_of_row(q_index, plan)
+        table, row = plan.slot_table[request].long(), torch.arange(len(q_index), device=keys.device)
+        sees = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        key = torch.arange(table.shape[1], device=keys.device)
+        # Memory behind the last key may be NaN.
+        scores = torch.where(key < sees[:, None], of_slot.gather(1, table), -torch.inf)
+        best = scores.topk(min(layer.topk, table.shape[1]), 1).indices
+        found = torch.where(best < sees[:, None], self.indices(best, table), -1).to(torch.int32)
+        return torch.nn.functional.pad(found, (0, layer.topk - found.shape[1]), value=-1)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """Gather the selected keys of each row, and attend them."""
@@ -60,7 +104,7 @@ class TorchNativeSparseBackend(KernelBackend):
         slot: torch.Tensor,
         is_key: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend the keys in ``slot`` [T, n] where ``is_key``. What is read for -1 may be NaN: it is masked first."""
+        """Attend to the keys in ``slot`` [T, n] where ``is_key``. Reads for -1 may be NaN: they are masked first."""
         layer, there = plan.layer, is_key[..., None, None]
         k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
         k, v = k * layer.k_scale, v * layer.v_scale
@@ -88,11 +132,17 @@ class TorchNativeSparseBackend(KernelBackend):
 class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
-    capabilities = TorchNativeSparseBackend.capabilities.with_changes(sparse={"index_space": "slots"})
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
+        sparse={"index_space": "slots", "indexer": Indexer(heads={4}, scale="power_of_two")}
+    )
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """The selection is the slots."""
         return selected.clamp(min=0).long()
+
+    def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Slots of the keys."""
+        return table.gather(1, keys)
 
 
 class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
@@ -102,7 +152,7 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
         families={"mha", "gqa", "mqa"},
         mla_rope_dims=set(),
-        sparse={"topk": {1, 4, 16}, "block": block, "empty_rows": False},
+        sparse=Sparse(topk={1, 4, 16}, block=block, holes=True, fewer_rows=True, any_padding=True),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
     )
 

@@ -61,7 +61,7 @@ def seconds_of(result: CaseResult) -> float:
 def rows(results: Iterable[CaseResult]) -> list[Row]:
     """Make one row per backend, mode and execution, in the order in which a server uses the modes.
 
-    What is not declared has no row: ``not_declared_lines`` names it, and ``undeclared_line`` on pages.
+    What is not declared has no row: ``not_declared_lines`` names it, on terminals and on pages.
     """
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:

@@ -16,7 +16,6 @@ __all__ = [
     "not_declared_lines",
     "note_lines",
     "printed_lines",
-    "undeclared_line",
 ]
 
 
@@ -45,24 +44,6 @@ def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
         for spec, phrases in not_declared.items()
         if phrases
     ]
-
-
-def undeclared_line(results: Iterable[CaseResult]) -> list[str]:
-    """The modes and executions that a backend does not declare, in one line per backend that has any."""
-    absent: dict[str, list[tuple[str, str]]] = {}
-    rows = list(results)
-    for row in rows:
-        if not row.case and row.status is Status.UNSUPPORTED:
-            absent.setdefault(row.backend, []).append((row.mode, row.execution))
-    several = len({row.backend for row in rows}) > 1
-    asked = {row.execution for row in rows if row.execution}
-    lines = []
-    for backend, pairs in absent.items():
-        modes = dict.fromkeys(mode for mode, _ in pairs)
-        whole = [mode for mode in modes if all((mode, execution) in pairs for execution in asked)]
-        halves = [f"{mode} {execution}" for mode, execution in pairs if mode not in whole]
-        lines.append(f"not declared{f' ({backend})' if several else ''}: {', '.join([*whole, *halves])}")
-    return lines
 
 
 def launch_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:

@@ -24,6 +24,7 @@ from attn_testkit.faults.s_selected_blocks import (
 )
 from attn_testkit.faults.s_selected_keys import (
     FirstHoleEndsTheRow,
+    MinusOneClampedToSlotZero,
     OneSelectionPerRequest,
     SelectionIgnored,
     UnselectedKeysMultipliedByZero,
@@ -245,18 +246,38 @@ def test_a_right_backend_passes_each_mode_in_eager_and_in_graphs(backend: type) 
 
 
 @pytest.mark.parametrize(
-    ("backend", "case_id", "check", "hint"),
+    ("backend", "case_id", "check", "headline", "hint"),
     [
-        (SelectionIgnored, DECODE, "matches-oracle", "the selection is ignored"),
-        (OneSelectionPerRequest, VERIFY.format(""), "matches-oracle", "the selection of its first row"),
-        (FirstHoleEndsTheRow, VERIFY.format("holes"), "matches-oracle", "after its first -1"),
-        (UnselectedKeysMultipliedByZero, DECODE, "reads-own-kv", "keys that no row selects"),
+        (SelectionIgnored, DECODE, "matches-oracle", "over the limit", "the selection is ignored"),
+        (
+            OneSelectionPerRequest,
+            VERIFY.format(""),
+            "matches-oracle",
+            "over the limit",
+            "the selection of its first row",
+        ),
+        (FirstHoleEndsTheRow, VERIFY.format("holes"), "matches-oracle", "over the limit", "after its first -1"),
+        (
+            UnselectedKeysMultipliedByZero,
+            DECODE,
+            "reads-own-kv",
+            ": it read keys that no row selects",
+            "0 * NaN is NaN",
+        ),
+        (
+            MinusOneClampedToSlotZero,
+            VERIFY.format("holes"),
+            "reads-own-kv",
+            ": it read a slot of another owner",
+            "NaN in unowned slots",
+        ),
     ],
 )
-def test_the_usual_mistakes_are_named(backend: type, case_id: str, check: str, hint: str) -> None:
+def test_the_usual_mistakes_are_named(backend: type, case_id: str, check: str, headline: str, hint: str) -> None:
     found = check_backend(backend, device="cpu", cases=[case_id], executions=["eager"])
     (finding,) = next(each.findings for each in found if each.case)
     assert finding.check == check
+    assert headline in finding.headline
     assert hint in finding.hint
 
 

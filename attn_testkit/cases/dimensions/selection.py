@@ -24,7 +24,7 @@ _WIDE, _MORE = 512, 64
 def _words(case: Fields) -> str:
     each = case.selection
     if each is None:
-        return "layers that attend all keys"
+        return "layers that attend to all keys"
     more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
     if each.block > 1:
         return f"{each.topk} selected blocks of {each.block} keys a row{more}"
