@@ -27,7 +27,7 @@ def _words(case: Fields) -> str:
         return "layers that attend to all keys"
     more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
     if each.block > 1:
-        return f"{each.topk} selected blocks of {each.block} keys a row{more}"
+        return f"{each.topk} selected blocks of {each.block} keys per row{more}"
     return f"{each.topk} selected keys a row as {'slots' if each.slots else 'positions'}{more}"
 
 
