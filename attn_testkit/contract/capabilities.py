@@ -243,11 +243,15 @@ class Capabilities(Declared):
                 "max_topk=K for trees of up to K children per node, or leave target-verify out"
             )
 
+    def _selects_in_forward(self) -> bool:
+        return self.sparse is not None and self.sparse.indexer is not None and self.sparse.indexer.fused
+
     def _check_sparse(self) -> None:
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
             "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
+            "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
             raise ValueError(f"Capabilities declare sparse and {name}, which no case has together; leave {name} out")
