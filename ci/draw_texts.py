@@ -52,10 +52,13 @@ def hints() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if id(node) in kept | inside:
                 continue
+            text = ""
             if isinstance(node, ast.JoinedStr):
-                yield f"{name}:{node.lineno}", "".join(_part(part) for part in node.values)
+                text = "".join(_part(part) for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{name}:{node.lineno}", node.value
+                text = node.value
+            if re.match(r"[\w{`]", text) and "|" not in text:
+                yield f"{name}:{node.lineno}", text
 
 
 def _part(node: ast.expr) -> str:

@@ -38,7 +38,7 @@ class HeadLayout:
     by_layer: bool = True
     """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
     wide_rows: bool = False
-    """A row is so wide that cases of many heads or long contexts have fewer of them."""
+    """Rows are so wide that large cases have fewer heads and shorter contexts."""
 
     @property
     def pool_rows(self) -> int:

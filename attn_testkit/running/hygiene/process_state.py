@@ -58,7 +58,7 @@ def _owners() -> dict[str, Any]:
 
 
 def take_state() -> ProcessState:
-    """The state of this process now. To be taken where no emulation is active, which replaces functions of torch."""
+    """The state of this process now. Call it while no emulation is active, because that replaces functions of torch."""
     owners = {name: (owner, dict(vars(owner))) for name, owner in _owners().items()}
     tables = {
         f"{name}.{key}": (value, dict(value))
@@ -167,7 +167,7 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_fixed(key: str, value: Any) -> bool:
-    """Functions, classes, modules and constants. The kit and torch assign to variables of their own.
+    """True for functions, classes, modules and constants: the kit and torch assign only to other variables.
 
     ``torch.set_default_dtype`` replaces ``torch.Storage``.
     """
