@@ -24,17 +24,17 @@ class Sparse(Declared):
     """
 
     topk: Set[int]
-    """Which widths of ``selected``? It has no default. DeepSeek V3.2 has 2048."""
+    """Widths of ``selected``. It has no default. DeepSeek V3.2 has 2048."""
     index_space: str = "positions"
-    """What is an index? Default, ``positions``: a key's place in its request, 0 being the first, which the request
+    """Meaning of an index. ``positions``: a key's place in its request, 0 being the first, which the request
     table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``)."""
     holes: bool = False
-    """May -1 come before a key, too? Default: every -1 of a row is behind its last key."""
+    """True if -1 may come before a key. False: every -1 of a row is after its last key."""
     empty_rows: bool = False
-    """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
+    """True if a row of a live request may select no key. Its output must be finite then. False: each selects one or more."""
 
     any_padding: bool = False
-    """May padded rows hold any index, stale ones of earlier requests too? Default: a padded row holds -1, or the keys
+    """True if padded rows may hold any index, even a stale one. False: a padded row holds -1, or the keys
     of a live row."""
 
     def __post_init__(self) -> None:
