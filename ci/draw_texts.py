@@ -4,7 +4,7 @@
     python ci/draw_texts.py --seed 1 --count 5
 
 The same seed draws the same texts as long as the texts stay the same. What is read, and what was found with which seed,
-is on docs/contributing/reading-aloud.md.
+is on docs/evidence/first-hour.md.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ class Sparse(Declared):
     holes: bool = False
     """True if -1 may come before a key. False: every -1 of a row is after its last key."""
     empty_rows: bool = False
-    """True if a row of a live request may select no key. Its output must be finite then. False: each selects one or more."""
+    """True if a live row may select no key; its output must be finite then. False: each selects one or more."""
 
     any_padding: bool = False
     """True if padded rows may hold any index, even a stale one. False: a padded row holds -1, or the keys
