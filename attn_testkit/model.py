@@ -79,6 +79,10 @@ class Trace:
     """Outputs and log-sum-exps that the backend returned for each KV split of each layer."""
     beside_out: list[torch.Tensor] = field(default_factory=list)
     """Memory before and after the output of each layer, if the caller owns the output's memory."""
+    selections: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies of what the backend selected, [T, topk] int32, by the place of the layer. Empty without an indexer."""
+    of_selections: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that the backend returned for them."""
 
 
 def joined(traces: Sequence[Trace]) -> Trace:

@@ -37,6 +37,8 @@ from attn_testkit.contract import (
     BackendContext,
     Capabilities,
     ForwardBatch,
+    Indexer,
+    IndexPool,
     KernelBackend,
     KernelPlan,
     KVGroup,
@@ -159,7 +161,7 @@ def capabilities() -> str:
         *attribute_sections(Capabilities),
         *(
             line
-            for record in (Windows, ServerConventions, LogSumExp, Sparse, Requires)
+            for record in (Windows, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
             for line in _record(record, presets)
         ),
         "## Earlier names",
@@ -312,6 +314,7 @@ def context() -> str:
             lines += [f"| `{name}` | {_cell(text)} |" for name, text in members]
             lines.append("")
     lines += ["## `KVPool`", "", markdown(_doc(KVPool)), "", *method_sections(KVPool, skip=("pieces",))]
+    lines += ["", "## `IndexPool`", "", markdown(_doc(IndexPool)), "", *method_sections(IndexPool)]
     return _page("BackendContext, layers, KV pool", *lines)
 
 

@@ -18,6 +18,7 @@ from attn_testkit.steps.data import draft_topk
 
 from .errors import ShapeError
 from .harness import ServerHarness
+from .indexing import WithIndexer
 from .kv_splits import InParts
 from .mode_runner import ModeRunner
 from .returned import check_returned
@@ -54,9 +55,10 @@ def forward(
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None
+        with_indexer = WithIndexer(harness, case.indexer) if case.indexer else None
         traces.append(
             harness.model.forward(
-                with_kv_splits or harness.backend,
+                with_kv_splits or with_indexer or harness.backend,
                 part,
                 look,
                 save_kv_cache,
@@ -68,6 +70,8 @@ def forward(
         )
         if with_kv_splits:
             with_kv_splits.leave_in(traces[-1])
+        if with_indexer:
+            with_indexer.leave_in(traces[-1])
         if loan:
             traces[-1].beside_out += loan.beside
         part = _after(parts, traces[-1])

@@ -38,6 +38,7 @@ from attn_testkit.watches.packing import Bytes, Sent, bytes_of
 from attn_testkit.watches.past_modes import past_modes
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
+from .indexing import IndexWatch, index_pool_for
 from .tables import Tables
 
 __all__ = ["ServerHarness", "StagedStep", "context_for"]
@@ -118,6 +119,7 @@ def context_for(
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),
+        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -196,6 +198,8 @@ class ServerHarness:
         self._is_spread = bool(variant_of(self.case).pool_elements)
         self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
         """The memory that outlives a step, before a step and after it."""
+        self.index = IndexWatch(self.context, schedules, most) if self.context.index_pool else None
+        """Numbers of the indexer and its memory; None without an indexer."""
         strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
@@ -240,6 +244,8 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        if self.index:
+            self.index.clear()
 
     def written_at_capture(self) -> tuple[int, ...]:
         """Slots outside page 0 that were written since ``prepare_capture``, ascending."""
@@ -283,5 +289,7 @@ class ServerHarness:
         table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
             self.model.select_none_from(step.tokens)
+        if self.index and schedule.case.indexer:
+            self.index.load(schedule, step)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)

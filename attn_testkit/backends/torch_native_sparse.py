@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
+from ..contract import Capabilities, ForwardMode, Indexer, KernelBackend, KernelPlan, Sparse
 
 __all__ = ["TorchNativeSparseBackend", "TorchNativeSparseSlotsBackend"]
 
@@ -23,7 +23,13 @@ class TorchNativeSparseBackend(KernelBackend):
         kv_dtypes={"same", "fp8_e4m3"},
         page_sizes={1, 16, 64},
         sinks=True,
-        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True),
+        sparse=Sparse(
+            topk={1, 16, 64},
+            holes=True,
+            empty_rows=True,
+            any_padding=True,
+            indexer=Indexer(heads={4, 64}, reuses_selections=True),
+        ),
         max_q_rows=16,
         max_topk=1,
         max_draft_branches=4,
@@ -31,11 +37,39 @@ class TorchNativeSparseBackend(KernelBackend):
         deterministic=True,
     )
 
+    def request_of_row(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: request of each of ``rows`` [T, ...]; the last one for padded rows."""
+        row = torch.arange(len(rows), device=rows.device)
+        found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
+        return found.clamp(max=len(plan.kv_lens) - 1)
+
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, topk] int64: the slot of each selected key; any slot for -1."""
-        row = torch.arange(len(selected), device=selected.device)
-        request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
+        request = self.request_of_row(selected, plan)
         return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
+
+    def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[T, n]: ``keys`` [T, n] int64, positions, as ``selected`` names them. ``table`` [T, keys]: their slots."""
+        return keys
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Score every key of the pool, look up those of each request, and take the best of those that a row sees."""
+        pool, layer = self.context.index_pool, plan.layer
+        assert pool is not None
+        keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
+        of_slot = torch.zeros(len(q_index), len(keys), device=keys.device)
+        for head in range(layer.index_heads):
+            of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
+        of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
+        request = self.request_of_row(q_index, plan)
+        table, row = plan.slot_table[request].long(), torch.arange(len(q_index), device=keys.device)
+        sees = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        key = torch.arange(table.shape[1], device=keys.device)
+        # Memory behind the last key may be NaN.
+        scores = torch.where(key < sees[:, None], of_slot.gather(1, table), -torch.inf)
+        best = scores.topk(min(layer.topk, table.shape[1]), 1).indices
+        found = torch.where(best < sees[:, None], self.indices(best, table), -1).to(torch.int32)
+        return torch.nn.functional.pad(found, (0, layer.topk - found.shape[1]), value=-1)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """Gather the selected keys of each row, and attend them."""
@@ -78,9 +112,20 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True, any_padding=True)
+        sparse=Sparse(
+            topk={1, 16, 64},
+            index_space="slots",
+            holes=True,
+            empty_rows=True,
+            any_padding=True,
+            indexer=Indexer(heads={4}, scale="power_of_two"),
+        )
     )
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """The selection is the slots."""
         return selected.clamp(min=0).long()
+
+    def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Slots of the keys."""
+        return table.gather(1, keys)

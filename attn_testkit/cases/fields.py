@@ -11,6 +11,7 @@ from typing import Any, Generic, Self, TypeVar
 from ..contract import ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
+from .indexing import Indexing
 from .layers import PERIOD, Layers
 from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
@@ -101,6 +102,7 @@ class Fields:
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
     selection = _Of[Selection | None]("options")
+    indexer = _Of[Indexing | None]("options")
     kv_splits = _Of[str]("splits")
     merged_by_backend = _Of[bool]("splits")
 
@@ -280,6 +282,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
     "selected keys": lambda case: case.selection is not None,
+    "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
 }
 """Things that some cases have. Name -> whether a case has it."""

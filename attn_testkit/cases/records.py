@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..contract import LAYER_WINDOWS
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
+from .indexing import Indexing
 from .selection import Selection
 
 __all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
@@ -104,12 +105,16 @@ class LayerOptions:
     """All layers have attention sinks, one logit a query head."""
     selection: Selection | None = None
     """Keys that each row selects; None: a row attends to all keys that it may see."""
+    indexer: Indexing | None = None
+    """Indexer that the backend selects keys with; None: selections are given."""
 
     def __post_init__(self) -> None:
         if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
+        if self.indexer and not self.selection:
+            raise ValueError(f"{self.indexer} selects keys, and layers attend all: add a word such as sel16")
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,10 @@ class AttentionLayer(OfHeadLayout):
     in all layers of a model."""
     topk: int = 0
     """Keys that each row selects at most, and the width of ``selected``. 0: rows attend to all visible keys."""
+    index_heads: int = 0
+    """Query heads of the layer's indexer. 0: selections are given."""
+    reuses_selection: bool = False
+    """True if the layer attends to the keys that the layer before it selected. Such a layer has no index keys."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"

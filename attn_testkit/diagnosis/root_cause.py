@@ -57,6 +57,7 @@ def explain_numeric(
     if blamed.in_eager:
         why = why or _not_every_time(rerunner, schedule, observed, eager)
         why = why or _with_clear_memory(rerunner, schedule, observed, eager)
+    wrong_in_eager = rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
     by_itself = check in ("buckets-independent", "steps-independent")
     evidence = Evidence(
         schedule,
@@ -69,7 +70,7 @@ def explain_numeric(
         right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
         reads_foreign=check == "reads-own-kv",
-        changed=_changed_cases(rerunner, schedule, comparison) if _wrong_in_eager(rerunner, schedule, eager) else None,
+        changed=_changed_cases(rerunner, schedule, comparison) if wrong_in_eager else None,
     )
     asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
     attended = asked.evidence.attended
@@ -145,10 +146,6 @@ def _evaluated(schedule: Schedule, observed: Observation | None) -> Comparison |
 def _right(comparison: Comparison | None) -> bool:
     """True if attention outputs are within their limits; a run that raised has none."""
     return comparison is not None and comparison.right
-
-
-def _wrong_in_eager(rerunner: Rerunner, schedule: Schedule, eager: Comparison | None) -> bool:
-    return rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
 
 
 def _changed_cases(rerunner: Rerunner, schedule: Schedule, comparison: Comparison) -> ChangedCases:

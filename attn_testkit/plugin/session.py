@@ -174,7 +174,7 @@ class Session:
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()
             }
-        by = self.selected_by or _by_a_hook(deselected)
+        by = self.selected_by or f"a hook or plugin of pytest, which took {deselected} tests away"
         header = narrowed(
             header,
             header.planned - deselected,
@@ -295,10 +295,6 @@ _NO_SUITE = (
     "attn-testkit: --attn-backend or --attn-report was given, and no test of the suite was collected, so that nothing "
     "was tested; add --pyargs attn_testkit.suite"
 )
-
-
-def _by_a_hook(deselected: int) -> str:
-    return f"a hook or plugin of pytest, which took {deselected} tests away"
 
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()

@@ -38,7 +38,8 @@ class XdistHooks:
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """Free the GPU of a worker that ended, and take what it has seen."""
-        self._own.take(getattr(node, "workeroutput", {}).get("attn_seen", ()))
+        output = getattr(node, "workeroutput", {})
+        self._own.take(output.get("attn_seen", ()), output.get("attn_in_shard", (0, 0)))
         self._slots.free(node.gateway.id)
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ..results.case_result import CaseResult
+from ..results.case_result import CaseResult, failed_check
 from ..results.finding import Finding
 from ..results.texts import is_generated
 
@@ -67,7 +67,7 @@ class _Cause:
     def group(self) -> Group:
         first = self._named_by()
         others = (result for result in self.results if result is not first)
-        return Group(first.backend, _check(first), self.named().text, (first, *others))
+        return Group(first.backend, failed_check(first), self.named().text, (first, *others))
 
     def _named_by(self) -> CaseResult:
         """The last that was diagnosed although it is like another: it has less options. Else the first."""
@@ -151,10 +151,6 @@ def _of_numbers(result: CaseResult) -> bool:
         (each.check in _IN_EAGER and _ABOUT_A_ROW.match(each.headline)) or _STRAY in each.headline
         for each in result.findings[:1]
     )
-
-
-def _check(result: CaseResult) -> str:
-    return result.findings[0].check if result.findings else result.status.value
 
 
 def _name(result: CaseResult) -> str:

@@ -80,7 +80,8 @@ class Card:
     @property
     def count(self) -> str:
         """Number of case-runs in words, as ``6 case-runs``."""
-        return _case_runs(len(self.group.results))
+        count = len(self.group.results)
+        return f"{count} case-run" + ("s" if count != 1 else "")
 
     @property
     def more(self) -> int:
@@ -96,10 +97,6 @@ class Card:
     def emulated(self) -> list[str]:
         """Names of what was emulated in any of them."""
         return sorted({part for result in self.group.results for part in emulated_parts(result)})
-
-
-def _case_runs(count: int) -> str:
-    return f"{count} case-run" + ("s" if count != 1 else "")
 
 
 def cards(report: Report, nights: Sequence[Night]) -> list[Card]:

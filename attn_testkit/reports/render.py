@@ -35,7 +35,7 @@ def html_page(report: Report, previous: Report | None = None, history: History |
         data=embedded_runs(report.results, report.header, model["all_cards"]),
         modes=_present(MODES, {result.mode for result in present}),
         executions=_present(EXECUTIONS, {result.execution for result in present}),
-        levels=_level_words(),
+        levels=["right", *(f"up to {level:,.0f}x" for level in LEVELS[1:]), "more, NaN"],
         error_plot=error_plot,
         keys_plot=keys_plot,
         most_lines=MOST_LINES,
@@ -44,11 +44,6 @@ def html_page(report: Report, previous: Report | None = None, history: History |
 
 def _present(known: tuple[str, ...], found: set[str]) -> list[str]:
     return [*(word for word in known if word in found), *sorted(word for word in found - {*known} if word)]
-
-
-def _level_words() -> list[str]:
-    """The legend of a plot of errors: ``right``, ``up to 2x``, ..., ``more``."""
-    return ["right", *(f"up to {level:,.0f}x" for level in LEVELS[1:]), "more, NaN"]
 
 
 def markdown_summary(report: Report, previous: Report | None = None, history: History | None = None) -> str:

@@ -68,8 +68,8 @@ class RunHeader:
     """Spec -> remarks on the backend on this machine: what importing its server changed in the process, and which parts
     of it are missing and done in torch."""
     sources: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    """Spec -> ``file`` and ``sha256`` of the module that was imported, and ``kernels``: the Triton kernels in it and in
-    the modules that it uses, empty for none."""
+    """Spec -> ``file`` and ``sha256`` of the module that was imported, ``kernels``: the Triton kernels in it and in the
+    modules that it uses, empty for none, and ``code``: a hash of all these modules."""
     plan: str = ""
     """Digest, in the record of a shard, of every case-run of the plan, those of other shards included."""
     planned_in_all: int = 0

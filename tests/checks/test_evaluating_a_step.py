@@ -9,7 +9,7 @@ import torch
 from by_hand import CAPABILITIES, DECODE, LIMIT, expected_zeros, observation, right_outputs, schedule_of, zeros_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_testkit.checks import CHECKS, NUMERIC, Comparison
+from attn_testkit.checks import BEFORE_OUTPUTS, CHECKS, NUMERIC, Comparison
 from attn_testkit.checks.observation import Outputs, copies_of
 from attn_testkit.checks.step import _ORDER, evaluate_step
 from attn_testkit.contract import Capabilities
@@ -95,7 +95,7 @@ def test_every_finding_names_its_step() -> None:
     evaluated.append(Comparison(apart, expected))
     found = [finding for each in evaluated for finding in evaluate_step(each, SCHEDULE, exact)]
     # Cases with parts, and those of codes, have tests of their own: test_log_sum_exp.py, test_key_counts.py.
-    elsewhere = {"log-sum-exp", "keys-counted-once"}
+    elsewhere = {"log-sum-exp", "keys-counted-once", *BEFORE_OUTPUTS}
     assert {finding.check for finding in found} == set(_ORDER) - elsewhere, "each is asked for once at least"
     assert {finding.step for finding in found} == {"a step"}
 
@@ -104,8 +104,9 @@ def test_every_check_that_judges_a_step_is_run_and_the_first_finding_is_the_caus
     assert set(_ORDER) == {check.id for check in CHECKS.values() if check.run}
     assert len(_ORDER) == len(set(_ORDER))
     assert _ORDER[0] == "writes-own-kv", "wrong writes make wrong numbers"
-    assert _ORDER[1] == "log-sum-exp", "a wrong one makes a wrong merge"
-    assert _ORDER[2:6] == NUMERIC
+    assert _ORDER[1:4] == BEFORE_OUTPUTS, "a wrong index key makes a wrong selection, and that wrong numbers"
+    assert _ORDER[4] == "log-sum-exp", "a wrong one makes a wrong merge"
+    assert _ORDER[5:9] == NUMERIC
 
 
 class Operations(TorchDispatchMode):

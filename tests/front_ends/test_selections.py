@@ -143,6 +143,21 @@ def test_runs_that_differ_do_not_mix_and_both_values_are_named(what):
     assert f"its {what} is {getattr(HEADER, what)!r}, in b.json {getattr(other, what)!r}" in str(error.value)
 
 
+def of_code(code: str, file: str = "/a/m.py") -> RunHeader:
+    return replace(HEADER, sources={"m:B": {"file": file, "sha256": "1" * 64, "code": code, "kernels": ""}})
+
+
+def test_runs_of_other_code_do_not_mix_and_both_are_named():
+    with pytest.raises(UsageError) as error:
+        refuse_another_run("a.json", of_code("1" * 64), "here", of_code("2" * 64))
+    assert str(error.value).startswith(
+        "a.json is of other code: m:B was /a/m.py (111111111111) there, here /a/m.py (222222222222), or a module"
+    )
+    for other in (of_code("1" * 64, "/elsewhere/m.py"), of_code(""), HEADER):
+        refuse_another_run("a.json", of_code("1" * 64), "here", other)
+        refuse_another_run("a.json", other, "here", of_code("1" * 64))
+
+
 def test_the_failures_of_a_record_stay_failures_in_the_verdict_on_its_rest(call):
     call("run", "--backend", "fake:ok,wrong", "--mode", "decode", "--json", "a.json")
     code, line, _ = call("run", "--backend", "fake:ok,wrong", "--mode", "target-verify", "--rest-of", "a.json")

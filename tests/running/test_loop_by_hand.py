@@ -214,6 +214,22 @@ def test_all_workers_of_a_run_start_while_its_plan_is_made_and_no_more(judging: 
     assert FakeWorker.alive == 0
 
 
+def test_all_workers_import_the_backend_before_the_first_one_is_asked_what_it_declares(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def describe(self: FakeWorker) -> Described:
+        started.append(len(FakeWorker.made))
+        return Described(CAPABILITIES)
+
+    monkeypatch.setattr(FakeWorker, "describe", describe)
+    runner = Runner(Options(jobs=3))
+    runner.plan(asked("torch_native", modes=("decode",)))
+    assert started == [3]
+    runner.close()
+
+
 @pytest.mark.parametrize(
     ("request_", "options"),
     [

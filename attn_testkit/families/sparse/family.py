@@ -13,10 +13,12 @@ from ...cases.dimensions.kv_splits import KV_SPLITS
 from ...cases.dimensions.table import DIMENSIONS
 from ...cases.dimensions.window import WINDOW
 from ...steps.data import StepData, make_layers
+from ...steps.index_data import IndexData
 from ...steps.schedule import Schedule
 from ..family import Answer, Family, Supposition
 from ..softmax import answer as softmax
 from .data import attended_by, make_sparse_data
+from .index_scores import best_keys
 from .memory import SPARSE_POOL
 
 __all__ = ["SPARSE"]
@@ -26,10 +28,19 @@ _NOT_HERE = (KV_SPLITS, WINDOW, GREEDY_LOOP)
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     """The answer for a step's numbers. The output of a row that selects no key may be any finite number."""
+    data = _with_selection(schedule, data)
     found = softmax.answer(schedule, data, given)
     assert data.allowed is not None
     empty = ~data.allowed.any(-1)[:, data.row_request, data.row_offset]
     return replace(found, limit=found.limit.masked_fill(empty[..., None, None], math.inf)) if empty.any() else found
+
+
+def _with_selection(schedule: Schedule, data: StepData) -> StepData:
+    """The data with the keys that each row attends: those that are given, or those of the best scores."""
+    if not isinstance(data.index, IndexData):
+        return data
+    keys = best_keys(schedule, data, data.index)
+    return replace(data, allowed=attended_by(data, keys), selected=keys)
 
 
 _TILE = 16
@@ -58,6 +69,7 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
 
 
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
+    data = _with_selection(schedule, data)
     allowed = data.allowed
     assert allowed is not None
     visible = data.visible.expand_as(allowed)

@@ -40,21 +40,27 @@ def _is_own(name: str, of: str) -> bool:
 
 
 def tested_file(backend_class: type[Any]) -> Mapping[str, str]:
-    """``file`` and ``sha256`` of the class's module, and ``kernels``: the Triton kernels within reach. Empty for a
-    class that no file has.
+    """``file`` and ``sha256`` of the class's module, ``kernels``: the Triton kernels within reach, and ``code``: a hash
+    of all modules that they are in. Empty for a class that no file has.
     """
     modules = own_modules(backend_class)
     if not modules or modules[0].__name__ != backend_class.__module__:
         return {}
     path = Path(str(modules[0].__file__))
     kernels = has_kernels(modules)
+    code = hashlib.sha256()
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        for module in sorted(modules, key=lambda each: each.__name__):
+            code.update(
+                f"{module.__name__}\0".encode() + hashlib.sha256(Path(str(module.__file__)).read_bytes()).digest()
+            )
+        whole = code.hexdigest()
     except OSError:
-        digest = ""
+        digest = whole = ""
     more = len(kernels) - _MOST_NAMED
     listed = ", ".join(kernels[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return {"file": str(path), "sha256": digest, "kernels": listed}
+    return {"file": str(path), "sha256": digest, "code": whole, "kernels": listed}
 
 
 def stale_byte_code(backend_class: type[Any]) -> str:
