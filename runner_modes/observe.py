@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, RanBefore, copies_from
+from attn_testkit.families.recurrent.memory import StateWatch
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
 from attn_testkit.watches.packing import Sent
@@ -59,6 +60,8 @@ def _readables(model: Model, trace: Trace) -> Iterator[Readable]:
     # q, k and v of each layer, where they were copies of the packed rows.
     for index, dense in enumerate(trace.dense):
         layer, part = divmod(index, 3)
+        if not dense.shape[-1]:
+            continue
         place = layer, model.bytes_of_parts[layer][part]
         yield _readable("activations", f"{'qkv'[part]} {layer}", dense, place)
     for layer, lse in enumerate(trace.lse):
@@ -186,6 +189,9 @@ def _pool_pieces(harness: ServerHarness, staged: StagedStep, found: Sequence[Byt
         Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
         Piece("pool", "rows", harness.pool.bits, shape, held),
     ]
+    moved = harness.pool.moved(found) if isinstance(harness.pool, StateWatch) else None
+    if moved is not None:
+        pieces.append(Piece("pool", "moved", torch.int64, moved.shape, moved.view(np.uint8)))
     places = harness.pool.outside(found)
     if len(places):
         pieces.append(Piece("pool", "outside", torch.int64, places.shape, places.view(np.uint8)))

@@ -10,6 +10,7 @@ from ..contract import LAYER_WINDOWS
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .indexing import Indexing
 from .selection import Selection
+from .state import StateShape
 
 __all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
 
@@ -50,6 +51,15 @@ class ModelShape:
     """Dtype of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     rope_dim: int = 0
     """MLA: width of the part of a key that is not a value. 0 elsewhere."""
+    state: StateShape | None = None
+    """Recurrent states; None: layers have keys."""
+
+    def __post_init__(self) -> None:
+        if self.heads.layout.has_state != (self.state is not None):
+            raise ValueError(
+                f"heads {self.heads} and {self.state or 'no state'}: layers of {self.heads.family} "
+                + ("keep a state; write its widths, such as k64w4s32" if self.state is None else "keep none")
+            )
 
 
 @dataclass(frozen=True)

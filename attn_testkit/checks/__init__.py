@@ -7,7 +7,20 @@ from collections.abc import Collection, Mapping
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
 from . import capabilities as _capabilities
-from . import counted_once, failures, graphs, indexer, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
+from . import (
+    counted_once,
+    failures,
+    graphs,
+    indexer,
+    log_sum_exp,
+    lossless,
+    memory,
+    numeric,
+    outputs,
+    sameness,
+    state,
+    states,
+)
 from .check import Check, Stage
 from .comparison import Comparison
 
@@ -20,6 +33,7 @@ _KINDS = (
     log_sum_exp,
     outputs,
     memory,
+    states,
     indexer,
     graphs,
     state,
@@ -39,6 +53,7 @@ BEFORE_OUTPUTS = ("index-stored", "selection-well-formed", "selects-best")
 
 REPORTED_INSTEAD = (
     "reads-own-kv",
+    "reads-own-state",
     "captures-cleanly",
     "replay-follows-batch",
     "addresses-stable",

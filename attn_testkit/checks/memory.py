@@ -150,6 +150,10 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
     ]
 
 
+def _has_keys(case: Case) -> bool:
+    return case.state is None
+
+
 CHECKS = (
     Check(
         "reads-own-kv",
@@ -161,6 +165,7 @@ CHECKS = (
         "With zeros in unowned slots the result is finite. `attended` shows which foreign slots had weight; if the KV "
         "tokens are right, something is multiplied by 0 instead of masked.",
         evaluated_from=Stage.OBSERVED,
+        shown_by=_has_keys,
         behind_outputs=True,
     ),
     Check(
@@ -172,6 +177,7 @@ CHECKS = (
         "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
         "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
         evaluated_from=Stage.OBSERVED,
+        shown_by=_has_keys,
         run=lambda comparison, schedule, declared: writes_own_kv(
             comparison.observed, schedule.case, takes_strided_heads=declared.server.takes_strided_heads
         ),

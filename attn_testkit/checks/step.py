@@ -12,6 +12,9 @@ from .comparison import Comparison
 __all__ = ["evaluate_step"]
 
 _ORDER = (
+    "writes-own-state",
+    "verify-keeps-state",
+    "state-counts-tokens",
     "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
     "index-stored",  # a wrong index key makes a wrong selection, and that wrong numbers
     "selection-well-formed",
@@ -21,6 +24,8 @@ _ORDER = (
     "finite",
     "matches-oracle",
     "keys-counted-once",
+    "state-matches-oracle",
+    "conv-window-exact",
     "graph-matches-eager",
     "mode-outputs",
     "inputs-unchanged",
@@ -37,6 +42,7 @@ def evaluate_step(comparison: Comparison, schedule: Schedule, declared: Capabili
     found: list[Finding] = []
     for check in map(CHECKS.__getitem__, _ORDER):
         silenced = check.id in (*BEFORE_OUTPUTS, *NUMERIC) and any(each.check in BEFORE_OUTPUTS for each in found)
+        silenced = silenced or not check.shown_by(schedule.case)
         if not silenced and not (check.behind_outputs and _outputs_wrong(found)):
             found += _run(check, comparison, schedule, declared)
     return found

@@ -17,6 +17,10 @@ from .modes import Execution, ForwardMode
 from .requires import Requires
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
+from .state import State
+from .state_backend import StateBackend
+from .state_layer import StateLayer
+from .state_pool import StateContext, StateInput, StatePool
 from .windows import LAYER_WINDOWS, Windows
 
 __all__ = [
@@ -59,6 +63,12 @@ __all__ = [
     "ServerConventions",
     "Sparse",
     "SpecInput",
+    "State",
+    "StateBackend",
+    "StateContext",
+    "StateInput",
+    "StateLayer",
+    "StatePool",
     "TreeMaskMode",
     "Unsupported",
     "VerifyInput",

@@ -20,6 +20,7 @@ from .layer import AttentionLayer, HeadShape
 from .merging import KVSplit
 from .modes import ForwardMode
 from .server_conventions import Dialect
+from .state_pool import StateContext
 
 __all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_undeclared"]
 
@@ -78,6 +79,9 @@ class BackendContext:
     """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` are those of the first,
     which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
     ``kv_groups``, and with ``kv_splits``."""
+
+    state: StateContext | None = None
+    """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
@@ -172,12 +176,29 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("indexer with heads and reuse of", ", ".join(f"{each.index_heads}" for each in context.layers),
          _selects(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
+        *_of_states(capabilities, context),
         *((name, said, said in getattr(capabilities.server, name)) for name, said in vars(context.dialect).items()),
         ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not declared")
+
+
+def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tuple[str, object, bool]]:
+    state, declared = context.state, capabilities.state
+    if state is None or declared is None:
+        return [("layers that keep a state,", state is not None, state is None and declared is None)]
+    dtype = _DTYPE_NAMES.get(state.pool.dtype, str(state.pool.dtype))
+    return [
+        ("width of a key", *_first_outside((layer.k_dim for layer in state.layers), declared.k_dims)),
+        ("state dtype", dtype, dtype in declared.dtypes),
+        ("convolution of width", *_first_outside((each.conv_width for each in state.layers), declared.conv_widths)),
+        ("order of a state", state.pool.order, state.pool.order in declared.orders),
+        ("strided states", state.pool.strided, declared.strided or not state.pool.strided),
+        ("padded states", state.padding, state.padding in declared.padding),
+        ("fresh states", state.fresh, state.fresh in declared.fresh),
+    ]
 
 
 def _selects(capabilities: Capabilities, context: BackendContext) -> bool:
@@ -347,7 +368,8 @@ class AttentionBackend(ABC):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp.
+        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp. With
+        ``sparse`` there is ``selected`` by name, and ``part`` is the whole.
 
         Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_splits``, known to the constructor
         and so to every plan. The first split of a layer stores new keys and values; the others have ``save_kv_cache``

@@ -12,6 +12,7 @@ import torch
 
 from .draft_decode import DraftDecodeInput
 from .modes import ForwardMode
+from .state_pool import StateInput
 
 __all__ = ["DraftExtendInput", "ForwardBatch", "SpecInput", "TreeMaskMode", "VerifyInput", "VerifyMask"]
 
@@ -242,5 +243,7 @@ class ForwardBatch:
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
+    state: StateInput | None = None
+    """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)
     """Free space for a backend that wants to keep something with the batch; the kit never reads it."""

@@ -126,9 +126,10 @@ class KernelBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         part: KVSplit,
+        selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new rows and call ``run_return_lse``. The plan's layer has sinks only if they count in ``part``."""
-        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part)
+        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part, selected=selected)
         if not part.sinks:
             plan = replace(plan, layer=replace(layer, sinks=None))
         return self.run_return_lse(q, _pages(self.context, layer), plan)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,15 @@ class AttentionLayer(OfHeadLayout):
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"
     """Name of the family that the layer is of. Families other than ``softmax`` have head layouts of their own."""
+
+    def to(self, device: torch.device) -> AttentionLayer:
+        """The layer with its tensors on a device."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks.to(device))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Elements of what a row brings, if the parts are not q, k and v of ``head_shape``: see ``StateLayer``."""
+        return ()
 
     @property
     def head_shape(self) -> HeadShape:

@@ -69,7 +69,7 @@ def explain_numeric(
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
         right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
-        reads_foreign=check == "reads-own-kv",
+        reads_foreign=check == family_of(schedule.case).reads,
         changed=_changed_cases(rerunner, schedule, comparison) if wrong_in_eager else None,
     )
     asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
@@ -174,14 +174,14 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
     calm = _evaluated(schedule, again)
     if calm is None or not calm.all_finite:
         return "finite", ""
-    finite, unread = _finite_with_zeros(schedule), family_of(schedule.case).unread
-    if unread and rerunner.runs_eagerly(schedule):
-        own = family_of(schedule.case).with_unread_finite(step)
+    family, finite = family_of(schedule.case), _finite_with_zeros(schedule)
+    if family.unread and rerunner.runs_eagerly(schedule):
+        own = family.with_unread_finite(step)
         calm_own = _evaluated(schedule, rerunner.eager(schedule, own))
         if calm_own is not None and calm_own.all_finite:
-            return "reads-own-kv", f"{_finite_with_numbers(unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
+            return family.reads, f"{_finite_with_numbers(family.unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
         finite = _finite_with_zeros(schedule, "unowned slots")
-    return "reads-own-kv", f"{finite}, and right" if calm.right else finite
+    return family.reads, f"{finite}, and right" if calm.right else finite
 
 
 def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:
@@ -315,6 +315,7 @@ def _left_alone(first: Comparison, second: Comparison, fill: int) -> bool:
 
 _HEADLINE_ENDS = {
     "reads-own-kv": ": it read a slot of another owner",
+    "reads-own-state": ": it read a slot of another owner, or that of a fresh request",
     "replay-follows-batch": " at a replay; eager mode is right",
     "padding-inert": "; without padded rows it is right",
     "buckets-independent": " after other replays; as the only one it is right",

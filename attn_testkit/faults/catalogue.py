@@ -47,6 +47,7 @@ CLASSES = {
     "O": "drafts: their forwards and branches",
     "P": "prefill: cached prefixes, chunks, mixed batches",
     "Q": "KV splits: log-sum-exps and merging",
+    "R": "recurrent states: slots, windows, gates",
     "S": "sparse attention: selected keys",
 }
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""

@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
-from .indexer import IndexerParent
-from .sparse import SparseParent, UnionOfRows
+from .indexer import FusedIndexer, IndexerParent
+from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -109,3 +109,25 @@ class IndexerOneBuffer(IndexerParent):
         if len(found) > len(self.buffer):
             return found
         return self.buffer[: len(found)].copy_(found)
+
+
+@control("sparse-with-sums")
+class SparseWithLogSumExps(SparseWithSums):
+    """Log-sum-exps of selected keys, and fewer selections than rows of q."""
+
+
+@control("sparse-of-groups")
+class SparseOfGroups(GroupedSparse):
+    """Several KV heads, each with a group of query heads."""
+
+
+@control("sparse-two-thousand")
+class SparseTwoThousand(SparseParent):
+    """The width of DeepSeek V3.2."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
+
+
+@control("indexer-fused")
+class IndexerFused(FusedIndexer):
+    """The indexer is a part of ``forward``: one kernel scores, selects and attends."""

@@ -200,7 +200,8 @@ _OF_A_LIBRARY = re.compile(
     r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
 )
 """A frame of a library: the line that called the library tells the cause."""
-_IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", "reads-own-kv", "log-sum-exp")
+_IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", "reads-own-kv", "reads-own-state",
+             "log-sum-exp")  # fmt: skip
 """Checks of numbers that diagnosis reports only if eager mode is wrong, too, or does not exist."""
 _PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")

@@ -36,6 +36,8 @@ RIGHT = {
     "sglang_kernels:SparseMLAPrefill": SPARSE_DECODE,
     "sglang_kernels:SparseMLAPrefillUnion2": SPARSE_EXTEND,
     "sglang_kernels:SparseMLAForward": SPARSE_DECODE,
+    "sglang_indexer:IndexerAmax": SPARSE_DECODE.replace("slots", "slots-idx4"),
+    "sglang_indexer:IndexerPowersOfTwo": SPARSE_EXTEND.replace("slots", "slots-idx4pow2gauss"),
     "vllm_kernels:SparseMLA": SPARSE_DECODE,
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",

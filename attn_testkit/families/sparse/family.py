@@ -9,7 +9,6 @@ from dataclasses import replace
 import torch
 
 from ...cases.dimensions.greedy_loop import GREEDY_LOOP
-from ...cases.dimensions.kv_splits import KV_SPLITS
 from ...cases.dimensions.table import DIMENSIONS
 from ...cases.dimensions.window import WINDOW
 from ...steps.data import StepData, make_layers
@@ -23,7 +22,7 @@ from .memory import SPARSE_POOL
 
 __all__ = ["SPARSE"]
 
-_NOT_HERE = (KV_SPLITS, WINDOW, GREEDY_LOOP)
+_NOT_HERE = (WINDOW, GREEDY_LOOP)
 
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
@@ -43,7 +42,8 @@ def _with_selection(schedule: Schedule, data: StepData) -> StepData:
     return replace(data, allowed=attended_by(data, keys), selected=keys)
 
 
-_TILE = 16
+_TILE, _TILES = 16, 16
+"""Narrowest tile of columns, and most tiles of a selection, that a lost tile is looked for in."""
 
 
 def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Tensor]]:
@@ -63,7 +63,8 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
         "the keys of a row behind its largest index are not attended, as if indices ascended",
         keys.masked_fill(behind, -1),
     )
-    for tile in range(_TILE, selection.topk, _TILE):
+    wide = max(_TILE, selection.topk // _TILES)
+    for tile in range(wide, selection.topk, wide):
         text = f"only the first {tile} of {selection.topk} columns of `selected` are attended"
         yield text, keys.masked_fill(column >= tile, -1)
 

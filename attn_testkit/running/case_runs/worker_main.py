@@ -71,7 +71,7 @@ class LocalWorker:
             declared = _plain(candidate, self.backend_class)
             broken = broken_packages(declared)
         before = self._servers.accept_into(before)
-        changed = tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
+        changed = () if unchanged(before) else tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
         if changed:
             restore(before)
         self._state: ProcessState = take_state()

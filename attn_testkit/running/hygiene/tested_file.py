@@ -7,6 +7,7 @@ import importlib.util
 import marshal
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -83,10 +84,7 @@ def _stale(module: ModuleType) -> str:
         return ""
     if data[:4] != importlib.util.MAGIC_NUMBER or not _is_trusted(data, int(stat.st_mtime), stat.st_size):
         return ""
-    try:
-        same = _same(marshal.loads(data[16:]), compile(source, str(file), "exec", dont_inherit=True))
-    except (ValueError, EOFError, TypeError, SyntaxError):
-        same = False
+    same = _is_made_of(data, source, str(file))
     return "" if same else f"Python runs {cached}, which was made of another text than {file} has now"
 
 
@@ -99,5 +97,10 @@ def _is_trusted(data: bytes, modified: int, size: int) -> bool:
     return (int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little")) == wanted
 
 
-def _same(one: object, other: CodeType) -> bool:
-    return isinstance(one, CodeType) and one == other
+@lru_cache(maxsize=32)  # Compiling takes longer than reading, and one process may have many workers of one module.
+def _is_made_of(data: bytes, source: bytes, file: str) -> bool:
+    try:
+        code = marshal.loads(data[16:])
+        return isinstance(code, CodeType) and code == compile(source, file, "exec", dont_inherit=True)
+    except (ValueError, EOFError, TypeError, SyntaxError):
+        return False

@@ -21,6 +21,7 @@ _ALLOWED = {
     "attn_testkit.contract.requires": {"Requires"},
     "attn_testkit.contract.server_conventions": {"ServerConventions"},
     "attn_testkit.contract.sparse": {"Indexer", "Sparse"},
+    "attn_testkit.contract.state": {"State"},
     "attn_testkit.contract.windows": {"Windows"},
     "attn_testkit.results.finding": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "RunRecord", "StepRecord"},
