@@ -15,7 +15,7 @@ from ..contract import (
     Sparse,
 )
 
-__all__ = ["TorchNativeSparseBackend", "TorchNativeSparseSlotsBackend"]
+__all__ = ["TorchNativeSparseBackend", "TorchNativeSparseBlocksBackend", "TorchNativeSparseSlotsBackend"]
 
 
 class TorchNativeSparseBackend(KernelBackend):
@@ -152,3 +152,32 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Slots of the keys."""
         return table.gather(1, keys)
+
+
+class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
+    """``selected`` holds blocks of 16 keys. The last block of a row ends with the row's own key."""
+
+    block = 16
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
+        families={"mha", "gqa", "mqa"},
+        mla_rope_dims=set(),
+        sparse=Sparse(topk={1, 4, 16}, block=block, holes=True, fewer_rows=True, any_padding=True),
+        lse=LogSumExp("e", whole=frozenset(ForwardMode)),
+    )
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend the keys of the selected blocks that a row may see."""
+        assert plan.selected is not None
+        selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
+        row = torch.arange(len(selected), device=selected.device)
+        request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
+        seen = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        inside = torch.arange(self.block, device=selected.device)
+        keys = (selected[..., None] * self.block + inside).flatten(1)
+        is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])
+        # A padded row may hold any block, also one behind the table.
+        places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
+        slots = plan.slot_table[request[:, None], places].long()
+        return self.attend(q, kv, plan, slots, is_key)

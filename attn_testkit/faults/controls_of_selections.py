@@ -8,7 +8,7 @@ from typing_extensions import override
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerParent
-from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
+from .sparse import GroupedSparse, SparseBlocks, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -131,3 +131,8 @@ class SparseTwoThousand(SparseParent):
 @control("indexer-fused")
 class IndexerFused(FusedIndexer):
     """The indexer is a part of ``forward``: one kernel scores, selects and attends."""
+
+
+@control("sparse-blocks")
+class SparseByBlocks(SparseBlocks):
+    """Blocks of 16 keys, with holes; a row's own block ends with it."""

@@ -12,7 +12,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_slots, state_table
 from attn_testkit.families.recurrent.family import RECURRENT
-from attn_testkit.families.recurrent.recurrence import recur
+from attn_testkit.families.recurrent.recurrence import _convolved, recur
 from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import make_schedule, only
 
@@ -261,3 +261,22 @@ def test_after_a_verify_the_state_is_that_of_the_accepted_nodes_and_outputs_are_
             one, whole_batch = getattr(recur(alone), name)[:, 0], getattr(found, name)[:, request]
             assert torch.allclose(one, whole_batch, rtol=1e-12, atol=1e-15)
         assert torch.equal(recur(alone).windows[:, 0], found.windows[:, request])
+
+
+def test_rounded_products_of_a_convolution_are_within_the_limit_of_who_declares_them_and_of_nobody_else() -> None:
+    """A convolution as ``acc += x * w`` in bf16 gives it (SGLang's ``causal_conv1d_update``)."""
+    exact = data_of("decode-gdn2x2-d32-bf16-p16-k9x20-shuffled-mild_decay-k16w4s32-b20prod")
+    declared, layer, off = replace(exact, conv_products="model"), exact.layers[0], []
+    assert layer.conv_weight is not None
+    inputs = torch.cat([exact.windows[0], exact.q[0][..., None]], -1)
+    rounded = (inputs * layer.conv_weight).double().sum(-1)
+    right = (inputs.double() * layer.conv_weight.double()).sum(-1)
+    if layer.conv_bias is not None:
+        rounded, right = (each + layer.conv_bias.double() for each in (rounded, right))
+    for data in (exact, declared):
+        want, limit = _convolved(layer, 0, data)
+        # The output is rounded once more in either case.
+        got = torch.nn.functional.silu(rounded).to(torch.bfloat16).double()
+        off.append(float(((got - want).abs() / limit).max()))
+    assert not torch.equal(rounded, right)
+    assert off[0] > 1 > off[1]

@@ -14,7 +14,11 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
 from attn_testkit.faults import r_states as faults
-from attn_testkit.faults.controls_of_states import StatesByConvention, StatesClearedByTheServer
+from attn_testkit.faults.controls_of_states import (
+    StatesByConvention,
+    StatesClearedByTheServer,
+    StatesOfPaddingUnwritten,
+)
 
 DECLARED = TorchNativeStateBackend.capabilities
 DECODE = "decode-{}-d32-bf16-p16-k3.9.1-shuffled-{}-k32w{}s32{}-b5{}"
@@ -81,6 +85,7 @@ def test_layers_that_keep_a_state_need_a_record_of_it(state: object, words: str)
         ({"k_dims": {0}}, "whole numbers from 1"),
         ({"conv_widths": ()}, "whole numbers from 1"),
         ({"products": "bf16"}, "unknown products"),
+        ({"conv_products": "tf32"}, "unknown conv_products"),
         ({"strided": 1}, "True or False"),
         ({"order": {"vk"}}, "orders"),
     ],
@@ -152,7 +157,7 @@ def test_the_reference_passes_each_kind_eagerly_and_in_graphs(case: str) -> None
     assert "writes-own-kv" not in checks
 
 
-@pytest.mark.parametrize("backend", [StatesByConvention, StatesClearedByTheServer])
+@pytest.mark.parametrize("backend", [StatesByConvention, StatesClearedByTheServer, StatesOfPaddingUnwritten])
 @pytest.mark.parametrize("mode", ["decode", "extend"])
 def test_conventions_of_servers_pass(backend: type, mode: str) -> None:
     case = generate(backend.capabilities, ForwardMode(mode), "smoke")[0].id

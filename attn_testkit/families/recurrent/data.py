@@ -127,6 +127,8 @@ class StateStepData(StepData):
     layers: tuple[StateLayer, ...] = ()
     products: str = "fp32"
     """``State.products`` of the backend."""
+    conv_products: str = "fp32"
+    """``State.conv_products`` of the backend."""
     dtype: str = "bf16"
     """Dtype of the model, by its name."""
     shape: StateShape = field(default_factory=lambda: StateShape(1, 1))
@@ -206,7 +208,8 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         slots=torch.from_numpy(state_slots(schedule, step)),
         fresh=torch.tensor([_is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
         states=joined["states"], windows=joined["windows"],
-        layers=state_layers(case), products=schedule.numerics.state_products, dtype=case.dtype, shape=shape_of(case),
+        layers=state_layers(case), products=schedule.numerics.state_products,
+        conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
         news=tuple(news), kept=_kept(case, whole, indices, news),
         unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
     )  # fmt: skip

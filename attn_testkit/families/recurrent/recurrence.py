@@ -225,9 +225,12 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
             out[first : first + new] += term
             size[first : first + new] += term.abs()
         first += new
+    products = size
     if layer.conv_bias is not None:
         out, size = out + layer.conv_bias.double(), size + layer.conv_bias.double().abs()
     off = FLOAT32 * (width + 4) * size
+    if data.conv_products == "model":
+        off = off + UNIT_ROUNDOFF[data.dtype] * products
     if layer.activation == "silu":
         out, off = out * torch.sigmoid(out), 1.1 * off + 4 * FLOAT32 * out.abs()
     # Servers' convolutions give back the model's dtype.
