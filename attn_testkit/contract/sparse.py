@@ -76,9 +76,9 @@ class Sparse(Declared):
     empty_rows: bool = False
     """True if a live row may select no key; its output must be finite then. False: each selects one or more."""
     fewer_rows: bool = False
-    """True if ``selected`` may have fewer rows than ``q``. Rows of ``q`` after it belong to no request: the layers
-    around attention were padded, and the indexer was not (``ServerConventions.takes_more_rows``). Their output must be
-    finite. False: it has one row for each of ``q``."""
+    """True if ``selected`` may have fewer rows than ``q``. Other rows of ``q`` belong to no request: the layers around
+    attention were padded, and the indexer was not (``ServerConventions.takes_more_rows``). Their output must be finite.
+    False: it has one row for each of ``q``."""
     any_padding: bool = False
     """True if padded rows may hold any index, even a stale one. False: a padded row holds -1, or the keys
     of a live row."""
