@@ -55,6 +55,11 @@ class TorchNativeSparseBackend(KernelBackend):
         found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
         return found.clamp(max=len(plan.kv_lens) - 1)
 
+    def keys_seen(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: number of keys that each of ``rows`` [T, ...] may see."""
+        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
+        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, topk] int64: the slot of each selected key; any slot for -1."""
         request = self.request_of_row(selected, plan)
@@ -78,9 +83,7 @@ class TorchNativeSparseBackend(KernelBackend):
             of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
         of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
         request = self.request_of_row(q_index, plan)
-        row = torch.arange(len(q_index), device=keys.device)
-        sees = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
-        return of_slot.gather(1, plan.slot_table[request].long()), sees
+        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """Take the best keys of those that a row sees."""
@@ -171,9 +174,7 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
         """Attend the keys of the selected blocks that a row may see."""
         assert plan.selected is not None
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
-        row = torch.arange(len(selected), device=selected.device)
-        request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
-        seen = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        request, seen = self.request_of_row(selected, plan), self.keys_seen(selected, plan)
         inside = torch.arange(self.block, device=selected.device)
         keys = (selected[..., None] * self.block + inside).flatten(1)
         is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])

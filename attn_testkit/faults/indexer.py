@@ -73,9 +73,8 @@ class IndexerParent(SparseParent):
         return torch.einsum("thn,th->tn", self.products(q, keys), weights) * scales
 
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """[T] int64: keys that each row sees."""
-        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
-        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        """[T] int64: keys from which each row selects."""
+        return self.keys_seen(rows, plan)
 
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         """[T, topk] int64: places of the highest scores of the first ``lengths`` [T]; -1 in the rest."""

@@ -58,6 +58,11 @@ class SparseParent(KernelBackend):
         found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
         return found.clamp(max=len(plan.kv_lens) - 1)
 
+    def keys_seen(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: number of keys that each of ``rows`` [T, ...] may see."""
+        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
+        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+
 
 class UnionOfRows(SparseParent):
     """Two rows gather the keys of both, and the keys of the other one have the weight 0, as SGLang's ``union=2``."""
@@ -158,8 +163,7 @@ class SparseBlocks(SparseParent):
 
     @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        row, request = torch.arange(len(selected), device=selected.device), self.request_of_row(selected, plan)
-        seen = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        seen = self.keys_seen(selected, plan)
         keys = self.keys_of(selected)
         there = self.clipped(self.is_block(selected)[..., None].expand_as(keys), keys, seen)
         keys = keys.clamp(min=0, max=plan.slot_table.shape[1] - 1)
