@@ -35,8 +35,10 @@ def codes_of(data: StepData, lens: Sequence[int], layer: int, kv_head: int) -> t
     if one.dtype.itemsize > 1:
         return one.float().sign_()
     if data.row_format:
-        one = one if data.stored_values is not None else torch.cat(
-            [data.stored_keys[layer, b, :length, kv_head] for b, length in enumerate(lens)]
+        one = (
+            one
+            if data.stored_values is not None
+            else torch.cat([data.stored_keys[layer, b, :length, kv_head] for b, length in enumerate(lens)])
         )
         return data.row_format.unpack(one)[..., : data.v.shape[-1]].sign_()
     # Torch converts FP8 one by one. The highest bit is the sign.

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..steps.data import StepData
+from ..steps.packed_rows import accepted
 from ..steps.schedule import Schedule, Step
 
 __all__ = [
@@ -196,7 +197,7 @@ class Observation:
             due = torch.isin(slots, self.inputs.new_slots)
             want = self.inputs.new_rows[:, :, torch.isin(self.inputs.new_slots, slots)]
             rows = rows.clone()
-            rows[:, :, due] = packed.accepted(rows[:, :, due], want)
+            rows[:, :, due] = accepted(packed, rows[:, :, due], want)
         return slots, rows
 
     @cached_property

@@ -183,7 +183,8 @@ class KVPool:
 
         ``loc`` [T] int64 or int32: slots, as in ``out_cache_loc``. ``k`` [T, Hk, D], ``v`` [T, Hk, Dv] in the model's
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
-        and clamped to the largest FP8 value; with a ``row_format`` they are packed. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
+        and clamped to the largest FP8 value; with a ``row_format`` they are packed. Raises ``ValueError`` when a pool
+        that is not MLA gets no ``v``.
         """
         slots, stored = loc.long(), self._stored.get(layer.layer_id)
         if stored is None:

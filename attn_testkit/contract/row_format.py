@@ -7,22 +7,25 @@ the bytes of a row, views of its planes, how a row is packed and what it means.
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
 from .layer import AttentionLayer
 
-__all__ = ["ALL_NAN", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat"]
+__all__ = ["ALL_NAN", "LARGEST", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat", "next_power_of_two"]
 
 ALL_NAN = 0xFF
 """Byte that is NaN in every plane: e4m3, bfloat16 and float32 numbers of such bytes are NaN."""
-_LARGEST = {torch.float8_e4m3fn: 448.0}
-_SMALLEST_SCALE = torch.finfo(torch.float32).tiny
-_NEAR_TIE = 2.0**-14
-_ULPS = 4
-"""Units in the last place that a scale may be off: division on a GPU may be off by two."""
+LARGEST = {torch.float8_e4m3fn: 448.0}
+"""Largest number of a dtype that has scales."""
+_SMALLEST_SCALE = {"amax": torch.finfo(torch.float32).tiny, "power_of_two": 1e-4}
+
+
+def next_power_of_two(numbers: torch.Tensor) -> torch.Tensor:
+    """The smallest power of two that is not below each positive float32 number: a carry out of the mantissa."""
+    return ((numbers.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,10 @@ class Plane:
     of: str
     """Part of the key that it holds: ``latent`` or ``rope`` of MLA, or ``row`` for all of it."""
     tile: int = 1
-    """1: numbers of the key. N: one scale for N numbers each, the largest of them over the largest of their dtype."""
+    """1: numbers of the key. N: one scale for N numbers each."""
+    rule: str = "amax"
+    """Scale of a tile. ``amax``: its largest magnitude over the largest number of their dtype. ``power_of_two``: the
+    next power of two from there on."""
 
 
 @dataclass(frozen=True)
@@ -60,23 +66,26 @@ class RowFormat:
         return family in self.families and dtype in self.dtypes and tiles
 
 
+_DS_MLA = (
+    Plane("numbers", torch.float8_e4m3fn, "latent"),
+    Plane("scales", torch.float32, "latent", tile=128),
+    Plane("rope", torch.bfloat16, "rope"),
+)
 ROW_FORMATS: Mapping[str, RowFormat] = {
     each.name: each
     for each in (
+        RowFormat("fp8_ds_mla", _DS_MLA, families=frozenset({"mla"}), dtypes=frozenset({"bf16"})),
         RowFormat(
-            "fp8_ds_mla",
-            (
-                Plane("numbers", torch.float8_e4m3fn, "latent"),
-                Plane("scales", torch.float32, "latent", tile=128),
-                Plane("rope", torch.bfloat16, "rope"),
-            ),
+            "fp8_ds_mla_pow2",
+            tuple(replace(plane, rule="power_of_two") for plane in _DS_MLA),
             families=frozenset({"mla"}),
             dtypes=frozenset({"bf16"}),
         ),
     )
 }
-"""``fp8_ds_mla``: FlashMLA's FP8 rows with scales. With a latent part of 512 and a rope part of 64 a row has 656 bytes:
-512 of e4m3, 16 of scales, 128 of bfloat16. vLLM and SGLang have it for DeepSeek V3.2."""
+"""``fp8_ds_mla``: FP8 rows of FlashMLA with scales, as SGLang has them for DeepSeek V3.2. With a latent part of 512 and
+a rope part of 64 a row has 656 bytes: 512 of e4m3, 16 of scales, 128 of bfloat16. ``fp8_ds_mla_pow2``: the same with
+scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435)."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +98,8 @@ class PackedRows:
     width: int
     """Numbers of a key."""
 
-    def _part(self, plane: Plane) -> slice:
+    def part(self, plane: Plane) -> slice:
+        """Numbers of a key that a plane is for."""
         return {"latent": slice(0, self.latent), "rope": slice(self.latent, self.width)}.get(
             plane.of, slice(0, self.width)
         )
@@ -99,7 +109,7 @@ class PackedRows:
         """Plane -> its first byte in a row, and the one behind its last."""
         found, end = dict[str, tuple[int, int]](), 0
         for plane in self.format.planes:
-            part = self._part(plane)
+            part = self.part(plane)
             first, end = end, end + (part.stop - part.start) // plane.tile * plane.dtype.itemsize
             found[plane.name] = first, end
         return found
@@ -115,26 +125,27 @@ class PackedRows:
             plane.name: rows[..., slice(*self.offsets[plane.name])].view(plane.dtype) for plane in self.format.planes
         }
 
-    def _scales(self, plane: Plane) -> Plane | None:
-        """The plane of the scales of a plane of numbers."""
+    def scales_of(self, plane: Plane) -> Plane | None:
+        """The plane of scales of a plane of numbers; None if it has none."""
         return next((each for each in self.format.planes if each.tile > 1 and each.of == plane.of), None)
 
     def scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: scales of the numbers of ``keys`` [..., width] that a plane of scales is for."""
         of = next(each.dtype for each in self.format.planes if each.tile == 1 and each.of == plane.of)
-        tiles = keys[..., self._part(plane)].float().unflatten(-1, (-1, plane.tile))
-        return (tiles.abs().amax(-1) / _LARGEST[of]).clamp(min=_SMALLEST_SCALE)
+        tiles = keys[..., self.part(plane)].float().unflatten(-1, (-1, plane.tile))
+        exact = (tiles.abs().amax(-1) / LARGEST[of]).clamp(min=_SMALLEST_SCALE[plane.rule])
+        return next_power_of_two(exact) if plane.rule == "power_of_two" else exact
 
     def pack(self, keys: torch.Tensor) -> torch.Tensor:
         """[..., bytes] uint8: ``keys`` [..., width] as rows of the format."""
         found = []
         for plane in self.format.planes:
-            part = keys[..., self._part(plane)]
-            scales = self._scales(plane)
+            part = keys[..., self.part(plane)]
+            scales = self.scales_of(plane)
             if plane.tile > 1:
                 part = self.scales(plane, keys)
             elif scales is not None:
-                largest = _LARGEST[plane.dtype]
+                largest = LARGEST[plane.dtype]
                 tiles = part.float().unflatten(-1, (-1, scales.tile)) / self.scales(scales, keys)[..., None]
                 part = tiles.clamp(-largest, largest).flatten(-2)
             found.append(part.to(plane.dtype).contiguous().view(torch.uint8))
@@ -147,37 +158,9 @@ class PackedRows:
         for plane in self.format.planes:
             if plane.tile > 1:
                 continue
-            numbers, scales = planes[plane.name].float().to(dtype), self._scales(plane)
+            numbers, scales = planes[plane.name].float().to(dtype), self.scales_of(plane)
             if scales is not None:
-                numbers = (numbers.unflatten(-1, (-1, scales.tile)) * planes[scales.name].to(dtype)[..., None]).flatten(-2)
-            keys[..., self._part(plane)] = numbers
+                tiles = numbers.unflatten(-1, (-1, scales.tile)) * planes[scales.name].to(dtype)[..., None]
+                numbers = tiles.flatten(-2)
+            keys[..., self.part(plane)] = numbers
         return keys
-
-    def with_one_packing(self, keys: torch.Tensor) -> torch.Tensor:
-        """A copy of ``keys`` [..., width] bfloat16 whose numbers are rounded in one way, however a scale is computed.
-
-        Numbers near the middle between two FP8 numbers are one unit smaller, and no tile is all 0: there servers
-        differ (SGLang divides by a scale of 0, vLLM has the smallest normal one).
-        """
-        keys = keys.clone()
-        for plane in self.format.planes:
-            scales = self._scales(plane)
-            if plane.tile > 1 or scales is None:
-                continue
-            tiles = keys[..., self._part(plane)].unflatten(-1, (-1, scales.tile))
-            tiles[..., -1] = torch.where((tiles == 0).all(-1), torch.full_like(tiles[..., -1], _NEAR_TIE), tiles[..., -1])
-            exact = tiles.float() / self.scales(scales, keys)[..., None]
-            low, high = ((exact * (1 + each)).to(plane.dtype).view(torch.uint8) for each in (-_NEAR_TIE, _NEAR_TIE))
-            bits = tiles.view(torch.int16)
-            bits.sub_((low != high).to(torch.int16))
-        return keys
-
-    def accepted(self, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-        """A copy of ``rows`` with the scales of ``want``, where they differ by rounding only. [..., bytes] uint8."""
-        rows = rows.clone()
-        for plane in self.format.planes:
-            if plane.tile > 1:
-                got, due = (self.planes(each)[plane.name] for each in (rows, want))
-                near = (got.view(torch.int32) - due.view(torch.int32)).abs() <= _ULPS
-                got.copy_(torch.where(near, due, got))
-        return rows

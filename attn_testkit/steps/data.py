@@ -28,6 +28,7 @@ from ..contract import FP8_PRODUCTS, ROW_FORMATS, AttentionLayer, ForwardMode, H
 from ..contract.row_format import ALL_NAN
 from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
+from .packed_rows import with_one_packing
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
@@ -130,7 +131,7 @@ class StepData:
     selected: torch.Tensor | None = None
     """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
     row_format: PackedRows | None = None
-    """Format of the rows of ``stored_keys`` and ``stored_values``, whose last dimension is bytes then. None: numbers."""
+    """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
@@ -197,9 +198,7 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
 
-def _store(
-    rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None
-) -> torch.Tensor:
+def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None) -> torch.Tensor:
     """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
     if row_format:
         return row_format.pack(rows)
@@ -327,8 +326,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
     packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
     if packed:
-        k, v = (packed.with_one_packing(each) for each in (k, v)) if not case.heads.layout.values_in_keys else (
-            packed.with_one_packing(k), v)
+        k, v = with_one_packing(packed, k), v if case.heads.layout.values_in_keys else with_one_packing(packed, v)
     stored_k = _store(k, k_scales, kv_dtype, packed)
     if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
@@ -362,7 +360,8 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
     layered = {"q", "k", "v", "stored_keys", "stored_values"}
-    tensors = {each.name: getattr(data, each.name) for each in fields(StepData) if each.name not in ("kv_scales", "row_format")}
+    named = [each.name for each in fields(StepData) if each.name not in ("kv_scales", "row_format")]
+    tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
     return replace(data, **cut)
 

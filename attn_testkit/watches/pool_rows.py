@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from ..contract import KVPool
-from ..contract.row_format import ALL_NAN
 from ..contract.kv_layouts import between, place_of, slot_dims
+from ..contract.row_format import ALL_NAN
 
 __all__ = ["BITS", "PoolRows"]
 

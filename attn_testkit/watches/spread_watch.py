@@ -31,7 +31,8 @@ class SpreadWatch:
 
     def __init__(self, pool: KVPool, schedule: Schedule) -> None:
         first, size = pool.layers[0], pool.dtype.itemsize
-        self._shape, self._row = (len(pool.layers), first.head_layout.pool_rows), (first.tp_k_head_num, pool.spec.row_width(first))
+        self._shape = len(pool.layers), first.head_layout.pool_rows
+        self._row = first.tp_k_head_num, pool.spec.row_width(first)
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._pool, self._device, self._dtype = PoolRows.of(pool), pool.device, pool.dtype

@@ -67,8 +67,9 @@ def attend(
 ) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
-    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``:
-    compute this field of ``Attention`` too. ``factors``: spacing of narrow factors, for the field; 0.0: none. ``q_scale``: how queries are rounded, for ``logit_error``.
+    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``: compute
+    this field of ``Attention`` too. ``factors``: spacing of narrow factors, for that field; 0.0: leave it None.
+    ``q_scale``: how queries are rounded, for ``logit_error``.
     """
     visible = data.visible if visible is None else visible
     asked = _Asked(flat, factors, query_rounding(data.q, q_scale))
