@@ -138,11 +138,9 @@ class Fields:
             if THINGS[one](self) and THINGS[other](self):
                 raise ValueError(f"{one} and {other}: {why}")
         form = ROW_FORMATS.get(self.kv_dtype)
-        if form and not form.fits(self.heads.layout.name, self.dtype, self.head_dim):
+        if form and not form.fits(self.heads.layout, self.dtype, self.head_dim):
             raise ValueError(
-                f"{self.kv_dtype} with {self.heads} of {self.head_dim} in {self.dtype}: such rows are of "
-                f"{', '.join(sorted(form.families))} in {', '.join(sorted(form.dtypes))}, in whole tiles of "
-                f"{max(plane.tile for plane in form.planes)}"
+                f"{self.kv_dtype} with {self.heads} of {self.head_dim} in {self.dtype}: such rows are of {form.needs}"
             )
         wrong = wrong_with_shapes(self.head_shape, self.layers.shapes) if self.layers.shapes else ""
         if wrong:

@@ -253,13 +253,12 @@ class Capabilities(Declared):
                 for family in sorted(self.families)
                 for width in sorted(self.head_dims)
                 for dtype in sorted(self.dtypes)
-                if not form.fits(family, dtype, width)
+                if not form.fits(HEAD_LAYOUTS[family], dtype, width)
             ]
             if others:
                 raise ValueError(
-                    f"Capabilities.kv_dtypes has {form.name}, of which there are no rows for {others[0]}: it is for "
-                    f"{', '.join(sorted(form.families))} in {', '.join(sorted(form.dtypes))} with whole tiles of "
-                    f"{max(plane.tile for plane in form.planes)}. Declare only these, or write a class for each"
+                    f"Capabilities.kv_dtypes has {form.name}, of which there are no rows for {others[0]}: they are of "
+                    f"{form.needs}. Declare only these, or write a class for each"
                 )
 
     def _selects_in_forward(self) -> bool:

@@ -12,6 +12,7 @@ from functools import cached_property
 
 import torch
 
+from .head_layout import HeadLayout
 from .layer import AttentionLayer
 
 __all__ = ["ALL_NAN", "LARGEST", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat", "next_power_of_two"]
@@ -50,9 +51,9 @@ class RowFormat:
     name: str
     """Value of ``Capabilities.kv_dtypes``."""
     planes: tuple[Plane, ...]
-    """In the order of their bytes, without gaps."""
-    families: Set[str]
-    """Head layouts that have such rows."""
+    """Planes in the order of their bytes, without gaps."""
+    latent: bool
+    """True: rows that are key and value at once, as those of MLA."""
     dtypes: Set[str]
     """Dtypes of the model in which such rows exist."""
 
@@ -60,10 +61,17 @@ class RowFormat:
         """The rows of a layer."""
         return PackedRows(self, layer.kv_lora_rank or layer.head_dim, layer.head_dim)
 
-    def fits(self, family: str, dtype: str, latent: int) -> bool:
-        """True if a row of ``latent`` numbers, the value of MLA, has whole tiles and the format exists for it."""
-        tiles = all(latent % plane.tile == 0 for plane in self.planes)
-        return family in self.families and dtype in self.dtypes and tiles
+    def fits(self, layout: HeadLayout, dtype: str, width: int) -> bool:
+        """True if there are such rows for values of ``width`` numbers, which are whole tiles."""
+        tiles = all(width % plane.tile == 0 for plane in self.planes)
+        return layout.values_in_keys == self.latent and dtype in self.dtypes and tiles
+
+    @property
+    def needs(self) -> str:
+        """Layers that have such rows, in words."""
+        kind = "a latent row per token" if self.latent else "keys and values of each KV head"
+        widest = max(plane.tile for plane in self.planes)
+        return f"{kind}, in {' or '.join(sorted(self.dtypes))}, in whole tiles of {widest} numbers"
 
 
 _DS_MLA = (
@@ -74,11 +82,11 @@ _DS_MLA = (
 ROW_FORMATS: Mapping[str, RowFormat] = {
     each.name: each
     for each in (
-        RowFormat("fp8_ds_mla", _DS_MLA, families=frozenset({"mla"}), dtypes=frozenset({"bf16"})),
+        RowFormat("fp8_ds_mla", _DS_MLA, latent=True, dtypes=frozenset({"bf16"})),
         RowFormat(
             "fp8_ds_mla_pow2",
             tuple(replace(plane, rule="power_of_two") for plane in _DS_MLA),
-            families=frozenset({"mla"}),
+            latent=True,
             dtypes=frozenset({"bf16"}),
         ),
     )

@@ -137,7 +137,7 @@ class ScalesStoredOncePerSlot(PackedRowsParent):
     source="general; vLLM (DeepSeek V4 has tiles of 64 numbers, V3.2 of 128)",
     modes=_ALL,
     checks=("writes-own-kv",),
-    modelled="upstream tiles of 64 numbers; here the writer alone has other tiles than the pool",
+    modelled="upstream tiles of 64 numbers; here only the writer has other tiles than the pool",
 )
 class RowsOfOtherTiles(PackedRowsParent):
     """The writer quantizes halves of a tile, and stores the scale of the first half for both."""

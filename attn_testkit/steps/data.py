@@ -198,7 +198,9 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
 
-def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None) -> torch.Tensor:
+def _store(
+    rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None = None
+) -> torch.Tensor:
     """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
     if row_format:
         return row_format.pack(rows)
