@@ -28,7 +28,7 @@ from attn_testkit.contract import (
     KVPool,
 )
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
-from attn_testkit.emulation import scratch
+from attn_testkit.environment import scratch
 from attn_testkit.families.family import Watch
 from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width

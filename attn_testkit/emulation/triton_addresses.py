@@ -49,7 +49,7 @@ def places_of(parts: Sequence[Array], itemsize: int) -> Array | None:
 
 
 def read(places: Array | None, dtype: np.dtype[Any]) -> Array | None:
-    """Elements of ``memory``; None without places, or if one of them is no address."""
+    """Elements of ``memory``; None without places, or if one of them is not an address."""
     if places is None:
         return None
     try:

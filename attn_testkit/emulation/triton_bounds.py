@@ -137,7 +137,7 @@ def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, wr
 
 
 def _differs(before: Array | None, after: Array) -> Array:
-    """Where the bits of two arrays differ; nowhere if it is not known."""
+    """True where the bits of two arrays differ, False if they are not known."""
     if before is None:
         return np.zeros(after.shape, bool)
     bits: Array = np.ascontiguousarray(after).view(before.dtype).reshape(before.shape)
@@ -275,7 +275,7 @@ def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _looked_at(run: Callable[[], Any], ptr: Any, addresses: Array, val: Any, semantics: tuple[Any, Any]) -> Any:
-    """What the atomic operation ``run`` answers."""
+    """Do the atomic operation ``run``, and return its answer."""
     size = np.asarray(val.data).itemsize
     inside = _look((addresses,), size, getattr(ptr, "base", None), "store", "write")
     races = None if inside is None else _races()

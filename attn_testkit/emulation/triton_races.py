@@ -1,11 +1,11 @@
 """Races inside a launch of a Triton kernel: two programs use one location, one of them writes, nothing orders them.
 
 The interpreter runs the programs of a grid one after another, so a race changes no number here. On a device they run in
-any order, and at once. What orders two programs is an atomic operation that both do on one location, with the semantics
-``release`` for the one that comes first and ``acquire`` for the other, as a ticket or a lock does. Each program's
-accesses between two of its atomic operations are an *epoch*, and epochs form a graph of what happens before what.
+any order, and at once. Two programs are ordered by an atomic operation of each on the same location, with the semantics
+``release`` in the one that comes first and ``acquire`` in the other, as a ticket or a lock has them. The accesses of a
+program between two of its atomic operations are an *epoch*. Epochs form a graph of what happens before what.
 
-Two programs that store the same value, as they do when each computes the metadata of all, are no race.
+If two programs store the same value, as they do when each computes the metadata of all, it is not a race.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Memory:
     """(addresses, bytes of an element, epoch) of reads while nothing was written."""
     logged: int = 0
     shadows: dict[int, _Shadow] = field(default_factory=dict)
-    """By bytes of an element. Accesses of different widths are not compared."""
+    """The last users of each element, by bytes of an element. Accesses of different widths are not compared."""
 
     def shadow(self, size: int) -> _Shadow:
         if size not in self.shadows:
@@ -223,14 +223,14 @@ class Races:
         return None
 
     def _places(self, memory: _Memory, addresses: Array, size: int) -> Array | None:
-        """Elements of the shadow, or None for addresses that are no multiples of ``size``."""
+        """Elements of the shadow, or None for addresses that are not multiples of ``size``."""
         offsets: Array = addresses - memory.start
         if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
             return None
         return offsets // size
 
     def _kept(self, addresses: Array) -> Array | None:
-        """Where the addresses are not in memory that was declared to be scratch; None if none is."""
+        """True for addresses outside of memory that was declared to be scratch; None if all are."""
         kept = None
         for start, stop in self._scratch:
             inside = (addresses >= start) & (addresses < stop)
