@@ -27,6 +27,7 @@ __all__ = [
     "read_report",
     "result_from_plain",
     "schema",
+    "write_report",
     "write_text",
 ]
 
@@ -206,6 +207,18 @@ class Record:
         while view:
             view = view[self._file.write(view) :]
         self._file.truncate()
+
+
+def write_report(name: str, report: Report) -> str:
+    """Write a results file at once; returns the reason why it is incomplete, or nothing. Raises ``UsageError``."""
+    record = Record(name, report.header)
+    for result in report.results:
+        record.add(result)
+    if report.finished or report.interrupted:
+        record.finish(report.exit_code or 0, interrupted=report.interrupted, problems=report.problems)
+    else:
+        record.close()
+    return record.failure
 
 
 def read_report(path: str | Path) -> Report:
