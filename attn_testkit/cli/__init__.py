@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _usage(error: click.UsageError) -> str:
-    """How to call the command right, if the message does not say it."""
+    """The usage of a command, or the option to write instead, if the message has neither."""
     named = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
     if error.ctx is None or named:
         return ""

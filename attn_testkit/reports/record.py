@@ -130,7 +130,7 @@ def write_text(path: str, text: str) -> None:
 def refuse_unwritable(*paths: str | None) -> None:
     """Raise ``UsageError`` for a file that cannot be written, before the work whose results it gets.
 
-    What is in the file stays; a new file is empty until then.
+    A file that exists keeps its content until then, and a new file is empty.
     """
     for path in filter(None, paths):
         try:
