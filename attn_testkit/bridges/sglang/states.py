@@ -53,7 +53,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
-        """Not called: layers have no keys."""
+        """Lay out the pool of the layer behind. The kit does not call it: its own layers have no keys."""
         return lay_out(spec)
 
     def replayed(self, view: ForwardBatch) -> Any:
