@@ -1,4 +1,4 @@
-"""``torch_native_hybrid``: layers that keep a state and softmax layers in one model, each run by the backend of its kind.
+"""``torch_native_hybrid``: layers that keep a state and softmax layers in one model, each run by its own backend.
 
 It is a wrapper, as servers have one: a plan, a capture and a replay go to both backends, and a layer to its own.
 """
@@ -27,7 +27,7 @@ __all__ = ["TorchNativeHybridBackend"]
 
 
 class TorchNativeHybridBackend(StateBackend):
-    """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for GDN, KDA, Mamba2 and Lightning with softmax layers."""
+    """``TorchNativeStateBackend`` and ``TorchNativeBackend``, for all four kinds with softmax layers."""
 
     capabilities = TorchNativeStateBackend.capabilities.with_changes(state={"hybrid": True})
 

@@ -55,14 +55,17 @@ class Layers:
         if self.groups and self.count < PERIOD:
             raise ValueError(f"{self.count} layer has no two KV groups")
         if self.hybrid and (self.count < PERIOD or self.groups or self.shapes):
-            raise ValueError(f"{self.count} layers, hybrid: there is one of each kind, in one KV group, of the case's heads")
+            raise ValueError(
+                f"{self.count} layers, hybrid: there is one of each kind, in one KV group, of the case's heads"
+            )
         if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
             raise ValueError(
                 f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's"
             )
 
     def __str__(self) -> str:
-        return f"layers{self.count}from{self.first}{'groups' * self.groups}{'hybrid' * self.hybrid}{shapes_word(self.shapes)}"
+        kinds = "groups" * self.groups + "hybrid" * self.hybrid
+        return f"layers{self.count}from{self.first}{kinds}{shapes_word(self.shapes)}"
 
     @property
     def words(self) -> str:

@@ -10,7 +10,13 @@ from .catalogue import control
 from .hybrids import HybridParent
 from .states import StateParent
 
-__all__ = ["HybridAsItIs", "StatesAsTheyAre", "StatesByConvention", "StatesClearedByTheServer", "StatesOfPaddingUnwritten"]
+__all__ = [
+    "HybridAsItIs",
+    "StatesAsTheyAre",
+    "StatesByConvention",
+    "StatesClearedByTheServer",
+    "StatesOfPaddingUnwritten",
+]
 
 
 @control("states")

@@ -7,7 +7,15 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionBackend, AttentionLayer, BackendContext, ForwardBatch, StateBackend, StateInput, StateLayer
+from ..contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    ForwardBatch,
+    StateBackend,
+    StateInput,
+    StateLayer,
+)
 from .parent import PlannedBackend
 from .states import StateParent
 

@@ -90,3 +90,21 @@ class PlansOfTwoBackendsInOneBuffer(HybridParent):
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.state is not None
         self.softmax.buffers.kv_lens[: batch.batch_size] = batch.state.indices.clamp(min=1)
+
+
+@fault(
+    slug="keys-by-slots-of-states",
+    source="general",
+    modes=[ForwardMode.DECODE],
+    executions=["eager"],
+    checks=("writes-own-kv", "matches-oracle", "finite"),
+)
+class KeysBySlotsOfStates(HybridParent):
+    """Keys and values of a token are stored in the slot of its request's state."""
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata(batch)
+        assert batch.state is not None
+        assert self.softmax.metadata is not None
+        self.softmax.metadata.slots = batch.state.indices.long() + self.context.page_size

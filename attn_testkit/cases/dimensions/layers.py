@@ -48,9 +48,11 @@ def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> C
 
 
 def _read(match: re.Match[str], so_far: Changes) -> Changes:
-    return {"layers": Layers(
+    return {
+        "layers": Layers(
             int(match[1]), int(match[2]), match[3] == "groups", read_shapes((match[4], match[5])), match[3] == "hybrid"
-        )}
+        )
+    }
 
 
 def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:

@@ -10,7 +10,6 @@ from typing import Any, TypeVar
 import torch
 from typing_extensions import override
 
-from ...cases.case import Case
 from ...cases.fields import Fields, Heads
 from ...cases.layers import Layers
 from ...contract import AttentionLayer
@@ -18,7 +17,16 @@ from ...steps.data import StepData, make_layers, make_step_data
 from ...steps.schedule import Schedule, Step
 from ..recurrent.data import StateStepData, make_state_data, state_layers
 
-__all__ = ["HybridStepData", "in_turn", "layers", "make_hybrid_data", "of_softmax", "of_states", "schedules", "states_in"]
+__all__ = [
+    "HybridStepData",
+    "in_turn",
+    "layers",
+    "make_hybrid_data",
+    "of_softmax",
+    "of_states",
+    "schedules",
+    "states_in",
+]
 
 _Data = TypeVar("_Data", bound=Fields)
 _T = TypeVar("_T")
@@ -99,7 +107,9 @@ def make_hybrid_data(schedule: Schedule, step: Step, pattern: str | None = None)
     states, softmax = make_state_data(of_state, step, pattern), make_step_data(of_attention, step, None)
     rows = in_turn(_rows(states).unbind(0), _rows(softmax).unbind(0))
     widest = max(each.shape[-1] for each in rows)
-    packed = torch.stack([torch.nn.functional.pad(each, (0, widest - each.shape[-1]), value=torch.nan) for each in rows])
+    packed = torch.stack(
+        [torch.nn.functional.pad(each, (0, widest - each.shape[-1]), value=torch.nan) for each in rows]
+    )
     common = {each.name: getattr(softmax, each.name) for each in fields(StepData)}
     common |= {"q": packed, "k": packed[..., :0], "v": packed[..., :0]}
     return HybridStepData(**common, states=states, softmax=softmax)
