@@ -76,7 +76,7 @@ class TorchNativeHybridBackend(StateBackend):
     @property
     @override
     def verify_mask(self) -> VerifyMask | None:
-        """That of the softmax layers."""
+        """Mask of the softmax layers."""
         return self.softmax.verify_mask
 
     @override
@@ -90,12 +90,12 @@ class TorchNativeHybridBackend(StateBackend):
     ) -> torch.Tensor:
         """Run the backend of the layer's kind. A layer that keeps a state is given ``mixed``, ``a`` and ``b``."""
         if isinstance(layer, StateLayer):
-            return self.states.forward(q, k, v, layer, batch)  # type: ignore[arg-type]
+            return self.states.forward(q, k, v, layer, batch)
         assert k is not None
         assert v is not None
         return self.softmax.forward(q, k, v, layer, batch)
 
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
-        """Of layers that keep a state alone: rejected keys are overwritten later."""
+        """Commit states. Keys of rejected nodes are overwritten later."""
         self.states.commit(steps, state)

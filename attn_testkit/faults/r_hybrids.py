@@ -48,7 +48,7 @@ class _CountedOverAll(StateParent):
     source="general",
     modes=[ForwardMode.DECODE],
     checks=("state-matches-oracle", "matches-oracle", "conv-window-exact"),
-    modelled="a place beyond the list begins anew",
+    modelled="a place beyond the list is counted from its start",
 )
 class LayersWithAStateCountedOverAll(HybridParent):
     """The pool of a layer is looked up by its place among all layers, not among those that keep a state."""
@@ -68,7 +68,7 @@ class LayersWithAStateCountedOverAll(HybridParent):
     checks=("replay-follows-batch",),
 )
 class ReplayPlansOneOfTwoBackends(HybridParent):
-    """The wrapper hands a replay on to the backend of states alone: softmax layers read the plan of the capture."""
+    """The wrapper hands a replay on to the backend of states only: softmax layers read the plan of the capture."""
 
     @override
     def planned(self, in_capture: bool) -> tuple[AttentionBackend, ...]:

@@ -34,7 +34,7 @@ def _states(data: StepData) -> StepData:
 
 
 class HybridWatch(StateWatch):
-    """A watch of both pools. What it reports is of the pool of states; ``keys_written`` has the KV pool."""
+    """A watch of both pools. Its results are those of the pool of states; ``keys_written`` has the KV pool."""
 
     def __init__(self, context: BackendContext, schedule: Schedule) -> None:
         assert context.state is not None
