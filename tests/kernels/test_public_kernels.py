@@ -173,6 +173,8 @@ def test_the_nightly_runs_every_adapter_and_known_failures_are_of_adapters(monke
     assert KNOWN.name in nightly
     for each in load_known(KNOWN):
         assert each.backend in listed
+        shown = {execution for backend, execution, case in each.crashed if each.covers(backend, execution, case)}
+        assert shown == ({"eager", "graph"} if each.kind == "quarantine" else set()), each.name
     for name in listed:
         load_backend(name)
 
