@@ -57,7 +57,7 @@ class Sparse(Declared):
 
     Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
     keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all
-    that it may see. Layers have selections of their own, and so has each row.
+    that it may see. Each layer and each row has its own selection.
 
     Raises ``ValueError`` for a wrong spelling, and for no ``topk``.
     """

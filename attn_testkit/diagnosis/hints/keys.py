@@ -107,7 +107,7 @@ def beyond_a_slot(e: Evidence) -> str:
     pages = f", pages from {not_read // page} on" if page > 1 else ""
     return (
         f"a page number, slot or byte offset is cut off, or addresses are bounded: KV tokens in slots up to {read} "
-        f"are read, and none from slot {not_read} on{pages}, in whatever order they come"
+        f"are read, and none from slot {not_read} on{pages}, whatever their order"
     )
 
 
