@@ -235,7 +235,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     """Name states that the slot holds instead."""
     bad, want = wrong.flatten(2).any(-1).any(0), after.want.states
     if bool(after.unwritten[bad].all()):
-        return "not a bit of the slot changed: the state was not stored"
+        return "no bit of the slot changed: the state was not stored"
 
     def fits(other: torch.Tensor) -> bool:
         off = torch.linalg.vector_norm(after.states.double() - other, dim=-1) / after.want.state_limit
