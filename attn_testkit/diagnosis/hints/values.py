@@ -93,7 +93,7 @@ def nothing_computed(e: Evidence) -> str:
         which = "the output is all zeros, in every layer" if zero.all() else "the wrong rows are all zeros"
         return (
             "a counter, flag or work list is left from before, or padded rows have offsets of an older batch: "
-            f"{which}, and right without the steps before it, so nothing was computed, or 0 was written over it"
+            f"{which}, and right without the steps before it: nothing was computed, or zeros overwrote the result"
         )
     if e.schedule.case.kv_splits:
         return (
