@@ -19,6 +19,7 @@ from attn_testkit.cases.server_variants import dialect_of, variant_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
+    ROW_FORMATS,
     AttentionBackend,
     AttentionLayer,
     BackendContext,
@@ -141,8 +142,9 @@ def _pool(
     """Make a KV pool. Raises ``NoRoomError`` if a pool that is mostly unused does not fit."""
     try:
         return KVPool(
-            pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared
-        )
+            pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared,
+            row_format=case.kv_dtype if case.kv_dtype in ROW_FORMATS else "",
+        )  # fmt: skip
     except RuntimeError as error:
         if cleared or not out_of_memory(error):
             raise

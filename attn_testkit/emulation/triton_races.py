@@ -21,7 +21,7 @@ from torch import Tensor
 
 from attn_testkit.emulation import session
 from attn_testkit.emulation.errors import RaceError
-from attn_testkit.emulation.private import disable_functions
+from attn_testkit.emulation.private import disable_functions, storage_at
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import storage_key
 
@@ -117,8 +117,13 @@ class Races:
             start = storage.data_ptr()
             found.setdefault(start, _Memory(name, tensor, start, start + storage.nbytes()))
         self._memories = list(found.values())
-        declared = session.require().scratch
-        self._scratch = [span for tensor in given.values() for span in declared.get(storage_key(tensor), ())]
+        # By address: a graph passes tensors of other storages that have the same memory.
+        self._scratch = [
+            (start, stop)
+            for key, spans in session.require().scratch.items()
+            for start, stop in (spans if storage_at(key) is not None else ())
+            if any(start < each.stop and each.start < stop for each in self._memories)
+        ]
         self._programs: list[tuple[int, ...]] = [()]
         """Program of each epoch."""
         self._before: list[tuple[int, ...]] = [()]

@@ -50,3 +50,17 @@ def test_programs_may_race_for_memory_that_was_declared_to_be_scratch():
         with pytest.raises(RaceError, match="byte 16 of out"):
             pair.kernel[pair.grid](x, to, out, **dict(pair.options))
     scratch(torch.zeros(3))  # outside of the emulation
+
+
+def test_a_replay_may_race_for_scratch_as_its_capture_did():
+    pair = next(each for each in programs.PAIRS if each.name == "padded rows of slot 0")
+    with torch.no_grad(), emulated_cuda():
+        x, to, out = pair.wrong()
+        scratch(out[0])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            pair.kernel[pair.grid](x, to, out, **dict(pair.options))
+        graph.replay()
+        to.fill_(1)
+        with pytest.raises(RaceError, match="byte 16 of out"):
+            graph.replay()
