@@ -17,7 +17,7 @@ from .sparse import SparseOfVLLM, SparseOfWidePages
     source="flashinfer #4362, merged (#3856); vLLM #47783",
     modes=tuple(ForwardMode),
     checks=("reads-own-kv", "matches-oracle", "finite"),
-    modelled="upstream TMA rows of a sparse MLA kernel; here the address of a slot is its number times a row",
+    modelled="upstream TMA rows of a sparse MLA kernel; here the address of a slot is its number times the width",
 )
 class PageStridesOfSelectedKeysIgnored(SparseOfWidePages):
     """A slot is looked for at its number times the width of a row, and pages of the pool are farther apart."""
