@@ -39,7 +39,7 @@ The bug: the indexer of a sparse-attention backend leaves out ReLU, so negative 
 selected. In a short context every key is selected, whatever its score. 1CatAI/1Cat-vLLM #250 is this bug.
 """
 Row = tuple[bool, bool, str, str]
-"""As expected, passed, what ran, by what."""
+"""Values of a line: as expected, passed, what ran, by what."""
 
 
 @click.command(
