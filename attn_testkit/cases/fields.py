@@ -293,6 +293,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
     "states": lambda case: case.state is not None,
+    "no states": lambda case: case.state is None,
+    "hybrid layers": lambda case: case.layers.hybrid,
     "rows of a draft model": lambda case: case.mode in _OF_DRAFT_MODELS,
     "layer options": lambda case: case.options != LayerOptions(),
 }
@@ -317,6 +319,7 @@ _EXCLUSIVE = (
     ("states", "layer options", "windows, soft caps, sinks and selections are those of keys"),
     ("states", "FP8 pool", "a layer that keeps a state has no KV pool"),
     ("states", "KV splits", "a layer that keeps a state has no keys to split"),
+    ("hybrid layers", "no states", "the other layers of a hybrid model keep a state"),
     ("states", "KV groups", "a layer that keeps a state has no KV pool"),
     ("states", "heads by layer", "all layers of a case have states of one shape"),
 )

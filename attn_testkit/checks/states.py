@@ -10,6 +10,7 @@ import torch
 
 from ..cases.case import Case
 from ..cases.state import UNIT_KEYS
+from ..families.hybrid.data import states_in
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, recur
@@ -40,9 +41,9 @@ class _After(NamedTuple):
 def _after(observed: Observation) -> _After | None:
     """None for cases without states, and for steps without a request."""
     inputs = observed.inputs
-    if inputs is None or not isinstance(inputs.data, StateStepData) or not observed.step.requests:
+    data = None if inputs is None else states_in(inputs.data)
+    if data is None or not observed.step.requests:
         return None
-    data = inputs.data
     rows = observed.pool[:, 0, data.slots, 0]
     unwritten = ~torch.isin(data.slots, observed.written[0])
     return _After(data, *from_rows(rows, data), recur(data), unwritten)
