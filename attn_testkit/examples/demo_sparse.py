@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, Indexer, KernelBackend, KernelPlan, Sparse
+from ..contract import Capabilities, ForwardMode, Indexer, KernelBackend, KernelPlan, Sparse
 
 __all__ = ["Fixed", "WithoutRelu"]
 
@@ -14,7 +14,7 @@ class Fixed(KernelBackend):
     """Decode in plain torch: scores the index keys of a request, selects the best, and attends those."""
 
     capabilities = Capabilities(
-        eager={"decode"}, graph={"decode"}, families={"mqa"}, gqa_ratios={4}, dtypes={"bf16"}, head_dims={64},
+        eager={ForwardMode.DECODE}, graph={ForwardMode.DECODE}, families={"mqa"}, gqa_ratios={4}, dtypes={"bf16"}, head_dims={64},
         sparse=Sparse(topk={16}, indexer=Indexer(heads={4})), needs_cpu_seq_lens=False,
     )  # fmt: skip
 
