@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attn_testkit.emulation import session
 from attn_testkit.emulation.errors import RaceError
-from attn_testkit.emulation.private import disable_functions, storage_at
+from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import storage_key
+from attn_testkit.emulation.tags import DEVICE, storage_key
 
 __all__ = ["Races", "acquiring", "scratch", "semantics_of"]
 
@@ -121,7 +121,8 @@ class Races:
         self._scratch = [
             (start, stop)
             for key, spans in session.require().scratch.items()
-            for start, stop in (spans if storage_at(key) is not None else ())
+            if key in DEVICE.entries  # what is gone may not be asked for its use count
+            for start, stop in spans
             if any(start < each.stop and each.start < stop for each in self._memories)
         ]
         self._programs: list[tuple[int, ...]] = [()]

@@ -64,3 +64,13 @@ def test_a_replay_may_race_for_scratch_as_its_capture_did():
         to.fill_(1)
         with pytest.raises(RaceError, match="byte 16 of out"):
             graph.replay()
+
+
+def test_scratch_that_is_gone_is_forgotten():
+    pair = programs.PAIRS[0]
+    with torch.no_grad(), emulated_cuda():
+        for _ in range(300):  # more than the storages between two purges
+            scratch(torch.zeros(64, device="cuda"))
+        pair.kernel[pair.grid](*pair.right(), **dict(pair.options))
+        with pytest.raises(RaceError):
+            pair.kernel[pair.grid](*pair.wrong(), **dict(pair.options))
