@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..cases.case import Case, Heads
+from ..cases.dimensions.rows import rows_of_two
 from ..cases.head_layouts import state_heads
 from ..cases.layers import Layers
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
@@ -15,7 +16,7 @@ from ..contract import Capabilities, ForwardMode
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
 from .covering import covering_array
 
-__all__ = ["state_cases"]
+__all__ = ["state_cases", "two_requests_with_states"]
 
 _STRENGTH = {"smoke": 1, "core": 2, "full": 3}
 _DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
@@ -139,6 +140,18 @@ def _kinds(declared: Capabilities) -> list[Heads]:
     """Heads of each declared kind, those with the most value heads of a key head."""
     by_kind: dict[str, Heads] = {heads.family: heads for heads in state_heads(declared)}
     return list(by_kind.values())
+
+
+def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
+    """Base of the small cases of declared values that ``state_cases`` leave: exact data in extend, which show a lost
+    token of the longest prompt.
+    """
+    case = _plain(declared, first, _kinds(declared)[0])
+    exact = case.mode is ForwardMode.EXTEND
+    return case.with_changes(
+        prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.max_q_rows), 1),
+        data=UNIT_KEYS if exact else case.data,
+    )  # fmt: skip
 
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:

@@ -154,6 +154,13 @@ STATE = Dimension(
         _covered("padding", "padded states"),
         _covered("fresh", "fresh states"),
         _covered("order", "order of a state"),
+        Covered(
+            "state slots",
+            "slots of states",
+            lambda declared, mode: ["strided"] if declared.state and declared.state.strided else (),
+            lambda declared, case: "strided" if case.state and case.state.strided else None,
+            lambda declared, case, value: {"state": replace(case.state, strided=True)} if case.state else {},
+        ),
     ),
     simpler=of_fields("state", steps=_simpler),
     undeclared=(_other_dtype, _other_width, _convention("padding", PADDED_STATES), _convention("fresh", FRESH)),
