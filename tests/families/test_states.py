@@ -11,6 +11,7 @@ from attn_testkit.cases.declared import not_declared
 from attn_testkit.cases.nearest_declared import nearest_declared
 from attn_testkit.cases.state import UNIT_KEYS, StateShape
 from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
 from attn_testkit.faults import r_states as faults
@@ -120,6 +121,14 @@ def test_core_tries_every_declared_value_and_all_kinds_on_exact_data(mode: Forwa
             (case.width > case.state.conv_width, case.width < case.state.conv_width) for case in cases if case.state
         }
         assert {(True, False), (False, True)} <= widths, "drafts longer and shorter than the window"
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY])
+def test_core_tries_values_that_its_array_has_no_room_for(mode: ForwardMode) -> None:
+    state = State(k_dims={16, 64, 96, 128, 256}, strided=True)
+    many = DECLARED.with_changes(gqa_ratios={1, 2, 3, 4, 8}, head_dims={32, 48, 64, 128, 256}, state=state)
+    assert {name for name, _ in not_covered(many, mode, generate(many, mode, "core"))} <= {"context", "extend"}
+    assert {name for name, _ in not_covered(many, mode, generate(many, mode, "smoke"))} >= {"state k_dim", "head_dim"}
 
 
 def test_the_minimal_case_keeps_a_state() -> None:
