@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..cases.case import Case, Heads
@@ -13,7 +14,7 @@ from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
+from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 from .covering import covering_array
 
 __all__ = ["state_cases", "two_requests_with_states"]
@@ -72,7 +73,14 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
         "strided": [False, True] if state.strided else [False],
         "layers": [Layers(), Layers(3, 5), Layers(1)],
         **({"nodes": _nodes(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
+        "snapshots": [0, *sorted(state.snapshots)],
+        **({"rollback": _rollbacks(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
     }
+
+
+def _rollbacks(declared: Capabilities) -> list[str]:
+    assert declared.state is not None
+    return [each for each in ROLLBACKS if each in declared.state.rollback]
 
 
 def _nodes(declared: Capabilities) -> list[int]:
@@ -83,8 +91,9 @@ def _nodes(declared: Capabilities) -> list[int]:
 def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
     width = 1 if row["heads"].family == "lightning" else row["conv_width"]
     shape = StateShape(
-        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"]
-    )
+        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
+        row.get("rollback", ROLLBACKS[0]), 0 if row.get("rollback") == "slots" else row["snapshots"],
+    )  # fmt: skip
     rows: Rows = Verify(chain(row["nodes"])) if "nodes" in row else Decode()
     if mode is not ForwardMode.EXTEND:
         prefixes = _BATCHES[row["lens"]]
@@ -136,6 +145,11 @@ def _with_prompts(declared: Capabilities, case: Case, prompts: tuple[tuple[int, 
     return case.with_changes(prefixes=prefixes, rows=Extend(new, room_for(new)), bucket=len(prefixes))
 
 
+def _of_shape(case: Case, **changes: Any) -> Case:
+    assert case.state is not None
+    return case.with_changes(state=replace(case.state, **changes))
+
+
 def _kinds(declared: Capabilities) -> list[Heads]:
     """Heads of each declared kind, those with the most value heads of a key head."""
     by_kind: dict[str, Heads] = {heads.family: heads for heads in state_heads(declared)}
@@ -159,7 +173,9 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
     for index, heads in enumerate(_kinds(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
         if mode is not ForwardMode.EXTEND:
-            yield case.of_requests((5, 1, 30), padded=1)
+            rollbacks = _rollbacks(declared) if case.tree is not None else ROLLBACKS[:1]
+            for rollback in rollbacks if tier != "smoke" else rollbacks[index % len(rollbacks) :][:1]:
+                yield _of_shape(case, rollback=rollback).of_requests((5, 1, 30), padded=1)
             continue
         yield _with_prompts(declared, case, _prompts(4)["chunk and one"])
         if tier != "smoke":

@@ -81,9 +81,9 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
         made = (nearest_declared(declared, each.with_seed(seed)) for each in state_cases(declared, mode, tier))
         states = {each.id: each for each in made if within_declared(declared, each)}
         if states and tier != "smoke":
-            base = two_requests_with_states(declared, next(iter(states.values())))
+            small_base = two_requests_with_states(declared, next(iter(states.values())))
             found = list(states.values())
-            small = cases_for_uncovered(declared, mode, tier, found, partial(within_declared, declared), base)
+            small = cases_for_uncovered(declared, mode, tier, found, partial(within_declared, declared), small_base)
             states.update((each.id, each) for each in small)
         return tuple(states.values())
     dimensions = _columns(declared, mode, tier)

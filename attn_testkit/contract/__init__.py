@@ -20,7 +20,7 @@ from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State
 from .state_backend import StateBackend
 from .state_layer import StateLayer
-from .state_pool import StateContext, StateInput, StatePool
+from .state_pool import Snapshot, StateContext, StateInput, StatePool
 from .windows import LAYER_WINDOWS, Windows
 
 __all__ = [
@@ -61,6 +61,7 @@ __all__ = [
     "LogSumExp",
     "Requires",
     "ServerConventions",
+    "Snapshot",
     "Sparse",
     "SpecInput",
     "State",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -137,6 +137,18 @@ def _new_slots(data: StepData) -> _Ints:
     return slots
 
 
+def _never_carried(watch: Watch, slots: torch.Tensor) -> None:
+    raise NotImplementedError("a step of this family continues another, and its memory cannot be carried on")
+
+
+def _nothing_noted(watch: Watch) -> None:
+    """Nothing."""
+
+
+def _nothing_more(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, _Ints]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The memory that outlives a step: what it holds before, how it is watched, and what a step leaves in it."""
@@ -149,6 +161,13 @@ class Memory:
     """Data of a step -> what it leaves, and how far that may be off."""
     due: Callable[[StepData], _Ints] = _new_slots
     """Data of a step -> slots that it writes, [n]."""
+    carry: Callable[[Watch, torch.Tensor], None] = _never_carried
+    """(watch, slots that the step before wrote, [n] on the device): have the memory as that step left it be the memory
+    before the next step (``Step.follows``)."""
+    before_commit: Callable[[Watch], None] = _nothing_noted
+    """Note what a verify changed, right before its commit."""
+    noted: Callable[[Watch, Sequence[_Bytes]], Mapping[str, _Ints]] = _nothing_more
+    """(watch, results of its ``look``): name -> numbers that checks of the family read besides slots and rows."""
 
 
 def _unchanged(step: Step) -> Step:

@@ -131,6 +131,10 @@ def _has_groups(layout: HeadLayout) -> bool:
     return layout.has_state and layout.kv_heads != "as many"
 
 
+def _state_group_of(declared: Capabilities, case: Fields) -> int | None:
+    return case.heads.q_heads // case.heads.kv_heads if _has_groups(case.heads.layout) else None
+
+
 def _states_of_groups(declared: Capabilities) -> list[str]:
     """Declared kinds of states whose key heads may have several value heads."""
     return [layout.name for layout in declared_layouts(declared) if _has_groups(layout)]
@@ -189,7 +193,7 @@ HEADS = Dimension(
             "state group",
             "value heads per key head",
             lambda declared, mode: declared.gqa_ratios if _states_of_groups(declared) else (),
-            lambda declared, case: case.heads.q_heads // case.heads.kv_heads if _has_groups(case.heads.layout) else None,
+            _state_group_of,
             lambda declared, case, group: {"heads": Heads(_states_of_groups(declared)[0], 2 * group, 2)},
             largest_first=True,
         ),
