@@ -39,6 +39,8 @@ def token_text(
     for token, value in rejected:
         so_far = so_far + value if summed else value
         if _same(held, so_far):
+            if rows < data.kept[request]:
+                return f"token {token} of request {request} comes after the chunk that its copied state ends with"
             return f"a rejected draft token was applied to the state of request {request}: token {token}"
     if own and _same(held, old):
         which = f"token {own[0][0]}" if len(own) == 1 else f"tokens {', '.join(str(token) for token, _ in own)}"
