@@ -188,8 +188,8 @@ def _pool_pieces(harness: ServerHarness, staged: StagedStep, found: Sequence[Byt
         Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
         Piece("pool", "rows", harness.pool.bits, shape, held),
     ]
-    for name, noted in harness.family.memory.noted(harness.pool, found).items():
-        pieces.append(Piece("pool", name, torch.int64, noted.shape, noted.view(np.uint8)))
+    for name, (dtype, size, raw) in harness.family.memory.noted(harness.pool, found).items():
+        pieces.append(Piece("pool", name, dtype, size, raw))
     places = harness.pool.outside(found)
     if len(places):
         pieces.append(Piece("pool", "outside", torch.int64, places.shape, places.view(np.uint8)))

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
+from attn_testkit.families.hybrid.data import states_in
 from attn_testkit.families.recurrent.data import StateStepData, shape_of
 from attn_testkit.watches.uploads import upload
 
@@ -24,7 +25,9 @@ def _begun(staged: StagedStep) -> list[bool]:
 
 
 def _numbers(staged: StagedStep) -> StateStepData:
-    return cast(StateStepData, staged.data)
+    data = states_in(staged.data)
+    assert data is not None
+    return data
 
 
 def _by_slots(context: BackendContext, mode: ForwardMode) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
-from ..contract import ForwardMode, HeadShape
+from ..contract import ROW_FORMATS, ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .indexing import Indexing
@@ -137,6 +137,11 @@ class Fields:
         for one, other, why in _EXCLUSIVE:
             if THINGS[one](self) and THINGS[other](self):
                 raise ValueError(f"{one} and {other}: {why}")
+        form = ROW_FORMATS.get(self.kv_dtype)
+        if form and not form.fits(self.heads.layout, self.dtype, self.head_dim):
+            raise ValueError(
+                f"{self.kv_dtype} with {self.heads} of {self.head_dim} in {self.dtype}: such rows are of {form.needs}"
+            )
         wrong = wrong_with_shapes(self.head_shape, self.layers.shapes) if self.layers.shapes else ""
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")
@@ -291,6 +296,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "rollback of states by slots": lambda case: case.state is not None and case.state.rollback == "slots",
     "snapshots of states": lambda case: case.state is not None and case.state.snapshots > 0,
     "no draft to verify": lambda case: case.tree is None,
+    "no states": lambda case: case.state is None,
+    "hybrid layers": lambda case: case.layers.hybrid,
     "rows of a draft model": lambda case: case.mode in _OF_DRAFT_MODELS,
     "layer options": lambda case: case.options != LayerOptions(),
 }
@@ -318,6 +325,7 @@ _EXCLUSIVE = (
     ("states", "layer options", "windows, soft caps, sinks and selections are those of keys"),
     ("states", "FP8 pool", "a layer that keeps a state has no KV pool"),
     ("states", "KV splits", "a layer that keeps a state has no keys to split"),
+    ("hybrid layers", "no states", "the other layers of a hybrid model keep a state"),
     ("states", "KV groups", "a layer that keeps a state has no KV pool"),
     ("states", "heads by layer", "all layers of a case have states of one shape"),
 )

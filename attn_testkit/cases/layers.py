@@ -46,19 +46,26 @@ class Layers:
 
     shapes: tuple[HeadShape, ...] = ()
     """Alternating shapes of their heads. Empty: all have those of the case."""
+    hybrid: bool = False
+    """Softmax layers between layers that keep a state, which are the first, third and so on."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
             raise ValueError(f"{self.count} layers from id {self.first}: there are 1 to {len(SETTINGS)}, from 0 on")
         if self.groups and self.count < PERIOD:
             raise ValueError(f"{self.count} layer has no two KV groups")
+        if self.hybrid and (self.count < PERIOD or self.groups or self.shapes):
+            raise ValueError(
+                f"{self.count} layers, hybrid: there is one of each kind, in one KV group, of the case's heads"
+            )
         if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
             raise ValueError(
                 f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's"
             )
 
     def __str__(self) -> str:
-        return f"layers{self.count}from{self.first}{'groups' * self.groups}{shapes_word(self.shapes)}"
+        kinds = "groups" * self.groups + "hybrid" * self.hybrid
+        return f"layers{self.count}from{self.first}{kinds}{shapes_word(self.shapes)}"
 
     @property
     def words(self) -> str:
@@ -68,7 +75,8 @@ class Layers:
             f"{shape.num_qo_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}" for shape in self.shapes
         )
         shapes = f", alternately with {heads}" if heads else ""
-        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}{shapes}"
+        hybrid = ", which keep a state and attend to keys in turn" if self.hybrid else ""
+        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}{hybrid}{shapes}"
 
     @property
     def turns(self) -> str:
@@ -80,5 +88,5 @@ class Layers:
         return f"layer {self.first + place}"
 
 
-LAYERS_WORD = rf"layers(\d+)from(\d+)(groups)?{SHAPES_WORD}"
+LAYERS_WORD = rf"layers(\d+)from(\d+)(groups|hybrid)?{SHAPES_WORD}"
 """The word of a case id, which those of two layers from 0 lack."""

@@ -9,7 +9,7 @@ from typing import Any
 from ..cases.case import Case, Heads
 from ..cases.dimensions.rows import rows_of_two
 from ..cases.head_layouts import state_heads
-from ..cases.layers import Layers
+from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import chain
@@ -111,6 +111,19 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
 
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     """The cases of a tier for one mode of a backend that keeps states."""
+    for case in _cases(declared, mode, tier):
+        yield _with_softmax(declared, case)
+
+
+def _with_softmax(declared: Capabilities, case: Case) -> Case:
+    """The case, with softmax layers in turn if the backend is one of hybrid models."""
+    if declared.state is None or not declared.state.hybrid:
+        return case
+    # One layer would be one of a single kind.
+    return case.with_changes(layers=replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True))
+
+
+def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     columns = _columns(declared, mode, tier)
     if any(not values for values in columns.values()):
         return
@@ -162,10 +175,11 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
     """
     case = _plain(declared, first, _kinds(declared)[0])
     exact = case.mode is ForwardMode.EXTEND
-    return case.with_changes(
+    case = case.with_changes(
         prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.max_q_rows), 1),
         data=UNIT_KEYS if exact else case.data,
     )  # fmt: skip
+    return _with_softmax(declared, case)
 
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:

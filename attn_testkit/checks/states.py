@@ -10,6 +10,7 @@ import torch
 
 from ..cases.case import Case
 from ..cases.state import UNIT_KEYS
+from ..families.hybrid.data import states_in
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
@@ -53,9 +54,9 @@ class _After(NamedTuple):
 def _after(observed: Observation) -> _After | None:
     """None for cases without states, and for steps without a request."""
     inputs = observed.inputs
-    if inputs is None or not isinstance(inputs.data, StateStepData) or not observed.step.requests:
+    data = None if inputs is None else states_in(inputs.data)
+    if data is None or not observed.step.requests:
         return None
-    data = inputs.data
     slots = torch.tensor([end.slot for end in data.ends])
     rows = observed.pool[:, 0, slots, 0]
     unwritten, start = ~torch.isin(slots, observed.written[0]), start_of(data)

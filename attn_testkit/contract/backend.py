@@ -128,18 +128,21 @@ def _counted(windows: Iterable[int]) -> str:
 def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> None:
     """Raise ``Unsupported``, naming the first capability that the context exceeds."""
     first = context.layers[0]
+    # The softmax layers of a hybrid model follow from its layers that keep a state.
+    hybrid = capabilities.state is not None and capabilities.state.hybrid
+    own = [layer for layer in context.layers if layer.head_layout.has_state or not hybrid]
     grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
     kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
     if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
-        kv_dtype = str(context.kv_pool.dtype)
+        kv_dtype = context.kv_pool.row_format or str(context.kv_pool.dtype)
     rows = max([1] + [_rows(mode, context) for mode in context.modes])
     windows = [layer.sliding_window_size for layer in context.layers if layer.sliding_window_size >= 0]
     windowed, narrowest = bool(windows), min(windows, default=capabilities.windows.smallest)
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
-        ("family", *_first_outside((layer.head_layout.name for layer in context.layers), capabilities.families)),
+        ("family", *_first_outside((layer.head_layout.name for layer in own), capabilities.families)),
         ("dtype", dtype, dtype in capabilities.dtypes),
         ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
         ("head dim", *_first_outside((layer.v_head_dim for layer in context.layers), capabilities.head_dims)),
@@ -148,8 +151,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),
         ("GQA ratio", *_first_outside(grouped, capabilities.gqa_ratios)),
-        ("number of head shapes", len(context.head_shapes),
-         capabilities.heads_by_layer or len(context.head_shapes) == 1),
+        ("number of head shapes", len({layer.head_shape for layer in own}),
+         capabilities.heads_by_layer or len({layer.head_shape for layer in own}) <= 1),
         ("query rows per request", rows, rows <= capabilities.max_q_rows),
         ("new tokens per request", context.max_extend_tokens,
          context.max_extend_tokens <= capabilities.max_extend_tokens),

@@ -16,7 +16,7 @@ from ..contract import AttentionLayer, BackendContext
 from ..steps.data import StepData
 from ..steps.schedule import Schedule, Step
 
-__all__ = ["Answer", "Family", "Memory", "Question", "Stored", "Supposition", "Watch"]
+__all__ = ["Answer", "Family", "Memory", "Noted", "Question", "Stored", "Supposition", "Watch"]
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -137,7 +137,11 @@ def _new_slots(data: StepData) -> _Ints:
     return slots
 
 
-def _never_carried(watch: Watch, slots: torch.Tensor) -> None:
+Noted = tuple[torch.dtype, tuple[int, ...], _Bytes]
+"""Dtype, shape and bytes of a host tensor."""
+
+
+def _never_carried(watch: Watch, slots: torch.Tensor, name: tuple[Schedule, Step, str | None]) -> None:
     raise NotImplementedError("a step of this family continues another, and its memory cannot be carried on")
 
 
@@ -145,7 +149,7 @@ def _nothing_noted(watch: Watch) -> None:
     """Nothing."""
 
 
-def _nothing_more(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, _Ints]:
+def _nothing_more(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
     return {}
 
 
@@ -161,13 +165,13 @@ class Memory:
     """Data of a step -> what it leaves, and how far that may be off."""
     due: Callable[[StepData], _Ints] = _new_slots
     """Data of a step -> slots that it writes, [n]."""
-    carry: Callable[[Watch, torch.Tensor], None] = _never_carried
-    """(watch, slots that the step before wrote, [n] on the device): have the memory as that step left it be the memory
-    before the next step (``Step.follows``)."""
+    carry: Callable[[Watch, torch.Tensor, tuple[Schedule, Step, str | None]], None] = _never_carried
+    """(watch, slots that the step before wrote, [n] on the device, name of the next as ``Watch.fill`` gets it): take
+    memory as that step left it for the memory before the next (``Step.follows``)."""
     before_commit: Callable[[Watch], None] = _nothing_noted
     """Note what a verify changed, right before its commit."""
-    noted: Callable[[Watch, Sequence[_Bytes]], Mapping[str, _Ints]] = _nothing_more
-    """(watch, results of its ``look``): name -> numbers that checks of the family read besides slots and rows."""
+    noted: Callable[[Watch, Sequence[_Bytes]], Mapping[str, Noted]] = _nothing_more
+    """(watch, results of its ``look``): name -> what checks of the family read besides slots and rows."""
 
 
 def _unchanged(step: Step) -> Step:

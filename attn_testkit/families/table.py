@@ -9,13 +9,14 @@ from ..cases.dimensions.dimension import Dimension
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.fields import DEFAULTS, C, Fields
 from .family import Family
+from .hybrid.family import HYBRID
 from .recurrent.family import RECURRENT
 from .softmax.family import SOFTMAX
 from .sparse.family import SPARSE
 
 __all__ = ["FAMILIES", "family_of", "meaningful", "meaningless", "register"]
 
-FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT)}
+FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, HYBRID)}
 """Name -> family."""
 
 
@@ -37,7 +38,7 @@ def register(family: Family) -> None:
 
 def family_of(case: Fields) -> Family:
     """The family of a case. Raises ``KeyError`` where nobody registered the one that its head layout names."""
-    name = SPARSE.name if case.selection else case.heads.layout.family
+    name = SPARSE.name if case.selection else HYBRID.name if case.layers.hybrid else case.heads.layout.family
     if name not in FAMILIES:
         raise KeyError(f"head layout {case.heads.family!r} is of family {name!r}, which nobody registered")
     return FAMILIES[name]

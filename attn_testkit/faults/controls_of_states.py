@@ -7,11 +7,19 @@ from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
+from .hybrids import HybridParent
 from .states import StateParent
 from .states_of_servers import SlotsParent, SnapshotsParent
 
-__all__ = ["StatesAsTheyAre", "StatesByConvention", "StatesBySlots", "StatesClearedByTheServer", "StatesOfPaddingUnwritten",
-           "StatesWithSnapshots"]  # fmt: skip
+__all__ = [
+    "HybridAsItIs",
+    "StatesAsTheyAre",
+    "StatesByConvention",
+    "StatesBySlots",
+    "StatesClearedByTheServer",
+    "StatesOfPaddingUnwritten",
+    "StatesWithSnapshots",
+]
 
 
 @control("states")
@@ -85,3 +93,8 @@ class StatesOfPaddingUnwritten(StateParent):
             return out
         skipped = (~self.live).repeat_interleave(len(out) // max(batch.batch_size, 1))
         return out.masked_fill(skipped[:, None, None], torch.nan)
+
+
+@control("hybrid")
+class HybridAsItIs(HybridParent):
+    """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""

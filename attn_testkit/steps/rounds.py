@@ -1,22 +1,17 @@
-"""Rounds of target-verify: steps that continue from the states which steps before them left on the instance.
+"""Rounds of target-verify: which drafts are accepted, and how many rounds a step continues.
 
-The same requests are verified again and again, in reverse order of the batch each time. A step names the one that runs
-before it (``Step.follows``), so whoever runs a step, for a diagnosis too, runs its whole chain.
+The same requests are verified again and again, in reverse order of the batch each time, on the states that the round
+before left on the instance. A step names the one that runs before it (``Step.follows``), so whoever runs a step, for a
+diagnosis too, runs its whole chain.
 """
 
 from __future__ import annotations
-
-from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..cases.case import Case
 
-if TYPE_CHECKING:
-    from .schedule import Step
-
-__all__ = ["accepted_nodes", "with_rounds"]
+__all__ = ["accepted_before", "accepted_nodes", "rounds_before"]
 
 _MOST = 3
 
@@ -34,22 +29,11 @@ def accepted_nodes(case: Case, index: int, count: int) -> tuple[int, ...]:
     return tuple(least + (first + place) % (most + 1 - least) for place in range(count))
 
 
-def with_rounds(case: Case, step: Step, least: int = 0) -> Step:
-    """The step after up to two rounds of the same requests. The first step of a case has none before it."""
-    return _after(case, step, max(least, step.index % _MOST))
+def rounds_before(index: int) -> int:
+    """Number of rounds that a step continues. The first step of a case has none before it."""
+    return index % _MOST
 
 
-def _after(case: Case, step: Step, rounds: int) -> Step:
-    if not rounds or not step.requests:
-        return step
-    counts = accepted_nodes(case, step.index + _MOST * rounds, step.bs)
-    earlier = [
-        replace(each, prefix=max(0, each.prefix - count), accepted=count)
-        for each, count in zip(step.requests[::-1], counts, strict=True)
-    ]
-    requests = tuple(replace(each, slots=each.slots[: each.prefix + each.new]) for each in earlier)
-    before = replace(
-        step, name=f"{step.name}, a round before", label=f"{step.label}, a round before", requests=requests,
-        seed=(step.seed + 0x9E3779B97F4A7C15) % 2**63, eager_too=False,
-    )  # fmt: skip
-    return replace(step, follows=_after(case, before, rounds - 1))
+def accepted_before(case: Case, index: int, rounds: int, count: int) -> tuple[int, ...]:
+    """Accepted nodes of each draft, so many rounds before a step."""
+    return accepted_nodes(case, index + _MOST * rounds, count)

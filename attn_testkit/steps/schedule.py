@@ -29,7 +29,7 @@ from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
 from .numerics import MODEL, Numerics
-from .rounds import accepted_nodes, with_rounds
+from .rounds import accepted_before, accepted_nodes, rounds_before
 from .variety import layout_at, padding_at
 
 __all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
@@ -425,6 +425,23 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
     return steps
 
 
+def _after(case: Case, step: Step, rounds: int) -> Step:
+    """The step after so many rounds of the same requests (``steps/rounds.py``)."""
+    if not rounds or not step.requests:
+        return step
+    counts = accepted_before(case, step.index, rounds, step.bs)
+    earlier = [
+        replace(each, prefix=max(0, each.prefix - count), accepted=count)
+        for each, count in zip(step.requests[::-1], counts, strict=True)
+    ]
+    before = replace(
+        step, name=f"{step.name}, a round before", label=f"{step.label}, a round before",
+        requests=tuple(replace(each, slots=each.slots[: each.prefix + each.new]) for each in earlier),
+        seed=(step.seed + 0x9E3779B97F4A7C15) % 2**63, eager_too=False,
+    )  # fmt: skip
+    return replace(step, follows=_after(case, before, rounds - 1))
+
+
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
     label = _SECOND.values[case.derived(_SECOND.name)].words
@@ -462,13 +479,13 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
     if case.chunks > 1:
         steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
     if case.state is not None and case.tree is not None:
-        steps = [with_rounds(case, step) for step in steps]
+        steps = [_after(case, step, rounds_before(step.index)) for step in steps]
     *replays, last = steps
     stored = case.state is None and case.derived("second-step-stored") == 1
     other_strides = case.derived("second-step-memory") == 1
     second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
     if case.state is not None and case.tree is not None and second.follows is None:
-        second = with_rounds(case, second, least=1)
+        second = _after(case, second, 1)
     oversized = replace(last, name="oversized")
     return Schedule(
         case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, numerics

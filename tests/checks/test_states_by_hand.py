@@ -289,7 +289,9 @@ def test_outside_of_a_verify_nothing_is_kept() -> None:
 def test_the_node_whose_state_was_committed_is_named(off: int, hint: str) -> None:
     step = Step(name=VERIFY)
     assert sorted(set(step.data.kept)) != [4], "some node is rejected"
-    step.states = recur(behind(step, [min(max(count + off, 0), 4) for count in step.data.kept])).states
+    step.states = recur(behind(step, [min(max(count + off, 0), 4) for count in step.data.kept])).states.to(
+        step.states.dtype
+    )
     (found,) = state_matches_oracle(step.seen(), step.case)
     assert hint in found.hint
 

@@ -20,10 +20,10 @@ from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
 from ...watches.uploads import upload
-from ..family import Memory, Stored, Watch
+from ..family import Memory, Noted, Stored, Watch
 from .data import StateStepData, state_pool_slots
 
-__all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows"]
+__all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "moved_states"]
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -163,7 +163,7 @@ class StateWatch:
                 part.fill_(math.nan)
         self._moved = None
 
-    def carry(self, slots: torch.Tensor) -> None:
+    def carry(self, slots: torch.Tensor, name: object) -> None:
         """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled."""
         with past_modes():
             for now, before in zip(self._pool.parts, self._twin.parts, strict=True):
@@ -272,9 +272,10 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     return StateWatch(context.state.pool)
 
 
-def _moved(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, _Ints]:
+def moved_states(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
+    """Slots whose states a verify changed before its commit, under their name for checks."""
     moved = cast(StateWatch, watch).moved(found)
-    return {} if moved is None else {"moved": moved}
+    return {} if moved is None else {"moved": (torch.int64, moved.shape, moved.view(np.uint8))}
 
 
 STATE_POOL = Memory(
@@ -283,7 +284,7 @@ STATE_POOL = Memory(
     image=_image,
     stored=_stored,
     due=_due,
-    carry=lambda watch, slots: cast(StateWatch, watch).carry(slots),
+    carry=lambda watch, slots, name: cast(StateWatch, watch).carry(slots, name),
     before_commit=lambda watch: cast(StateWatch, watch).before_commit(),
-    noted=_moved,
+    noted=moved_states,
 )
