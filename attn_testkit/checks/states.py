@@ -43,7 +43,7 @@ class _After(NamedTuple):
         return sorted({end.request for end, wrong in zip(self.data.ends, bad.tolist(), strict=True) if wrong})
 
     def place(self, end: int) -> str:
-        """What an end is of its request, after its name; empty for the request's only state."""
+        """Words behind the name of a request for one of its ends; empty for its only state."""
         each, data = self.data.ends[end], self.data
         if data.lists.shape[1] > 1:
             return f" behind node {each.rows - 1}"

@@ -1,8 +1,8 @@
 """Rounds of target-verify: which drafts are accepted, and how many rounds a step continues.
 
 The same requests are verified again and again, in reverse order of the batch each time, on the states that the round
-before left on the instance. A step names the one that runs before it (``Step.follows``), so whoever runs a step, for a
-diagnosis too, runs its whole chain.
+before left on the instance. A step names the one that runs before it (``Step.follows``). So each run of a step, for a
+diagnosis too, is one of its whole chain.
 """
 
 from __future__ import annotations

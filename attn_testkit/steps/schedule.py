@@ -94,8 +94,8 @@ class Step:
     """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
     the same numbers in the same slots."""
     follows: Step | None = None
-    """The step that runs on the instance right before it, whose requests it continues, so that memory is not loaded
-    anew. Layers with states only (``steps/rounds.py``)."""
+    """The step that runs on the instance right before it, whose requests it continues: memory is not loaded before
+    it. Layers with states only (``steps/rounds.py``)."""
     eager_too: bool = False
     """True if an eager run of the step follows its replay; without a request only if the backend takes that."""
     layout: str = ""

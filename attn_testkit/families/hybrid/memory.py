@@ -53,7 +53,7 @@ class HybridWatch(StateWatch):
 
     @override
     def carry(self, slots: torch.Tensor, name: Any) -> None:
-        """Carry the states on. Keys are loaded anew, as in every step."""
+        """Carry the states on. Keys are loaded, as in every step."""
         super().carry(slots, name)
         self._fill_keys(name)
 
