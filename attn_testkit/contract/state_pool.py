@@ -80,7 +80,7 @@ class StatePool:
         return typed.as_strided(shape, (step // dtype.itemsize, *strides), first // dtype.itemsize)
 
     def twin(self) -> StatePool:
-        """A pool of the same layout in memory of its own, without scratch."""
+        """A pool of the same layout in its own memory, without scratch."""
         return self.like(self.device)
 
     def like(self, device: torch.device | str, dtype: torch.dtype | None = None) -> StatePool:
