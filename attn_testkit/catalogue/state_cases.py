@@ -102,13 +102,14 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
 
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     """The cases of a tier for one mode of a backend that keeps states."""
-    if declared.state is None or not declared.state.hybrid:
-        yield from _cases(declared, mode, tier)
+    if declared.state is None:
         return
     for case in _cases(declared, mode, tier):
+        if case.data == UNIT_KEYS and not declared.state.plain_convolution:
+            continue
         # One layer would be one of a single kind.
         layers = replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True)
-        yield case.with_changes(layers=layers)
+        yield case.with_changes(layers=layers) if declared.state.hybrid else case
 
 
 def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:

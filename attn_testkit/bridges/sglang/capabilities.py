@@ -114,6 +114,18 @@ _OF_GDN = (
     _SERVER,
     Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
 )
+_KDA = "layers/attention/linear/kda_backend.py"
+_KDA_KERNELS = "layers/attention/linear/kernels/kda_triton.py"
+_OF_KDA = {
+    "eager": Line("eager", {D, V, X}, f"{_KDA}:KDAAttnBackend.forward_extend"),
+    "families": Line("families", {"kda"}, f"{_KDA}:KDAAttnBackend"),
+    # Heads of keys and values are alike in its configuration.
+    "gqa_ratios": Line("gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
+    "head_dims": Line("head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
+    "max_q_rows": Line("max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "max_topk": Line("max_topk", 1, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
+}
 _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
     conv_products="model",
@@ -351,6 +363,18 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "gdn": BridgeCapabilities(
         "triton",
         (*_OF_GDN, Line("state", _GDN_STATE, "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params")),
+        keeps_states=True,
+    ),
+    "kda": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
+            Line(
+                "state",
+                replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False),
+                f"{_KDA}:KDAAttnBackend._convolve_prefill",
+            ),
+        ),
         keeps_states=True,
     ),
     # With softmax layers between, as every model of SGLang has.

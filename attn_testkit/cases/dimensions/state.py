@@ -11,7 +11,7 @@ import torch
 from ...contract import BackendContext, Capabilities
 from ...contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES, State
 from ..fields import Changes, Fields
-from ..state import PATTERN, STATE_DATA, StateShape
+from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
@@ -43,8 +43,10 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     state, each = declared.state, case.state
     if state is None or each is None:
         return state is None and each is None
-    return all(getattr(each, one) in getattr(state, many) for one, many in _SETS.items()) and (
-        state.strided or not each.strided
+    return (
+        all(getattr(each, one) in getattr(state, many) for one, many in _SETS.items())
+        and (state.strided or not each.strided)
+        and (state.plain_convolution or case.data != UNIT_KEYS)
     )
 
 
