@@ -98,7 +98,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
 
     @contextlib.contextmanager
     def _windows_in_one_piece(self) -> Iterator[None]:
-        """Give SGLang a contiguous copy of windows that are a strided view, and copy it back: a commit refuses others."""
+        """Give SGLang a contiguous copy of turned windows, and copy it back: a commit refuses strided ones."""
         pool = self.runner.req_to_token_pool.mamba_pool
         held = pool.mamba_cache
         if held.conv[0].is_contiguous() or not self.has_turned_windows:
