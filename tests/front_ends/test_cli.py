@@ -500,6 +500,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.cold
 def test_an_author_in_an_empty_directory_sees_his_backend_evaluated(tmp_path):
     """The whole way once, with the real judge: a module of one's own, named by its spec, and its bug found."""
     (tmp_path / "mine.py").write_text(

@@ -1,0 +1,109 @@
+"""Run a CUDA program on a CPU: `python -m attn_testkit.emulation run script.py`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+RIGHT, WRONG, BROKEN, USAGE = 0, 1, 2, 4
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command line ``words``. Returns its exit code."""
+    asked = _parser().parse_args(words)
+    if not Path(asked.script).is_file():
+        print(f"python -m attn_testkit.emulation: there is no file {asked.script}", file=sys.stderr)
+        return USAGE
+    # Read where a kernel is decorated, so before the script imports Triton.
+    os.environ["TRITON_INTERPRET"] = "1"
+    from attn_testkit.emulation.compile_for import TARGETS, compile_for
+    from attn_testkit.emulation.launch_log import LaunchLog
+    from attn_testkit.emulation.policy import Policy
+
+    targets = [each for each in asked.compile_for.split(",") if each]
+    if unknown := [each for each in targets if each not in TARGETS]:
+        print(
+            f"python -m attn_testkit.emulation: --compile-for has no {', '.join(unknown)}; it has {', '.join(TARGETS)}",
+            file=sys.stderr,
+        )
+        return USAGE
+    fill = None if asked.fill == "none" else int(asked.fill, 0)
+    policy = Policy(bounds=asked.bounds, races=asked.races == "on", masked_loads=asked.masked_loads, fill=fill)
+    log = LaunchLog()
+    code, finding = _run(asked.script, asked.arguments, policy, log)
+    print(f"ran on emulated CUDA: {log.launches} launches of {len(log.notes)} kinds", file=sys.stderr)
+    compiled = []
+    for target in targets:
+        for each in compile_for(target, list(log.notes.values()), asked.seconds):
+            compiled.append(each)
+            print(f"{'REFUSED ' if each.refused else ''}{each.text()}", file=sys.stderr, flush=True)
+    if code == RIGHT and any(each.refused for each in compiled):
+        code = WRONG
+    if finding:
+        print(finding, file=sys.stderr)
+    if asked.json:
+        record = {"script": asked.script, "exit_code": code, "finding": finding, "launches": log.launches}
+        Path(asked.json).write_text(json.dumps({**record, "compiled": [asdict(each) for each in compiled]}, indent=1))
+    return code
+
+
+def _run(script: str, arguments: Sequence[str], policy: Any, log: Any) -> tuple[int, str]:
+    """Run the script. Returns an exit code, and the text of what was found."""
+    from attn_testkit.emulation import EmulationError, emulated_cuda, session
+
+    sys.argv = [script, *arguments]
+    sys.path[0] = str(Path(script).resolve().parent)
+    try:
+        with emulated_cuda(policy):
+            session.require().launched = log
+            runpy.run_path(script, run_name="__main__")
+    except EmulationError as error:
+        said = {"at": error.site, "why": error.cuda, "cure": error.cure}
+        lines = [f"  {name:4}  {text}" for name, text in said.items()]
+        return WRONG, "\n".join([f"{type(error).__name__}: {error.operation}", *lines])
+    except SystemExit as left:
+        return (RIGHT, "") if not left.code else (BROKEN, f"the script ended with {left.code}")
+    except BaseException as error:
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        traceback.print_exc()
+        return BROKEN, f"the script raised {type(error).__name__}; see above"
+    return RIGHT, ""
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m attn_testkit.emulation",
+        description="Run a CUDA program on a CPU, and report what a GPU would hide.",
+        epilog="Exit codes: 0 nothing was found, 1 an error of the program was found or a kernel does not compile, "
+        "2 the script raised an error of its own, 4 wrong arguments.",
+    )
+    run = parser.add_subparsers(required=True, metavar="run").add_parser("run", help="Run a script.")
+    run.add_argument(
+        "--bounds", choices=("storage", "view"), default="storage", help="Memory that belongs to a tensor."
+    )
+    run.add_argument("--races", choices=("on", "off"), default="on", help="Look for races inside a launch.")
+    run.add_argument(
+        "--masked-loads", choices=("zero", "poison"), default="zero", help="Number that a masked load leaves."
+    )
+    run.add_argument("--fill", default="0xFF", help="Byte of uninitialized memory, or none.")
+    run.add_argument(
+        "--compile-for", default="", metavar="TARGETS", help="Compile each kind of launch, e.g. for sm90,sm100."
+    )
+    run.add_argument("--seconds", type=float, default=60.0, help="Longest time for compiling a launch.")
+    run.add_argument("--json", metavar="FILE", help="Write the results to a file.")
+    run.add_argument("script", help="A Python file.")
+    run.add_argument("arguments", nargs=argparse.REMAINDER, help="Arguments of the script.")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
