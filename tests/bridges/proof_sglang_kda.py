@@ -1,8 +1,8 @@
 """``chunk_kda`` of SGLang 0.5.23, its prefill of KDA, is wrong where a gate is -8 and there is no lower bound.
 
-One head, 16 tokens, the same gate for every token and channel; compared with the loop over tokens in float64. Nothing of
-the kit judges it: without a GPU its emulation of CUDA runs the kernels (Triton 3.8 or older, for block pointers). Ends
-with code 1 if the result is wrong.
+One head, 16 tokens, the same gate for every token and channel; compared with the loop over tokens in float64. No check
+of the kit is used. Without a GPU its emulation of CUDA runs the kernels (Triton 3.8 or older, for block pointers).
+Ends with code 1 if the result is wrong.
 """
 
 import contextlib

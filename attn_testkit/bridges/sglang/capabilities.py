@@ -7,37 +7,14 @@ declared here, and described in docs/evidence/findings-sglang.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from attn_testkit.contract import SGLANG, Requires, Sparse, State
 
-from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
+from .bridge_capabilities import BridgeCapabilities
 
 __all__ = ["CAPABILITIES", "CAPABILITIES_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "BridgeCapabilities"]
-
-
-@dataclass(frozen=True)
-class BridgeCapabilities(bridged.BridgeCapabilities):
-    """Everything about one name of SGLang's registry, ``ATTENTION_BACKENDS``."""
-
-    fakes: str = ""
-    """Set of the kit's fakes for compiled kernels, used without a GPU: a name of ``fakes.SETS``."""
-    reads_back: bool = True
-    """True if a forward may be given None for new rows that the pool holds already. Otherwise it is given the rows that
-    the pool holds, as after a fused kernel that stores them."""
-    one_scale: bool = False
-    """True if a plan holds the model's softmax scale. The kit's layers have several scales, unlike models of SGLang, so
-    there is one backend object per scale."""
-    rope_apart: bool = False
-    """MLA: SGLang's model gives q and k without their rope columns, and the rope columns separately."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Server arguments of SGLang for this name, in addition to those of ``runner``."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of SGLang for this name, which its modules read at each call."""
-    keeps_states: bool = False
-    """True if its layers have a recurrent state: ``registered`` is the backend of the softmax layers."""
 
 
 _TRITON = "layers/attention/triton_backend.py"
@@ -130,6 +107,7 @@ _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
     conv_products="model",
 )  # fmt: skip
+_KDA_STATE = replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False)
 
 CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "torch_native": BridgeCapabilities(
@@ -369,11 +347,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         "triton",
         (
             *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
-            Line(
-                "state",
-                replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False),
-                f"{_KDA}:KDAAttnBackend._convolve_prefill",
-            ),
+            Line("state", _KDA_STATE, f"{_KDA}:KDAAttnBackend._convolve_prefill"),
         ),
         keeps_states=True,
     ),
