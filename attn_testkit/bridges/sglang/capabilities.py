@@ -96,7 +96,6 @@ _KDA_KERNELS = "layers/attention/linear/kernels/kda_triton.py"
 _OF_KDA = {
     "eager": Line("eager", {D, V, X}, f"{_KDA}:KDAAttnBackend.forward_extend"),
     "families": Line("families", {"kda"}, f"{_KDA}:KDAAttnBackend"),
-    # Heads of keys and values are alike in its configuration.
     "gqa_ratios": Line("gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
     "head_dims": Line("head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
     "max_q_rows": Line("max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
