@@ -31,6 +31,7 @@ declare -A backends=(
     vllm_kernels:DecodeMLA vllm_kernels:DecodeMLAOneHead vllm_kernels:GroupedDecode lightllm_kernels:GQADecode
     lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask
     sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
+    sglang_kernels:SparseMLAPacked
     vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo sglang_states:DeltaRule"
 )
 declare -A known=(

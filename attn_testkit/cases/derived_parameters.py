@@ -61,7 +61,7 @@ def _others_may_have_one(case: Fields) -> bool:
 
 
 CONTIGUOUS = 1
-"""The value of ``qkv-memory`` that makes q, k and v tensors of their own."""
+"""The value of ``qkv-memory`` that makes q, k and v their own tensors."""
 
 DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     DerivedParameter("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),

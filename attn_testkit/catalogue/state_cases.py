@@ -133,7 +133,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
-    """A small case of a kind, without a convention of its own, and with the widest convolution."""
+    """A small case of a kind, without its own convention, and with the widest convolution."""
     assert first.state is not None
     assert declared.state is not None
     width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)

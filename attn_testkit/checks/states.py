@@ -236,7 +236,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     """Name states that the slot holds instead."""
     bad, want = wrong.flatten(2).any(-1).any(0), after.want.states
     if bool(after.unwritten[bad].all()):
-        return "not a bit of the slot changed: the state was not stored"
+        return "no bit of the slot changed: the state was not stored"
 
     def fits(other: torch.Tensor) -> bool:
         off = torch.linalg.vector_norm(after.states.double() - other, dim=-1) / after.want.state_limit
@@ -253,7 +253,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
             want.roll(-1, 1),
         ),
         ("it is the state of the layer before it", want.roll(1, 0)),
-        ("it is the state of the head before it", want.roll(1, 2)),
+        ("the head has the state of the head before it", want.roll(1, 2)),
     ]
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
@@ -301,7 +301,7 @@ CHECKS = (
     ),
     Check(
         "writes-own-state",
-        "Only slots of the batch change. Slot 0 changes only if padding may write it, and memory between slots never.",
+        "Only slots of the batch change. Slot 0 changes only if padding may write it. Memory between slots stays.",
         "An index of -1 clamped to 0, padded rows with stale slots, a stride that is a product of the shape.",
         "tokenspeed #700; vllm-ascend #12040, #10901; vLLM #56196",
         "The headline names the slot. Slot 0 points to padding, another one to a place or a row taken for a slot.",

@@ -414,8 +414,8 @@ class AttentionBackend(ABC):
         """Merge the results of two KV splits from ``forward_return_lse``. Called if ``lse.merges`` is declared.
 
         ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the declared base, layout and
-        dtype. Returns output and log-sum-exp of the two splits together, likewise. Either split may be empty, or both.
-        May run under capture: device work only.
+        dtype. Returns output and log-sum-exp of the two splits together, in the same form. One split may be empty, or
+        both. May run under capture: device work only.
         """
         raise NotImplementedError(f"{type(self).__name__} declares lse with merges=True and has no merge_state")
 

@@ -76,11 +76,8 @@ def compile_for(target: str, launches: Sequence[LaunchNote], seconds: float = _S
 
 
 def _judged(target: str, launch: LaunchNote, answer: dict[str, object]) -> Compiled:
-    if "refused" in answer:
-        reason = str(answer["refused"])
-        if reason.startswith("LookupError: "):
-            return Compiled(target, launch, unknown=reason.removeprefix("LookupError: "))
-        return Compiled(target, launch, refused=reason)
+    if "refused" in answer or "unknown" in answer:
+        return Compiled(target, launch, **answer)  # type: ignore[arg-type]
     made = Compiled(target, launch, uses=tuple(answer.pop("uses")), **answer)  # type: ignore[arg-type]
     most = SHARED_MEMORY[int(target.removeprefix("sm"))]
     if made.shared > most:

@@ -32,7 +32,13 @@ def main() -> None:
         kernel, module, file, args, kwargs = json.loads(line)
         try:
             found = _found(modules, kernel, module, file)
-            answer = _compiled(found, [_value(modules, each) for each in args], kwargs, modules)
+            given = [_value(modules, each) for each in args]
+            named = {name: _value(modules, each) for name, each in kwargs.items()}
+        except Exception as error:
+            print(json.dumps({"unknown": _reason(error)}), flush=True)
+            continue
+        try:
+            answer = _compiled(found, given, named)
         except Exception as error:  # the compiler's own classes, and whatever a module raises
             answer = {"refused": _reason(error)}
         print(json.dumps(answer), flush=True)
@@ -70,6 +76,7 @@ def _found(modules: dict[str, Any], kernel: str, module: str, file: str) -> Any:
 def _module(name: str, file: str) -> Any:
     """The module, as far as it runs without a device. A script runs up to `if __name__ == "__main__"`."""
     if name != "__main__":
+        sys.path.append(str(Path(file).parents[name.count(".")]))
         return importlib.import_module(name)
     made = types.ModuleType("attn_testkit_script")
     made.__file__ = file
@@ -113,8 +120,8 @@ class _Tensor:
         return self._rest
 
 
-def _compiled(kernel: Any, args: list[Any], kwargs: dict[str, Any], modules: dict[str, Any]) -> dict[str, Any]:
-    made = kernel.warmup(*args, grid=(1,), **{name: _value(modules, each) for name, each in kwargs.items()})
+def _compiled(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+    made = kernel.warmup(*args, grid=(1,), **kwargs)
     made = made.result() if hasattr(made, "result") else made
     registers = stack = None
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:

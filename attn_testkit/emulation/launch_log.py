@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
 
 from attn_testkit.emulation.private import disable_functions
 
-__all__ = ["LaunchLog", "LaunchNote", "Unsupported"]
+__all__ = ["LaunchLog", "LaunchNote", "Unsupported", "note_launches", "read_notes"]
 
 _ALIGNMENT = 16
 
@@ -34,10 +40,12 @@ class LaunchNote:
     """The reason why it cannot be compiled elsewhere. Then it has no arguments."""
 
     def text(self) -> str:
-        """The kernel and its arguments on one line: dtypes of tensors, and the values of constants."""
-        given = [_spelled(each) for each in self.args]
-        given += [f"{name}={_spelled(each)}" for name, each in self.kwargs.items()]
-        return f"{self.kernel}({', '.join(given)})"
+        """The kernel on one line, with the dtypes of its tensors and its constants."""
+        dtypes = dict.fromkeys(_spelled(each) for each in self.args if isinstance(each, dict) and "tensor" in each)
+        plain = [each for each in self.args if not isinstance(each, dict)]
+        constants = [repr(each) for each in plain if each is not None]
+        constants += [f"{name}={_spelled(each)}" for name, each in self.kwargs.items()]
+        return f"{self.kernel}({', '.join(dtypes)}; {', '.join(constants)})"
 
 
 @dataclass
@@ -47,6 +55,8 @@ class LaunchLog:
     launches: int = 0
     """Number of all launches, replays of graphs not counted."""
     notes: dict[str, LaunchNote] = field(default_factory=dict)
+    folder: Path | None = None
+    """Folder in which each process writes its notes at once; None: they are not written."""
 
     def __call__(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Note a launch of the interpreter."""
@@ -64,7 +74,40 @@ class LaunchLog:
                 note = LaunchNote(*where, tuple(notes[: len(args)]), rest)
         except Unsupported as reason:
             note = LaunchNote(*where, (), {}, str(reason))
-        self.notes.setdefault(json.dumps([where, note.args, note.kwargs, note.why_not], sort_keys=True), note)
+        key = json.dumps(asdict(note), sort_keys=True)
+        if key not in self.notes:
+            self.notes[key] = note
+            if self.folder is not None:
+                with (self.folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
+                    file.write(key + "\n")
+
+
+@functools.cache
+def _log_of(folder: str) -> LaunchLog:
+    return LaunchLog(folder=Path(folder))
+
+
+@contextmanager
+def note_launches(folder: str) -> Iterator[None]:
+    """Have compiled kernels be noted instead of launched, each kind in a line of a file in ``folder``."""
+    kernel: Any = importlib.import_module("triton.runtime.jit").JITFunction
+    log, stock = _log_of(folder), kernel.run
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        constants = {each.name for each in self.params if each.is_constexpr}
+        log(SimpleNamespace(fn=self.fn, arg_names=self.arg_names, constexprs=constants), args, kwargs)
+
+    kernel.run = run
+    try:
+        yield
+    finally:
+        kernel.run = stock
+
+
+def read_notes(folder: Path) -> list[LaunchNote]:
+    """The different notes that processes wrote to ``folder``."""
+    lines = {line for file in sorted(folder.glob("*.jsonl")) for line in file.read_text(encoding="utf-8").splitlines()}
+    return [LaunchNote(**{**json.loads(line), "args": tuple(json.loads(line)["args"])}) for line in sorted(lines)]
 
 
 def _note_of(value: Any, fixed: bool = True) -> Any:

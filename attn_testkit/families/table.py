@@ -45,7 +45,7 @@ def family_of(case: Fields) -> Family:
 
 
 def meaningless(case: Fields) -> list[str]:
-    """Names of dimensions in which a case has a value of its own, and which mean nothing in its family."""
+    """Names of dimensions in which a case has its own value, and which mean nothing in its family."""
     return [each.name for each in _outside(case) if any(getattr(case, n) != DEFAULTS[n] for n in each.fields)]
 
 

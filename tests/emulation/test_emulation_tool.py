@@ -63,7 +63,7 @@ def test_a_kernel_that_no_device_can_hold_is_refused_and_a_small_one_compiles(tm
     record = tmp_path / "found.json"
     assert main(["run", "--compile-for", "sm90", "--json", str(record), SCRIPT, "large"]) == 1
     said = capfd.readouterr().err
-    assert "REFUSED sm90: product(bfloat16, float32, WIDTH=2048, num_warps=8): it needs 524,288 bytes of shared" in said
+    assert "REFUSED sm90: product(bfloat16, float32; WIDTH=2048, num_warps=8): it needs 524,288 bytes of shared" in said
     small, large = json.loads(record.read_text())["compiled"]
     assert (small["launch"]["kernel"], small["refused"], small["unknown"]) == ("scale", "", "")
     assert 0 < small["registers"] < 64

@@ -70,7 +70,7 @@ _OF_DSA = (
     _SERVER,
 )
 _DSA_TOPK = {64, 2048}
-"""Widths of ``topk_indices``. 2,048 is that of all models, and has a kernel of its own in ``transform_index``."""
+"""Widths of ``topk_indices``. 2,048 is that of all models, and has its own kernel in ``transform_index``."""
 _DSA_OPTIONS = {"dsa_prefill_backend": "triton_sparse_mla", "dsa_decode_backend": "triton"}
 _DSA_ENVIRONMENT = {
     "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",  # the schedule of the indexer's scores without DeepGEMM

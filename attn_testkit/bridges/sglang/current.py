@@ -179,7 +179,7 @@ class SGLangBackend(OfSGLang):
         return kept.planned
 
     def _forward(self, batch: ForwardBatch) -> Any:
-        """SGLang's batch for a forward: the planned one, but in a draft, whose forwards have slots of their own."""
+        """SGLang's batch for a forward: the planned one, but in a draft, whose forwards have their own slots."""
         if not isinstance(batch.spec_info, DraftDecodeInput):
             return self._plan(batch)
         kept = batch.extras[_KEPT]

@@ -86,7 +86,7 @@ class _ModelConfig:
 
 
 class _Runner(SimpleNamespace):
-    """A namespace, and the one method that constructors call."""
+    """A namespace with the one method that constructors call."""
 
     verify_width: int
 
