@@ -111,8 +111,11 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
 
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     """The cases of a tier for one mode of a backend that keeps states."""
+    if declared.state is None:
+        return
     for case in _cases(declared, mode, tier):
-        yield _with_softmax(declared, case)
+        if case.data != UNIT_KEYS or declared.state.plain_convolution:
+            yield _with_softmax(declared, case)
 
 
 def _with_softmax(declared: Capabilities, case: Case) -> Case:
@@ -174,7 +177,8 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
     token of the longest prompt.
     """
     case = _plain(declared, first, _kinds(declared)[0])
-    exact = case.mode is ForwardMode.EXTEND
+    assert declared.state is not None
+    exact = case.mode is ForwardMode.EXTEND and declared.state.plain_convolution
     case = case.with_changes(
         prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.max_q_rows), 1),
         data=UNIT_KEYS if exact else case.data,

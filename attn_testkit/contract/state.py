@@ -61,6 +61,8 @@ class State(Declared):
     ``model``, as a Triton kernel does that multiplies two bf16 tensors (``causal_conv1d_update`` of SGLang and vLLM).
     The limits follow from it, in every mode."""
 
+    plain_convolution: bool = True
+    """May a convolution end without an activation? False: with ``silu`` only, which leaves out exact data."""
     hybrid: bool = False
     """Does the backend run a model with softmax layers between those that keep a state? Every case has both then, a
     ``forward`` of a softmax layer is given q, k and v, and the KV pool has those layers."""

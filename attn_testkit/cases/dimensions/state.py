@@ -12,7 +12,7 @@ from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
 from ..fields import Changes, Fields
 from ..rows import Verify
-from ..state import PATTERN, STATE_DATA, StateShape
+from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
@@ -50,6 +50,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
         and (state.strided or not each.strided)
         and each.snapshots in state.snapshots | {0}
+        and (state.plain_convolution or case.data != UNIT_KEYS)
     )
 
 
