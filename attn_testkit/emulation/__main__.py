@@ -27,6 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if wrong:
         print(f"python -m attn_testkit.emulation: {wrong[0]}", file=sys.stderr)
         return USAGE
+    code: int
     code, record = asked.do(asked)
     compiled = _compiled(targets, record.pop("notes"), asked.seconds)
     if code == RIGHT and any(each.refused for each in compiled):
