@@ -113,7 +113,8 @@ class SnapshotsParent(StateParent):
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         super().commit(steps, state)
-        assert state.snapshot is not None
+        if state.snapshot is None:
+            return
         for layer in self.states.layers:
             for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):
                 nodes = self.copied_nodes(state.snapshot.rows.long() - 1, steps.long())

@@ -191,7 +191,7 @@ def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     """
     whole = step.part_of[0] if step.part_of else step
     rows, count = schedule.pool_rows, slots_per_row(schedule.case)
-    rng = np.random.default_rng([schedule.case.digest % 2**32, (whole.chunk_of or whole).index, 0x57A7E])
+    rng = np.random.default_rng([schedule.case.digest, (whole.chunk_of or whole).index, 0x57A7E])
     table = np.zeros((rows + 1, count), np.int32)
     own = [each.pool_row for each in whole.requests]
     # Rounds of one chain have batches in reverse order of each other.
