@@ -258,8 +258,8 @@ def test_after_a_verify_the_state_is_that_of_the_accepted_nodes_and_outputs_are_
         rows = (step.row_request == request).nonzero().flatten()[:kept]
         tensors = {name: getattr(step, name)[:, rows] for name in "qkv"}
         alone = replace(
-            step, **tensors, news=(kept,), kept=(kept,), states=step.states[:, request : request + 1],
-            windows=step.windows[:, request : request + 1],
+            step, **tensors, news=(kept,), kept=(kept,), ends=(replace(step.ends[request], request=0),),
+            states=step.states[:, request : request + 1], windows=step.windows[:, request : request + 1],
         )  # fmt: skip
         # A product of other sizes may round the last bit of a float64 another way.
         for name in ("states", "state_limit"):
