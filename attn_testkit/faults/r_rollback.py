@@ -126,21 +126,6 @@ class CommitsARejectedToken(StateParent):
 
 
 @fault(
-    slug="commits-the-root-of-a-rejected-draft",
-    source="general (sglang: -1 where nothing was accepted)",
-    modes=_VERIFY,
-    checks=("state-matches-oracle", "state-counts-tokens", "conv-window-exact"),
-    hint="rejected|behind",
-)
-class CommitsTheRootOfARejectedDraft(StateParent):
-    """-1 is skipped by the slot of padding only: where nothing was accepted, the root is committed."""
-
-    @override
-    def accepted(self, steps: torch.Tensor) -> torch.Tensor:
-        return steps.long().clamp(min=0)
-
-
-@fault(
     slug="snapshot-never-written",
     source="sglang #30862",
     modes=(*_EXTEND, *_VERIFY, ForwardMode.DECODE),

@@ -20,9 +20,10 @@ def accepted_nodes(case: Case, index: int, count: int) -> tuple[int, ...]:
     """Accepted nodes of each of ``count`` drafts, for layers with states: all in one batch, as few as can be in
     another, and different ones elsewhere.
 
-    0 means that a commit stores nothing. With slots, the root of a draft is always accepted.
+    The root of a draft is the token that was sampled last, and servers always accept it: only padded requests commit
+    nothing.
     """
-    least, most = (1 if case.state and case.state.rollback == "slots" else 0), case.width
+    least, most = 1, case.width
     if index in (1, 2):
         return ((most, least)[index - 1],) * count
     first = int(np.random.default_rng([case.digest, index, 0xACCE]).integers(0, 1 << 16))

@@ -204,7 +204,6 @@ MISTAKES = [
     (rollback.WindowStoredWithEachNode, VERIFY_SLOTS, "eager", "conv-window-exact", "first slot"),
     (rollback.StateStoredInTheSlotOfTheNodeBefore, VERIFY_SLOTS, "eager", "state-matches-oracle", "behind"),
     (rollback.PaddedDraftsWriteSlot0, VERIFY_SLOTS, "graph", "writes-own-state", "slot 0"),
-    (rollback.CommitsTheRootOfARejectedDraft, VERIFY, "eager", "state-matches-oracle", "1 node behind"),
     (rollback.SnapshotOfTheLastAcceptedNode, VERIFY_COPIES, "eager", "state-matches-oracle", "prefix cache"),
     (faults.SlotsOfTheCapture, DECODE, "graph", "conv-window-exact", "not stored"),
 ]
