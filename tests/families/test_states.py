@@ -197,7 +197,7 @@ MISTAKES = [
     (faults.VerifyWritesTheState, VERIFY, "eager", "verify-keeps-state", "before anything was accepted"),
     (faults.AcceptedStatesNeverCommitted, VERIFY, "eager", "state-matches-oracle", "not stored"),
     (faults.RollsBackStatesAndNotWindows, VERIFY, "eager", "conv-window-exact", ""),
-    (faults.CommitsTheWholeDraft, VERIFY, "eager", "state-matches-oracle", "behind the whole draft"),
+    (faults.CommitsTheWholeDraft, VERIFY, "eager", "state-matches-oracle", "behind the last accepted one"),
     (faults.CommitsANodeTooFew, VERIFY, "eager", "conv-window-exact", ""),
     (faults.PaddedCommitsReachSlot0, VERIFY, "graph", "writes-own-state", "slot 0"),
     (rollback.AcceptedCountIsAnIndex, VERIFY_SLOTS, "eager", "conv-window-exact", ""),
