@@ -109,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m attn_testkit.emulation",
         description="Run a CUDA program on a CPU, and report what a GPU would hide.",
         epilog="Exit codes: 0 nothing was found, 1 an error of the program was found or a kernel does not compile, "
-        "2 the script raised an error of its own, 4 wrong arguments.",
+        "2 the script raised another error, 4 wrong arguments.",
     )
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="Run a script.")

@@ -74,3 +74,13 @@ def test_scratch_that_is_gone_is_forgotten():
         pair.kernel[pair.grid](*pair.right(), **dict(pair.options))
         with pytest.raises(RaceError):
             pair.kernel[pair.grid](*pair.wrong(), **dict(pair.options))
+
+
+def test_memory_whose_shadow_does_not_fit_is_not_looked_at(monkeypatch):
+    def no_room(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("attn_testkit.emulation.triton_races._Shadow", no_room)
+    pair = programs.PAIRS[0]
+    with torch.no_grad(), emulated_cuda():
+        pair.kernel[pair.grid](*pair.wrong(), **dict(pair.options))
