@@ -58,7 +58,7 @@ class LocalWorker:
         self.environment: Environment = resolve(device)
         self.environment.prepare_process()
         with self.environment.active():
-            # torch imports modules here that replace one of its own functions.
+            # torch imports modules here that replace one of torch's functions.
             pass
         self._launches = Launches()
         self._launches.install()
