@@ -24,6 +24,9 @@ __all__ = [
     "TorchNativeSparseSlotsBackend",
 ]
 
+_GATHERED = 1 << 25
+"""Numbers of keys that are gathered at once: 128 MiB in float32."""
+
 
 class TorchNativeSparseBackend(KernelBackend):
     """``selected`` holds positions, which the request table maps to slots."""
@@ -113,7 +116,7 @@ class TorchNativeSparseBackend(KernelBackend):
         assert plan.selected is not None
         # Rows of padding behind the last selection select no key.
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
-        return self.attend(q, kv, plan, self.slots(selected, plan), selected >= 0)
+        return self.attend_all(q, kv, plan, self.slots(selected, plan), selected >= 0)
 
     def read(
         self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
@@ -121,6 +124,23 @@ class TorchNativeSparseBackend(KernelBackend):
         """Keys [T, n, Hk, D] and values [T, n, Hk, Dv] in ``slot`` [T, n], float32."""
         k, v = (each.flatten(0, 1)[slot].float() for each in kv)
         return k * layer.k_scale, v * layer.v_scale
+
+    def attend_all(
+        self,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        plan: KernelPlan,
+        slot: torch.Tensor,
+        is_key: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend in chunks of rows: 1,000 rows of 2,048 keys of 576 numbers would be 4.4 GiB, several times over."""
+        rows = max(1, _GATHERED // (slot.shape[1] * kv[0].shape[-2] * kv[0].shape[-1]))
+        chunks = [
+            self.attend(*chunk[:1], kv, plan, *chunk[1:])
+            for chunk in zip(q.split(rows), slot.split(rows), is_key.split(rows), strict=True)
+        ]
+        outs, lses = zip(*chunks, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
     def attend(
         self,
@@ -211,4 +231,4 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
         # A padded row may hold any block, also one behind the table.
         places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
         slots = plan.slot_table[request[:, None], places].long()
-        return self.attend(q, kv, plan, slots, is_key)
+        return self.attend_all(q, kv, plan, slots, is_key)
