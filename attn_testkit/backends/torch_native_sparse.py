@@ -85,15 +85,19 @@ class TorchNativeSparseBackend(KernelBackend):
         """Score every key of the pool, and look up those of each request: [T, keys] float32. Keys that each row sees,
         [T]; scores behind them may be NaN.
         """
-        pool, layer = self.context.index_pool, plan.layer
+        request = self.request_of_row(q_index, plan)
+        of_slot = self.scores_of_slots(q_index, weights, plan.layer)
+        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
+
+    def scores_of_slots(self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[T, slots] float32: the score of each key of the pool."""
+        pool = self.context.index_pool
         assert pool is not None
         keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
         of_slot = torch.zeros(len(q_index), len(keys), device=keys.device)
         for head in range(layer.index_heads):
             of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
-        of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
-        request = self.request_of_row(q_index, plan)
-        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
+        return of_slot * pool.get_scales(layer.layer_id).flatten()
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """Take the best keys of those that a row sees."""
