@@ -174,7 +174,7 @@ def test_there_is_a_proof_for_each_file_of_proofs_and_the_findings_page_names_it
 def test_the_nightly_runs_every_adapter_and_known_failures_are_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     nightly = (ROOT / "ci" / "nightly_servers.sh").read_text()
-    listed = set(re.findall(r"\w+_(?:kernels|indexer|states):\w+", nightly))
+    listed = set(re.findall(r"\w+_(?:kernels|indexer|states|dsv4):\w+", nightly))
     assert listed == {*RIGHT, *WRONG}
     assert KNOWN.name in nightly
     for each in load_known(KNOWN):

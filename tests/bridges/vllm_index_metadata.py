@@ -1,6 +1,6 @@
 """Metadata that vLLM's builder of the DSA indexer makes, behind the kit's indexer. Scores and top-k are torch's.
 
-PYTHONPATH=tests/bridges attn-testkit run --backend vllm_indexer:Metadata --device cpu
+PYTHONPATH=tests/bridges attn-testkit run --backend vllm_index_metadata:Metadata --device cpu
 
 ``DeepseekV32IndexerMetadataBuilder`` decides which rows are decodes, how many keys each row may see, and where they
 are. vLLM's kernels of scores and top-k are compiled; without them its builder asks for no schedule. Importing this
