@@ -139,9 +139,9 @@ class TorchNativeSparseBackend(KernelBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend in chunks of rows: 1,000 rows of 2,048 keys of 576 numbers would be 4.4 GiB, several times over."""
         rows = max(1, _GATHERED // (slot.shape[1] * kv[0].shape[-2] * kv[0].shape[-1]))
+        starts = range(0, max(1, len(q)), rows)
         chunks = [
-            self.attend(*chunk[:1], kv, plan, *chunk[1:])
-            for chunk in zip(q.split(rows), slot.split(rows), is_key.split(rows), strict=True)
+            self.attend(q[at : at + rows], kv, plan, slot[at : at + rows], is_key[at : at + rows]) for at in starts
         ]
         outs, lses = zip(*chunks, strict=True)
         return torch.cat(outs), torch.cat(lses)
