@@ -56,7 +56,7 @@ def convolve_kernel(
     bias = tl.zeros([BLOCK_C], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    for token in range(0, count):
+    for token in range(count):
         total = bias
         for tap in tl.static_range(W):
             source = token - (W - 1) + tap
@@ -70,7 +70,7 @@ def convolve_kernel(
     in_window = there[:, None] & (column < W - 1)[None, :]
     x_all, held_all = x_at[:, None], held[:, None]
     if VERIFY:
-        for token in range(0, count):
+        for token in range(count):
             source = (token + 1 - (W - 1) + column)[None, :]
             new = tl.load(x_all + source * x_row, mask=in_window & (source >= 0), other=0.0)
             old = tl.load(held_all + (W - 1) + source, mask=in_window & begun & (source < 0), other=0.0)
@@ -99,8 +99,8 @@ def delta_rule_kernel(
     x_ptr, a_ptr, b_ptr, out_ptr, A_log_ptr, dt_bias_ptr, pool_ptr, scratch_ptr,
     first_ptr, count_ptr, slot_ptr, begun_ptr, copied_ptr, copy_ptr,
     a_row, b_row, pool_slot, value_step, key_step, scratch_row, scratch_node, lowest, scale,
-    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAST: tl.constexpr, VERIFY: tl.constexpr, COPIES: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAST: tl.constexpr, VERIFY: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """The recurrence of one request and ``BLOCK_V`` values of a value head, row by row in float32."""
     request, head = tl.program_id(0), tl.program_id(1)
@@ -119,7 +119,7 @@ def delta_rule_kernel(
     if COPIES:
         rows = tl.load(copied_ptr + request)
         copy = pool_ptr + tl.load(copy_ptr + request) * pool_slot + place
-    for token in range(0, count):
+    for token in range(count):
         row = first + token
         x_at = x_ptr + row * (2 * HK * K + HV * V)
         q = tl.load(x_at + group * K + key, mask=is_key, other=0.0).to(tl.float32)

@@ -47,6 +47,7 @@ def _prompts(width: int) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]
 
 
 _LONG = ((0, 11), (2 * _CHUNK + 1, 2 * _CHUNK - 1))
+_THOUSANDS = ((0, 11), (2 * 1024 + 1, 37))
 _MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
 
 
@@ -188,6 +189,7 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
     """Exact data of each kind: what a token did is seen in the state at any length."""
+    done = set[bool]()
     for index, heads in enumerate(_kinds(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
         if mode is not ForwardMode.EXTEND:
@@ -199,6 +201,10 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         if tier != "smoke":
             yield _with_prompts(declared, case, _LONG)
             yield _with_prompts(declared, case, _MIXED)
+            summed = heads.family in ("mamba", "lightning")
+            if summed not in done:
+                done.add(summed)
+                yield _with_prompts(declared, case, _THOUSANDS)
         elif index:
             return
 

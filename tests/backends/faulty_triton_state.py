@@ -1,4 +1,4 @@
-"""``triton_state`` with bugs that kernels have: wrong grids, offsets, strides and masks, by arguments of its launches."""
+"""``triton_state`` with bugs that kernels have: grids, offsets, strides and masks, by arguments of launches."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.backends.triton_state import TritonStateBackend
-from attn_testkit.contract import BackendContext, ForwardBatch, State, StateLayer
+from attn_testkit.contract import ForwardBatch, State, StateLayer
 
 SMALL = TritonStateBackend.capabilities.with_changes(
     gqa_ratios={2}, head_dims={64}, dtypes={"bf16"}, state=State(k_dims={64}, strided=True, snapshots={16})
@@ -26,9 +26,11 @@ class PaddedProgramsWriteSlot0(TritonStateBackend):
 
     capabilities = SMALL
 
-    def __init__(self, context: BackendContext) -> None:
-        super().__init__(context)
-        self.lowest = -1
+    @override
+    def of_requests(self, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
+        self.lowest = 0
+        first, counts, slots, *rest = super().of_requests(batch)
+        return first, counts, slots.clamp(min=0), *rest
 
 
 class StridesByTheShape(TritonStateBackend):
