@@ -141,7 +141,7 @@ def test_no_case_asks_for_a_convention_that_is_not_declared(mode: ForwardMode) -
     """A backend of bf16 states was given float32 ones, in the small cases of values that no other case has."""
     state = State(
         k_dims={32, 64}, dtypes={"bf16"}, orders={"kv"}, padding={"write_zero"}, fresh={"zeroed"},
-        rollback={"slots"}, conv_widths={2},
+        rollback={"slots"}, conv_widths={2, 4},
     )  # fmt: skip
     few = DECLARED.with_changes(gqa_ratios={1, 2, 3, 4, 8}, state=state)
     assert not [case.id for tier in ("smoke", "core") for case in generate(few, mode, tier) if not_declared(few, case)]
