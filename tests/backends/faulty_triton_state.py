@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.backends.triton_state import TritonStateBackend
-from attn_testkit.contract import ForwardBatch, State, StateLayer
+from attn_testkit.contract import BackendContext, ForwardBatch, State, StateLayer
 
 SMALL = TritonStateBackend.capabilities.with_changes(
     gqa_ratios={2}, head_dims={64}, dtypes={"bf16"}, state=State(k_dims={64}, strided=True, snapshots={16})
@@ -91,14 +91,18 @@ class SlotsKeptFromTheCapture(TritonStateBackend):
 
     capabilities = SMALL
 
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept: dict[int, torch.Tensor] = {}
+
     @override
     def of_requests(self, batch: ForwardBatch) -> tuple[torch.Tensor, ...]:
         first, counts, slots, *rest = super().of_requests(batch)
-        return first, counts, self.kept.setdefault(len(slots), slots), *rest
+        return first, counts, self.kept.get(len(slots), slots), *rest
 
     @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.state is not None
         if in_capture:
-            self.kept = getattr(self, "kept", {}) | {batch.batch_size: batch.state.indices.clone()}
+            self.kept[batch.batch_size] = batch.state.indices.clone()
