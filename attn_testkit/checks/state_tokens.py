@@ -1,6 +1,6 @@
 """Names of tokens that a state lacks or has twice, on exact data, in which columns of a state are their values.
 
-A state shows the last token of each key only, if values are overwritten. What was lost before is in the outputs.
+A state shows the last token of each key only, if values are overwritten. Outputs show tokens that were lost before.
 """
 
 from __future__ import annotations
