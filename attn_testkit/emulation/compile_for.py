@@ -10,7 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attn_testkit.emulation.launch_log import LaunchNote
 
@@ -23,6 +23,9 @@ SHARED_MEMORY = {
 specifications ("maximum amount of shared memory per thread block")."""
 TARGETS = tuple(f"sm{capability}" for capability in SHARED_MEMORY)
 """Names of devices that kernels can be compiled for."""
+_THREADS, _REGISTERS, _TENSOR_MEMORY = 1024, 65_536, 512
+"""Threads and registers of a block, columns of tensor memory: the same for all targets. Source: as above, and
+``CompiledKernel._init_handles`` of Triton, which raises ``OutOfResources``."""
 _SECONDS = 60.0
 
 
@@ -44,6 +47,10 @@ class Compiled:
     """Bytes of local memory of a thread, where registers are spilled."""
     uses: tuple[str, ...] = ()
     """Instructions of tensor cores: wgmma, tcgen05."""
+    threads: int = 0
+    """Threads of a block."""
+    tensor_memory: int = 0
+    """Columns of tensor memory, from sm100 on."""
 
     def text(self) -> str:
         """One line."""
@@ -79,11 +86,16 @@ def _judged(target: str, launch: LaunchNote, answer: dict[str, object]) -> Compi
     if "refused" in answer or "unknown" in answer:
         return Compiled(target, launch, **answer)  # type: ignore[arg-type]
     made = Compiled(target, launch, uses=tuple(answer.pop("uses")), **answer)  # type: ignore[arg-type]
-    most = SHARED_MEMORY[int(target.removeprefix("sm"))]
-    if made.shared > most:
-        reason = f"it needs {made.shared:,} bytes of shared memory, and a block has {most:,} at most"
-        return Compiled(target, launch, refused=reason, shared=made.shared)
-    return made
+    needs = (
+        (made.shared, SHARED_MEMORY[int(target.removeprefix("sm"))], "bytes of shared memory"),
+        (made.threads, _THREADS, "threads"),
+        (made.threads * (made.registers or 0), _REGISTERS, "registers"),
+        (made.tensor_memory, _TENSOR_MEMORY, "columns of tensor memory"),
+    )
+    too_much = [
+        f"it needs {need:,} {what}, and a block has {most:,} at most" for need, most, what in needs if need > most
+    ]
+    return replace(made, refused=too_much[0]) if too_much else made
 
 
 class _Worker:
