@@ -8,6 +8,7 @@ import queue
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -62,24 +63,51 @@ class Compiled:
         return f"{self.target}: {self.launch.text()}: {', '.join([*facts, *self.uses])}"
 
 
-def compile_for(target: str, launches: Sequence[LaunchNote], seconds: float = _SECONDS) -> Iterator[Compiled]:
-    """Compile each launch in a process without TRITON_INTERPRET. ``seconds``: the longest that one may take.
+def compile_for(
+    target: str, launches: Sequence[LaunchNote], seconds: float = _SECONDS, jobs: int | None = None
+) -> Iterator[Compiled]:
+    """Compile each launch in a process without TRITON_INTERPRET, and yield the results in order.
 
-    ``target``: one of ``TARGETS``. Triton keeps what it compiled in its own cache.
+    ``target``: one of ``TARGETS``. ``seconds``: the longest that one launch may take. ``jobs``: number of processes, by
+    default as many as this one has cores. Triton keeps what it compiled in its own cache.
     """
-    waiting = list(launches)
+    waiting = deque(enumerate(launches))
+    answers: list[queue.SimpleQueue[Compiled]] = [queue.SimpleQueue() for _ in launches]
+    count = min(len(launches), jobs or len(os.sched_getaffinity(0)))
+    threads = [threading.Thread(target=_work, args=(target, waiting, seconds, answers)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for answer in answers:
+            yield answer.get()
+    finally:
+        waiting.clear()
+        for thread in threads:
+            thread.join()
+
+
+def _work(
+    target: str,
+    waiting: deque[tuple[int, LaunchNote]],
+    seconds: float,
+    answers: Sequence[queue.SimpleQueue[Compiled]],
+) -> None:
+    """Compile waiting launches until there are none, in a process that begins anew if a launch ended it."""
     while waiting:
         with _Worker(target) as worker:
-            while waiting:
-                launch = waiting.pop(0)
-                if launch.why_not:
-                    yield Compiled(target, launch, unknown=launch.why_not)
-                    continue
-                answer = worker.ask(launch, seconds)
+            while True:
+                try:
+                    place, launch = waiting.popleft()
+                except IndexError:
+                    return
+                answer = None if launch.why_not else worker.ask(launch, seconds)
                 if answer is None:
-                    yield Compiled(target, launch, unknown=worker.reason(seconds))
-                    break
-                yield _judged(target, launch, answer)
+                    reason = launch.why_not or worker.reason(seconds)
+                    answers[place].put(Compiled(target, launch, unknown=reason))
+                    if not launch.why_not:
+                        break
+                else:
+                    answers[place].put(_judged(target, launch, answer))
 
 
 def _judged(target: str, launch: LaunchNote, answer: dict[str, object]) -> Compiled:
