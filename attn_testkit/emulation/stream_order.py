@@ -97,6 +97,7 @@ class StreamOrder:
     def host_waits(self, work: Clock) -> None:
         """Order all later launches after `work`. Raises EmulationError like ``PendingCopies.settle``."""
         _join(self._host, work)
+        self._lent.clear()  # a device has long done what this program has dropped before a wait
         self.arrivals.arrive(self._host)
         self._settle()
 

@@ -93,15 +93,6 @@ def makes_a_list(x, out, n):
     tl.store(out, parts[0])
 
 
-@triton.jit
-def many_values(x, out, TILE: tl.constexpr):
-    at = tl.arange(0, TILE)
-    a, b, c = tl.load(x + at), tl.load(x + TILE + at), tl.load(x + 2 * TILE + at)
-    for _ in range(3):
-        a, b, c = b * c + tl.flip(a), c * a + tl.flip(b), a * b + tl.flip(c)
-    tl.store(out + at, a + b + c)
-
-
 def ones(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """A tensor of the device."""
     return torch.ones(*shape, device="cuda").to(dtype)
@@ -151,7 +142,6 @@ LAUNCHES = (
     Launch("two types in one name", two_types, lambda: (ones(64), ones(64), 5, 64), refused=True),
     Launch("return in a loop", leaves_a_loop, lambda: (ones(8), ones(8), 8), refused=True),
     Launch("list of tensors", makes_a_list, lambda: (ones(8), ones(8), 8), refused=True),
-    Launch("spilled registers", many_values, lambda: (ones(3 * 8192), ones(8192), 8192), (("num_warps", 1),)),
     Launch("registers that are limited", scale, lambda: (*_tile(4096)(), 4096), (("maxnreg", 24),)),
 )
 
