@@ -33,7 +33,7 @@ class Access(NamedTuple):
     span: Span
     writes: bool
     places: Places | None = None
-    """Where in the range, if `span` is SOME and it is known."""
+    """Touched places of the range, if `span` is SOME and they are known."""
 
 
 def surely_meet(a: Access, b: Access) -> bool:
@@ -143,7 +143,7 @@ def accesses_of(
 ) -> Iterator[tuple[Tensor, Access]]:
     """Arguments of a call that it surely touches, with the accesses.
 
-    `chosen`: True for those alone whose places are chosen by present numbers, False for all others.
+    `chosen`: True for only those whose places are chosen by present numbers, False for all others.
     """
     uses = _uses_of(op)
     for use in uses:

@@ -60,7 +60,7 @@ class ArrivingCopies:
         self.hold_at(weak_reference(target.untyped_storage()), target.data_ptr(), before, stream, epoch, what)
 
     def hold_at(self, storage: StorageWeakRef, first: int, before: bytes, stream: int, epoch: int, what: str) -> None:
-        """The same for the memory of ``storage`` from the address ``first`` on."""
+        """Keep the bytes of a copy to the memory of ``storage`` from the address ``first`` on."""
         arrives = ctypes.string_at(first, len(before))
         ctypes.memmove(first, before, len(before))
         access = Access(first, first + len(before), Span.ALL, True)

@@ -78,7 +78,7 @@ def _dense_elements(tensor: Tensor, axes: int) -> int | None:
 
 Pick = Callable[[Tensor], Tensor]
 Picked = tuple[int, Pick]
-"""How many axes are chosen from, and how the chosen ones are taken from their offsets."""
+"""Number of axes that are chosen from, and a function that takes the chosen ones from their offsets."""
 
 
 def _by_indices(tensor: Tensor, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Picked:

@@ -92,7 +92,7 @@ def _work(
     seconds: float,
     answers: Sequence[queue.SimpleQueue[Compiled]],
 ) -> None:
-    """Compile waiting launches until there are none, in a process that begins anew if a launch ended it."""
+    """Compile waiting launches until there are none, in a process that is started again if a launch ended it."""
     while waiting:
         with _Worker(target) as worker:
             while True:

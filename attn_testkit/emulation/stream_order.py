@@ -26,7 +26,7 @@ _MOST_STORAGES = 4096
 _MOST_STREAMS = 64
 _SEVERAL_THREADS = -1
 _ROUNDED = 512
-"""torch's allocator gives freed memory first to who asks for as many bytes, rounded up to this."""
+"""torch's allocator gives freed memory to the next tensor of as many bytes, rounded up to this."""
 _MOST_LENT = 64
 
 
@@ -73,7 +73,7 @@ class StreamOrder:
         self._histories: dict[int, _History] = {}
         self._strange: set[int] = set()
         self._owners: dict[int, tuple[StorageWeakRef, int | None]] = {}
-        """By its start, memory that the default stream does not own: its stream, None for the pool of a graph."""
+        """Owners of memory that is not the default stream's, by its start: a stream; None for a graph's pool."""
         self._lent: list[_History] = []
         """Memory that other streams than its own have used."""
         self.copies = PendingCopies()
@@ -127,7 +127,7 @@ class StreamOrder:
         self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
 
     def holds_back_at(self, storage: StorageWeakRef, first: int, before: bytes, stream: int, what: str) -> None:
-        """The same for the memory of `storage` from the address `first` on, of a replay."""
+        """Hold back a replay's copy to the memory of `storage` from the address `first` on."""
         self.arrivals.hold_at(storage, first, before, stream, self._epochs.get(stream, 1), what)
 
     def host_touches(self, access: Access, what: str) -> None:
