@@ -147,11 +147,18 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
-    """A small case of a kind, without its own convention, and with the widest convolution."""
+    """A small case of a kind, with the first declared value of each convention, and with the widest convolution."""
     assert first.state is not None
-    assert declared.state is not None
-    width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)
-    shape = StateShape(first.state.k_dim, width)
+    state = declared.state
+    assert state is not None
+    width = 1 if heads.family == "lightning" else max(state.conv_widths)
+    conventions = (
+        (STATE_DTYPES, state.dtypes),
+        (PADDED_STATES, state.padding),
+        (FRESH, state.fresh),
+        (ORDERS, state.orders),
+    )
+    shape = StateShape(first.state.k_dim, width, *(next(e for e in known if e in has) for known, has in conventions))
     return first.with_changes(heads=heads, state=shape, data=_DRAWN[0], layers=Layers(), padding="prod")
 
 

@@ -1,21 +1,23 @@
-"""``seg_la_fwd`` of SGLang 0.5.23, the kernels of ``LightningAttentionBackend``: two findings. No check of the kit is used.
+"""``seg_la_fwd`` of SGLang 0.5.23, the kernels of ``LightningAttentionBackend``: two findings.
 
 1. Verify and prefill round each quarter of an output, 32 of 128 columns of a key, to the model's dtype before they add
-   the quarters; decode does not. A state whose quarters give 257, -256, 0 and 0 is read as 0, and by decode as 1.
+   the quarters; decode does not: 257 - 256 + 0 + 0 is read as 0, and by decode as 1.
 2. Offsets of slots are 32 bits wide. In a pool of more than 2^31 elements from its first to its last slot, which holds
    all layers if ``--enable-page-major-kv-layout`` is set, a request reads and writes memory of another. Needs a GPU with
    10 GB.
 
-Without a GPU the kit's emulation of CUDA runs the kernels. Ends with code 1 if a result is wrong.
+No check of the kit is used. Without a GPU its emulation of CUDA runs the kernels. Ends with code 1 if a result is wrong.
 """
 
 import contextlib
+import os
 import sys
 
 import torch
 
 DEVICE, RUNS = "cuda", contextlib.nullcontext()
 if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
     from attn_testkit.bridges.sglang.imports import prepare
     from attn_testkit.emulation import emulated_cuda
 

@@ -88,7 +88,7 @@ class SlotsByTheRequestTable(TorchNativeHybridBackend):
 
 
 def test_the_request_table_of_a_hybrid_model_names_the_slots_of_its_batches() -> None:
-    found = [each for each in check_backend(SlotsByTheRequestTable, cases=[DECODE], executions=["eager"], device="cpu")]
+    found = check_backend(SlotsByTheRequestTable, cases=[DECODE], executions=["eager"], device="cpu")
     assert [each.status for each in found if each.case] == ["passed"]
 
 

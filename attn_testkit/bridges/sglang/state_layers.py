@@ -13,9 +13,10 @@ from sglang.kernels.ops.mamba.triton_ops.ssu_dispatch import initialize_mamba_se
 from sglang.srt.layers.attention.mamba import mamba as mixers
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+from sglang.srt.model_executor import forward_batch_info as fbi
 from sglang.srt.runtime_context import get_context
 
-from attn_testkit.contract import ForwardMode, StateLayer
+from attn_testkit.contract import StateLayer
 
 __all__ = ["KINDS", "Kind"]
 
@@ -39,7 +40,7 @@ def _give_gdn(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLay
 def _give_kda(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLayer, batch: Any) -> torch.Tensor:
     """Gates as ``models/kimi_linear.py`` gives them."""
     mixed, a, b = given
-    if int(batch.forward_mode) == ForwardMode.EXTEND:
+    if batch.forward_mode is fbi.ForwardMode.EXTEND:
         a = a.unflatten(-1, (-1, layer.k_dim))[None]
     return _give_gdn(real, made, (mixed, a, b[None]), layer, batch)
 
