@@ -3,10 +3,10 @@
 1. Verify and prefill round each quarter of an output, 32 of 128 columns of a key, to the model's dtype before they add
    the quarters; decode does not: 257 - 256 + 0 + 0 is read as 0, and by decode as 1.
 2. Offsets of slots are 32 bits wide. In a pool of more than 2^31 elements from its first to its last slot, which holds
-   all layers if ``--enable-page-major-kv-layout`` is set, a request reads and writes memory of another. Needs a GPU with
-   10 GB.
+   all layers with ``--enable-page-major-kv-layout``, a request reads and writes memory of another. Takes 10 GB.
 
-No check of the kit is used. Without a GPU its emulation of CUDA runs the kernels. Ends with code 1 if a result is wrong.
+No check of the kit is used. Without a GPU its emulation of CUDA runs the kernels. Ends with code 1 if a result is
+wrong.
 """
 
 import contextlib

@@ -31,7 +31,7 @@ def _radix(layer: StateLayer) -> Any:
 
 
 def _give_gdn(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLayer, batch: Any) -> torch.Tensor:
-    """As ``RadixLinearAttention.forward`` does what SGLang's models give it."""
+    """Hand on three tensors, as ``RadixLinearAttention.forward`` does."""
     mixed, a, b = given
     out: torch.Tensor = real.forward(layer=made, forward_batch=batch, mixed_qkv=mixed, a=a, b=b)
     return out
@@ -70,7 +70,8 @@ def _mixer(layer: StateLayer) -> Any:
 
 
 def _give_mamba(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLayer, batch: Any) -> torch.Tensor:
-    """As ``models/nemotron_h.py`` calls: the wrapper only plans such layers. A row is gate, mixed and dt."""
+    """Call the linear backend, as ``models/nemotron_h.py`` does: the wrapper only plans such layers. A row is gate, mixed
+    and dt."""
     mixed, dt, _ = given
     rows = torch.cat([mixed.new_zeros(len(mixed), layer.v_heads * layer.v_dim), mixed, dt], -1)
     out: torch.Tensor = real.linear_attn_backend.forward(
@@ -85,7 +86,7 @@ def _lightning(layer: StateLayer) -> Any:
 
 
 def _give_lightning(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLayer, batch: Any) -> torch.Tensor:
-    """As ``models/bailing_moe_linear.py`` gives q, k and v."""
+    """Give q, k and v by heads, as ``models/bailing_moe_linear.py`` does."""
     q, k, v = (each.unflatten(-1, (layer.v_heads, -1)).contiguous() for each in given[0].chunk(3, -1))
     out: torch.Tensor = real.forward(q, k, v, layer=made, forward_batch=batch)
     return out
@@ -99,7 +100,7 @@ def _own_slopes(real: Any, layer: StateLayer) -> None:
 
 @dataclass(frozen=True)
 class Kind:
-    """What SGLang has for one kind of layers."""
+    """SGLang's layer for a kind, and how it is called."""
 
     make: Callable[[StateLayer], Any]
     """SGLang's layer."""
