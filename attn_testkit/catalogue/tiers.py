@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from cachetools import LRUCache, cached
@@ -79,7 +80,8 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     if any(not values for values in (*dimensions.values(), declared.kv_layouts)):
         return ()
     strength = min(TIERS[tier], len(names))
-    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value)
+    unpaired = _unpaired(tuple(names)) if tier == "core" else frozenset[tuple[int, int]]()
+    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value, unpaired)
     cases: dict[str, Case] = {}
     for row in rows:
         built = _build(declared, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
@@ -138,9 +140,24 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
 
 
 @cached(LRUCache(256), condition=threading.Condition())
-def _rows(sizes: tuple[int, ...], strength: int, salt: str) -> list[list[int]]:
+def _rows(
+    sizes: tuple[int, ...], strength: int, salt: str, unpaired: frozenset[tuple[int, int]]
+) -> list[list[int]]:
     """A covering array over dimensions of so many values, as indices. Many backends differ in nothing else."""
-    return covering_array(sizes, strength, salt) if strength > 1 else _once(sizes)
+    return covering_array(sizes, strength, salt, unpaired) if strength > 1 else _once(sizes)
+
+
+def _unpaired(names: tuple[str, ...]) -> frozenset[tuple[int, int]]:
+    """Columns whose values need not meet, by their numbers: an instance has several values of one of them."""
+    inside: dict[str, Sequence[str]] = {}
+    for dimension in DIMENSIONS:
+        if not isinstance(dimension.values, Without):
+            inside |= dimension.values.inside
+    return frozenset(
+        (at, later)
+        for (at, one), (later, other) in combinations(enumerate(names), 2)
+        if (one in inside and other not in inside[one]) or (other in inside and one not in inside[other])
+    )
 
 
 def _once(sizes: Sequence[int]) -> list[list[int]]:

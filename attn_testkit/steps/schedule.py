@@ -29,7 +29,7 @@ from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
 from .numerics import MODEL, Numerics
-from .variety import layout_at, padding_at
+from .variety import data_at, layout_at, padding_at
 
 __all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
 
@@ -97,6 +97,8 @@ class Step:
     """Order of its tokens in the KV pool: one of ``LAYOUTS``."""
     padding: str = ""
     """Contents of the rows after its live ones: one of ``PADDINGS``."""
+    data: str = "gauss"
+    """Data pattern of its numbers: one of ``DATA_PATTERN``'s."""
     stored: bool = False
     """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
     other_strides: bool = False
@@ -378,7 +380,7 @@ def _build_step(
         requests = tuple(branched(request, case.draft, page) for request in requests)
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too,
-                layout=layout, padding=padding_at(case, index))  # fmt: skip
+                layout=layout, padding=padding_at(case, index), data=data_at(case, index))  # fmt: skip
 
 
 def branched(request: Request, draft: Draft, page: int) -> Request:

@@ -31,7 +31,7 @@ DATA_PATTERN = Dimension(
     fields=("data",),
     words=(listed_word(_ALL, "data"),),
     describe=lambda case: {"data": case.data},
-    values=Columns(lambda declared, mode, tier: {"data": list(DATA)}, order={"data": 7}),
+    values=Columns(lambda declared, mode, tier: {"data": list(DATA)}, order={"data": 7}, inside={"data": ()}),
     combined=Combined(
         2,
         lambda declared, case: {"data": list(_COMBINED)},

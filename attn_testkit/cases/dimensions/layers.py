@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...contract import BackendContext, Capabilities, HeadShape, KVGroup
+from ...contract import BackendContext, Capabilities, ForwardMode, HeadShape, KVGroup
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes
@@ -15,6 +15,7 @@ from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
 from .dimension import (
     Asked,
     Bound,
+    Columns,
     Combined,
     Dimension,
     Draws,
@@ -48,7 +49,7 @@ def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> C
 
 
 def _read(match: re.Match[str], so_far: Changes) -> Changes:
-    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[4], match[5])))}
+    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[5], match[6])), bool(match[4]))}
 
 
 def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
@@ -99,6 +100,14 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
     return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
 
 
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    """Options in every second layer, or another combination of them in each: of core, whose array does not pair them."""
+    windows = mode in declared.windows.modes and declared.windows.layers != "same"
+    if tier != "core" or not (windows or declared.logit_cap or declared.sinks):
+        return {}
+    return {"layers": [Layers(), Layers(len(SETTINGS), varied=True)]}
+
+
 def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
     groups = [Layers(PERIOD, groups=True)] * (declared.kv_groups and not case.draft)
     return {"layers": seldom([Layers(PERIOD, 5), *groups])}
@@ -125,9 +134,9 @@ LAYERS = Dimension(
             _read,
             lambda case: "" if case.layers == Layers() else str(case.layers),
             bounds=(
-                Bound("number of layers", 1, 3),
+                Bound("number of layers", 1, len(SETTINGS)),
                 Bound("id of the first layer", 0, 1 << 20, 2),
-                *(Bound("heads and head dim of a layer", 1, 4096, group, 3, between="[xd]") for group in (4, 5)),
+                *(Bound("heads and head dim of a layer", 1, 4096, group, 3, between="[xd]") for group in (5, 6)),
             ),
         ),
     ),
@@ -142,7 +151,7 @@ LAYERS = Dimension(
         _to_combine,
         lambda declared, case, drawn, so_far: {"layers": drawn.get("layers", case.layers)},
     ),
-    values=Without("catalogue/layer_cases.py makes its cases, and catalogue/randomly_combined.py combines them."),
+    values=Columns(_columns),
     covered=(
         option(
             "KV groups",

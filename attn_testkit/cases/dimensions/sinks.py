@@ -11,7 +11,7 @@ import torch
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
-from ..layers import SETTINGS
+from ..layers import SETTINGS, WITH_SINKS, varies
 from ..normals import normals
 from .dimension import (
     Asked,
@@ -47,18 +47,30 @@ def _sinks(case: Fields) -> Sequence[Changes]:
         # Some heads of a long request must feel their sink too.
         sinks[::2] += math.log(1 + max(case.prefixes))
         found.append({"sinks": sinks})
+    if case.layers.varied:
+        turns = case.layers.turns_from(case.derived("richest-layer"))
+        return [each if turn in WITH_SINKS else {} for turn, each in zip(turns, found, strict=True)]
     return found
+
+
+def _phrase(case: Fields) -> str:
+    having = [case.layers.name(place) for place, layer in enumerate(_sinks(case)) if layer]
+    where = f", in {', '.join(having)}" if case.layers.varied else ""
+    return f"one more logit for each query head{where}"
 
 
 SINKS = Dimension(
     name="sinks",
     fields=("sinks",),
     words=(flag_word("sink", "sinks"),),
-    describe=lambda case: {"sinks": "one more logit for each query head" if case.sinks else ""},
+    describe=lambda case: {"sinks": _phrase(case) if case.sinks else ""},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
     fit=Without("Cases are made of declared options."),
     values=Columns(
-        lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]}, order={"sinks": 10}
+        lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]},
+        lambda declared, row, so_far: {"sinks": declared.sinks} if varies(row) else {},
+        {"sinks": 10},
+        {"sinks": ()},
     ),
     combined=Kept(("sinks",)),
     covered=(option("sinks", lambda declared, mode: declared.sinks, lambda case: case.sinks),),
