@@ -5,8 +5,8 @@ python ci/covered_pairs.py my_pkg.attn:MyBackend --tier smoke --json before.json
 python ci/covered_pairs.py torch_native --against before.json
 
 Values are those of one layer in one replay: what is fixed for the instance, options of the layer, contents of the step.
-Two values are covered if a layer has both in a replay, in the same mode. A replay whose data show no error of a query or
-a key (``EQUAL_LOGITS``) covers nothing. Numbers such as lengths count by class.
+Two values are covered if a layer has both in a replay, in the same mode. A replay whose data show no error of a query
+or a key (``EQUAL_LOGITS``) covers nothing. Numbers such as lengths count by class.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.dimensions.data_pattern import EQUAL_LOGITS
+from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import AttentionLayer, Capabilities, ForwardMode
 from attn_testkit.registry import load_backend
 from attn_testkit.steps.data import make_layers
@@ -43,7 +43,7 @@ def of_instance(case: Case) -> Values:
         "width": case.width if case.mode is not ForwardMode.EXTEND else case.width.bit_length(),
         "depth": case.draft.steps if case.draft else 0,
     }  # fmt: skip
-    return found | {word: True for word in case.variants}
+    return found | dict.fromkeys(case.variants, True)
 
 
 def of_layer(case: Case, layer: AttentionLayer, place: int) -> Values:

@@ -72,7 +72,8 @@ class Layers:
             )
 
     def __str__(self) -> str:
-        return f"layers{self.count}from{self.first}{'groups' * self.groups}{'varied' * self.varied}{shapes_word(self.shapes)}"
+        flags = f"{'groups' * self.groups}{'varied' * self.varied}"
+        return f"layers{self.count}from{self.first}{flags}{shapes_word(self.shapes)}"
 
     @property
     def words(self) -> str:

@@ -26,12 +26,17 @@ Counts = npt.NDArray[np.int32]
 
 
 def covering_array(
-    sizes: tuple[int, ...], strength: int, salt: str, unpaired: Collection[tuple[int, int]] = ()
+    sizes: tuple[int, ...],
+    strength: int,
+    salt: str,
+    unpaired: Collection[tuple[int, int]] = (),
+    most: int | None = None,
 ) -> list[list[int]]:
     """Rows of indices into dimensions of ``sizes`` values, in which any ``strength`` dimensions have all combinations.
 
     ``strength``: 2 or 3. ``salt``: other rows for the same sizes. ``unpaired``: dimensions, by their numbers, whose
-    values need not meet. A dimension without a pair has all of its values as often, in no order.
+    values need not meet. A dimension without a pair has all of its values as often, in no order. ``most``: only so many
+    of the first rows.
     """
     # A value has a serial number over all dimensions, a combination is a tuple of them, ascending.
     firsts = np.cumsum([0, *sizes])
@@ -49,7 +54,7 @@ def covering_array(
     flat = np.ravel_multi_index(tuple(order), missing.shape)
     dimension_of = np.repeat(np.arange(len(sizes)), sizes)
     rows = []
-    while order.size:
+    while order.size and len(rows) != most:
         row = _row(order, dimension_of, missing, firsts)
         rows.append((row - firsts[:-1]).tolist())
         missing[np.ix_(*[row] * strength)] = 0

@@ -31,7 +31,11 @@ DATA_PATTERN = Dimension(
     fields=("data",),
     words=(listed_word(_ALL, "data"),),
     describe=lambda case: {"data": case.data},
-    values=Columns(lambda declared, mode, tier: {"data": list(DATA)}, order={"data": 7}, inside={"data": ()}),
+    values=Columns(
+        lambda declared, mode, tier: {"data": list(DATA)},
+        order={"data": 7},
+        inside={"data": ("page_size", "dtype", "kv_dtype", "layout")},
+    ),
     combined=Combined(
         2,
         lambda declared, case: {"data": list(_COMBINED)},

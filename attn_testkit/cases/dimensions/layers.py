@@ -27,7 +27,10 @@ from .dimension import (
     option,
     seldom,
 )
+from .logit_cap import capped
 from .outside import pool_like
+from .sinks import with_sinks
+from .window import windows_of
 
 __all__ = ["LAYERS", "fields_with_shapes"]
 
@@ -49,20 +52,39 @@ def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> C
 
 
 def _read(match: re.Match[str], so_far: Changes) -> Changes:
-    return {"layers": Layers(int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[5], match[6])), bool(match[4]))}
+    return {
+        "layers": Layers(
+            int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[5], match[6])), bool(match[4])
+        )
+    }
 
 
 def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     count, first = case.layers.count, case.layers.first
+    if case.layers.varied:
+        yield from _alone(case)
     alone = Layers(count, first)
     one_thing = (replace(alone, groups=case.layers.groups), replace(alone, shapes=case.layers.shapes))
     for layers in (alone, *one_thing, replace(case.layers, first=0), replace(case.layers, count=2)):
         yield {"layers": layers}
 
 
+def _alone(case: Fields) -> Iterator[Changes]:
+    """Each layer by itself, with the options that it has among the others."""
+    options = zip(windows_of(case), capped(case), with_sinks(case), strict=True)
+    for window, has_cap, has_sinks in options:
+        yield {
+            "layers": Layers(1, case.layers.first),
+            "window": window,
+            "layer_windows": case.layer_windows if window >= 0 else "any",
+            "logit_cap": case.logit_cap * has_cap,
+            "sinks": has_sinks,
+        }
+
+
 def _size(case: Fields, minimal: Fields) -> Size:
     layers = case.layers
-    return (bool(layers.shapes) + layers.groups, abs(layers.count - minimal.layers.count), layers.first)
+    return (bool(layers.shapes) + layers.groups + layers.varied, abs(layers.count - minimal.layers.count), layers.first)
 
 
 def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -101,11 +123,12 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    """Options in every second layer, or another combination of them in each: of core, whose array does not pair them."""
+    """Options in every second layer, or another combination of them in each: in core, whose array does not pair
+    options."""
     windows = mode in declared.windows.modes and declared.windows.layers != "same"
     if tier != "core" or not (windows or declared.logit_cap or declared.sinks):
         return {}
-    return {"layers": [Layers(), Layers(len(SETTINGS), varied=True)]}
+    return {"layers": [Layers(), Layers(3, varied=True)]}
 
 
 def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
@@ -151,7 +174,7 @@ LAYERS = Dimension(
         _to_combine,
         lambda declared, case, drawn, so_far: {"layers": drawn.get("layers", case.layers)},
     ),
-    values=Columns(_columns),
+    values=Columns(_columns, order={"layers": 20}),
     covered=(
         option(
             "KV groups",

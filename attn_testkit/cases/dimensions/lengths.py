@@ -83,7 +83,12 @@ KEYS = Dimension(
         ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
-    values=Columns(lambda declared, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row, {"prefixes": 5}, {"prefixes": ("page_size",)}),
+    values=Columns(
+        lambda declared, mode, tier: {"prefixes": list(_PATTERNS)},
+        _of_row,
+        {"prefixes": 5},
+        {"prefixes": ("page_size", "slack", "layout")},
+    ),
     combined=Combined(0, lambda declared, case: {"batch": list(_batches(case))}, _of_batch),
     simpler=Simpler(
         value=lambda case: ".".join(map(str, case.prefixes)),

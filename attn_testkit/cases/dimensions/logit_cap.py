@@ -10,7 +10,7 @@ from ..layers import CAPPED, PERIOD, varies
 from .dimension import Asked, Bound, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
-__all__ = ["LOGIT_CAP"]
+__all__ = ["LOGIT_CAP", "capped"]
 
 _CAPS = (0.0, 1.5)
 """None, and one of the size of the logits that the data give."""
@@ -23,10 +23,10 @@ def _undeclared_cap(declared: Capabilities, context: BackendContext) -> tuple[st
 
 
 def _caps(case: Fields) -> Sequence[Changes]:
-    return [{"logit_cap": case.logit_cap * has} for has in _have_it(case)]
+    return [{"logit_cap": case.logit_cap * has} for has in capped(case)]
 
 
-def _have_it(case: Fields) -> list[bool]:
+def capped(case: Fields) -> list[bool]:
     """Whether each layer has the cap of a case, if there is one."""
     layers = range(case.layers.count)
     if not case.logit_cap or case.layers.count == 1:
@@ -40,7 +40,7 @@ def _phrase(case: Fields) -> str:
     if not case.logit_cap:
         return ""
     layers = case.layers
-    having = ", ".join(layers.name(place) for place, has in enumerate(_have_it(case)) if has)
+    having = ", ".join(layers.name(place) for place, has in enumerate(capped(case)) if has)
     return f"{case.logit_cap:g}, in {having if layers.varied else layers.turns}"
 
 

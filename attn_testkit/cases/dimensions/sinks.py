@@ -25,7 +25,7 @@ from .dimension import (
     option,
 )
 
-__all__ = ["SINKS"]
+__all__ = ["SINKS", "with_sinks"]
 
 
 def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -47,14 +47,18 @@ def _sinks(case: Fields) -> Sequence[Changes]:
         # Some heads of a long request must feel their sink too.
         sinks[::2] += math.log(1 + max(case.prefixes))
         found.append({"sinks": sinks})
-    if case.layers.varied:
-        turns = case.layers.turns_from(case.derived("richest-layer"))
-        return [each if turn in WITH_SINKS else {} for turn, each in zip(turns, found, strict=True)]
-    return found
+    return [each if has else {} for has, each in zip(with_sinks(case), found, strict=True)]
+
+
+def with_sinks(case: Fields) -> list[bool]:
+    """Whether each layer has sinks."""
+    if not case.sinks or not case.layers.varied:
+        return [case.sinks] * case.layers.count
+    return [turn in WITH_SINKS for turn in case.layers.turns_from(case.derived("richest-layer"))]
 
 
 def _phrase(case: Fields) -> str:
-    having = [case.layers.name(place) for place, layer in enumerate(_sinks(case)) if layer]
+    having = [case.layers.name(place) for place, has in enumerate(with_sinks(case)) if has]
     where = f", in {', '.join(having)}" if case.layers.varied else ""
     return f"one more logit for each query head{where}"
 

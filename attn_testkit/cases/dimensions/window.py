@@ -13,7 +13,7 @@ from .numbers import nearer_numbers
 from .outside import with_layers
 from .rows import keys_of
 
-__all__ = ["WINDOW", "branches"]
+__all__ = ["WINDOW", "branches", "windows_of"]
 
 _WINDOWS = (0, 4, 11, 46, 4000)
 """46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it."""
@@ -65,7 +65,9 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
         return {"window": -1}
     # Every window but none: another layer has none.
     windows = _columns(declared, so_far["rows"].mode)[1:]
-    return {"window": windows[so_far["prefixes"][0] % len(windows)]} if varies(row) and row["window"] < 0 and windows else {}
+    if not varies(row) or row["window"] >= 0 or not windows:
+        return {}
+    return {"window": windows[so_far["prefixes"][0] % len(windows)]}
 
 
 def _windowed(case: Fields) -> bool:
@@ -124,14 +126,20 @@ def _varied(case: Fields) -> list[int]:
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
-    """Alternating layers. Either may be the one with the case's window; sometimes the other has a wider one."""
+    return [{"sliding_window_size": window} for window in windows_of(case)]
+
+
+def windows_of(case: Fields) -> list[int]:
+    """The window of each layer, -1 for none. Layers alternate where options do not vary: either may be the one with the
+    case's window, and sometimes the other has a wider one.
+    """
     windows = [case.window, case.window]
     if case.window >= 0 and case.layer_windows != "same" and case.layers.varied:
-        return [{"sliding_window_size": window} for window in _varied(case)]
+        return _varied(case)
     if case.window >= 0 and case.layer_windows != "same" and case.layers.count > 1:
         wider = case.layer_windows == "any" and case.derived("other-window")
         windows[1 - case.derived("windowed-layer")] = 2 * case.window + 3 if wider else -1
-    return [{"sliding_window_size": windows[place % PERIOD]} for place in range(case.layers.count)]
+    return [windows[place % PERIOD] for place in range(case.layers.count)]
 
 
 WINDOW = Dimension(
@@ -154,7 +162,9 @@ WINDOW = Dimension(
         ),
     ),
     fit=_fit,
-    values=Columns(lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row, {"window": 8}, {"window": ()}),
+    values=Columns(
+        lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row, {"window": 8}, {"window": ()}
+    ),
     combined=Kept(("window",)),
     covered=(
         option("sliding window", lambda declared, mode: mode in declared.windows.modes, _windowed),
