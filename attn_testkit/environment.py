@@ -189,6 +189,11 @@ def _missing(package: str) -> str:
 
 def versions() -> dict[str, str]:
     """Versions of everything that a result may depend on."""
+    return dict(_versions())
+
+
+@lru_cache
+def _versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in _VERSIONED:
         try:

@@ -79,6 +79,10 @@ class Trace:
     """Outputs and log-sum-exps that the backend returned for each KV split of each layer."""
     beside_out: list[torch.Tensor] = field(default_factory=list)
     """Memory before and after the output of each layer, if the caller owns the output's memory."""
+    selections: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Copies of what the backend selected, [T, topk] int32, by the place of the layer. Empty without an indexer."""
+    of_selections: list[torch.Tensor] = field(default_factory=list)
+    """Tensors that the backend returned for them."""
 
 
 def joined(traces: Sequence[Trace]) -> Trace:
@@ -113,7 +117,10 @@ _Part = tuple[int, int, int, int]
 
 
 def _parts(layer: AttentionLayer) -> tuple[_Part, _Part, _Part]:
-    """Places of q, k and v of a token. MLA: v is the first part of k."""
+    """Places of q, k and v of a token, or of what the layer has instead. MLA: v is the first part of k."""
+    if layer.parts:
+        ends = [sum(layer.parts[:index]) for index in range(3)]
+        return tuple((end, 1, wide, wide) for end, wide in zip(ends, layer.parts, strict=True))  # type: ignore[return-value]
     heads, dim = layer.tp_q_head_num, layer.head_dim
     q, k = (0, heads, dim, dim), (heads * dim, layer.tp_k_head_num, dim, dim)
     if layer.head_layout.values_in_keys:
@@ -230,13 +237,15 @@ class Model:
         lend: Callable[[AttentionLayer, int], torch.Tensor] | None = None,
         at_once: bool = False,
         other_strides: bool = False,
+        selects: int | None = None,
     ) -> Trace:
         """Run all layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
         None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output may be
-        overwritten by the next layer. ``other_strides``: see ``Step.turned``. The trace has hidden states and no
-        logits. Exceptions of the backend and of ``look`` are passed on.
+        overwritten by the next layer. ``other_strides``: see ``Step.turned``. ``selects``: number of the first rows
+        that have selected keys; None: all have. The trace has hidden states and no logits. Exceptions of the backend
+        and of ``look`` are passed on.
         """
         packed = self.table.index_select(0, batch.input_ids)
         hidden = self.hidden_table.index_select(0, batch.input_ids)
@@ -255,6 +264,8 @@ class Model:
                 k, v = both[..., :width], both[..., width:]
             if contiguous or self._side_by_side:
                 trace.dense += [q, k, v]
+            if layer.parts:
+                q, k, v = (each if each.shape[-1] else cast(torch.Tensor, None) for each in (q, k, v))
             if none_kv and index == 0:
                 # None contradicts the contract's types, so only backends that declare it get it.
                 k = v = cast(torch.Tensor, None)
@@ -262,7 +273,7 @@ class Model:
                 named["out"] = lend(layer, rows)
             if self._selected:
                 # The indexer's own tensor, in one piece; the bits of padded rows, all ones, are -1.
-                last = packed[:, index, self._width - self._selected :]
+                last = packed[:selects, index, self._width - self._selected :]
                 named["selected"] = last.clone(memory_format=torch.contiguous_format).view(torch.int32)
             out = backend.forward(q, k, v, layer, batch, **named)
             trace.raw.append(out)
@@ -285,7 +296,9 @@ class Model:
         """
         step, first = len(self.layers) * self._width, layer * self._width
         return [
-            packed.as_strided((rows, heads, width), (step, stride, 1), first + start)
+            packed.as_strided((rows, width), (step, 1), first + start)
+            if self.layers[layer].parts
+            else packed.as_strided((rows, heads, width), (step, stride, 1), first + start)
             for start, heads, stride, width in self._parts[layer]
         ]
 

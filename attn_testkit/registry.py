@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from .results import message_of, readable
+from .results.texts import message_of, readable
 
 if TYPE_CHECKING:
     from .contract import AttentionBackend, Capabilities
@@ -228,7 +228,16 @@ def _is_a_file(spec: str, path: str, class_name: str) -> str:
 
 
 def _import_failed(spec: str, module_name: str, error: BaseException) -> str:
-    return f"backend {spec!r}: importing {module_name} failed: {import_failure(error)}"
+    return f"backend {spec!r}: importing {module_name} failed: {import_failure(error)}{_how_to_install(error)}"
+
+
+def _how_to_install(error: BaseException) -> str:
+    """Advice if a package is not installed; a missing module of an installed one is a matter of its version."""
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if not package or package in sys.modules or importlib.util.find_spec(package):
+        return ""
+    triton = " with pip install 'triton>=3.6,<3.11'" if package == "triton" else ""
+    return f"; install {package}{triton}, or use a Python that has it: attn-testkit --python PATH run ..."
 
 
 def import_failure(error: BaseException) -> str:

@@ -30,7 +30,7 @@ from bench_record import OtherMachine, Record, Row, changed_versions, check_same
 from rich.console import Console
 from rich.table import Table
 
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 if TYPE_CHECKING:
     from attn_testkit.contract import Capabilities

@@ -23,7 +23,8 @@ from pathlib import Path
 
 import click
 
-from attn_testkit.results import CaseResult, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
 
 _ID = "decode-gqa4x2-d64-bf16-p16-k15.16.17x2-shuffled-gauss-b4prod-s{}"

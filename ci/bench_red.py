@@ -5,7 +5,8 @@
 
 Each mistake is one edit of a file that passes: the adapter that ``attn-testkit new`` writes, or the bundled ``triton``
 or ``torch_native``. The edited file is run as a user would run it, in a folder of its own. Printed are the lines on
-stdout, the causes that the report counts, the seconds of the run, and those of the file without the edit.
+stdout, the causes that the report counts, the seconds of the run, those that are diagnosis, and how many times the file
+without the edit takes, which is run right before each mistake: on a busy machine only neighbors compare.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import click
 import attn_testkit
 from attn_testkit.reports.grouping import group_failures
 from attn_testkit.reports.record import read_report
-from attn_testkit.results import BAD
+from attn_testkit.results.case_result import BAD
 
 __all__ = ["MISTAKES", "Measured", "Mistake", "measure"]
 
@@ -150,6 +151,8 @@ class Measured:
     causes: tuple[str, ...]
     failures: int
     seconds: float
+    diagnosis: float
+    """Seconds of it that looked for causes."""
     stdout: str
 
 
@@ -175,11 +178,11 @@ def measure(name: str, *, folder: Path, options: Sequence[str] = ()) -> Measured
     seconds = time.monotonic() - started
     if done.returncode not in (0, 1):
         raise RuntimeError(f"{name}: exit code {done.returncode}\n{done.stderr}")
-    failures = [
-        result for result in read_report(folder / "results.json").results if result.case and result.status in BAD
-    ]
+    results = read_report(folder / "results.json").results
+    failures = [result for result in results if result.case and result.status in BAD]
+    diagnosis = sum(result.seconds.get("diagnosis", 0.0) for result in results)
     causes = tuple(f"{len(group.results)} {group.cause} [{group.check}]" for group in group_failures(failures))
-    return Measured(name, len(done.stdout.splitlines()), causes, len(failures), seconds, done.stdout)
+    return Measured(name, len(done.stdout.splitlines()), causes, len(failures), seconds, diagnosis, done.stdout)
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -189,28 +192,29 @@ def measure(name: str, *, folder: Path, options: Sequence[str] = ()) -> Measured
 def main(only: str, keep: Path | None, options: tuple[str, ...]) -> None:
     """Measure each mistake, and each adapter without one."""
     chosen = [mistake.name for mistake in MISTAKES if fnmatch.fnmatch(mistake.name, only)]
-    adapters = dict.fromkeys(name.partition("-")[0] for name in chosen)
     found: list[Measured] = []
-    print(f"{'mistake':<30}{'failures':>9}{'causes':>8}{'lines':>7}{'seconds':>9}{'x green':>9}", flush=True)
+    ratios: list[float] = []
+    heads = ("failures", "causes", "lines", "green s", "red s", "diagnosis", "x green")
+    print(f"{'mistake':<30}{''.join(f'{head:>10}' for head in heads)}", flush=True)
     with tempfile.TemporaryDirectory() as temporary:
-        green: dict[str, float] = {}
-        for name in (*adapters, *chosen):
-            folder = (keep or Path(temporary)) / name
-            folder.mkdir(parents=True, exist_ok=True)
-            got = measure(name, folder=folder, options=options)
-            (folder / "stdout.txt").write_text(got.stdout, "utf-8")
-            if name in ADAPTERS:
-                green[name] = got.seconds
-                ratio = ""
-            else:
-                found.append(got)
-                ratio = f"{got.seconds / green[name.partition('-')[0]]:.1f}"
-            row = f"{name:<30}{got.failures:>9}{len(got.causes):>8}{got.lines:>7}{got.seconds:>9.1f}{ratio:>9}"
-            print(row, flush=True)
+        for name in chosen:
+            runs = []
+            for each in (name.partition("-")[0], name):
+                folder = (keep or Path(temporary)) / name / each
+                folder.mkdir(parents=True, exist_ok=True)
+                runs.append(measure(each, folder=folder, options=options))
+                (folder / "stdout.txt").write_text(runs[-1].stdout, "utf-8")
+            green, got = runs
+            found.append(got)
+            ratios.append(got.seconds / green.seconds)
+            numbers = (got.failures, len(got.causes), got.lines)
+            times = f"{green.seconds:>10.1f}{got.seconds:>10.1f}{got.diagnosis:>10.1f}{ratios[-1]:>10.1f}"
+            print(f"{name:<30}{''.join(f'{number:>10}' for number in numbers)}{times}", flush=True)
             for cause in got.causes:
                 print(f"    {cause[:150]}", flush=True)
     one, short = sum(len(got.causes) == 1 for got in found), sum(got.lines <= 40 for got in found)
-    print(f"of {len(found)}: {one} with one cause, {short} with at most 40 lines")
+    fast = sum(ratio <= 1.5 for ratio in ratios)
+    print(f"of {len(found)}: {one} with one cause, {short} with at most 40 lines, {fast} in at most 1.5 times green")
 
 
 if __name__ == "__main__":

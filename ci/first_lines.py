@@ -35,7 +35,7 @@ def first_lines(sample: int, seed: int, globs: tuple[str, ...], last: str | None
     slugs = drawn(sample, seed, globs)
     if not slugs:
         raise click.BadParameter(f"no fault matches {', '.join(globs)}", param_hint="--fault")
-    mechanisms = {fault.slug: fault.mechanism for fault in all_faults()}
+    mechanisms = {fault.slug: fault.about for fault in all_faults()}
     missed: list[str] = []
 
     def see(verdict: Verdict, done: int, total: int) -> None:

@@ -37,6 +37,8 @@ from attn_testkit.contract import (
     BackendContext,
     Capabilities,
     ForwardBatch,
+    Indexer,
+    IndexPool,
     KernelBackend,
     KernelPlan,
     KVGroup,
@@ -57,7 +59,9 @@ from attn_testkit.contract.server_conventions import Dialect
 from attn_testkit.glossary import entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
-from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.run_header import RunHeader
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -157,7 +161,7 @@ def capabilities() -> str:
         *attribute_sections(Capabilities),
         *(
             line
-            for record in (Windows, ServerConventions, LogSumExp, Sparse, Requires)
+            for record in (Windows, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
             for line in _record(record, presets)
         ),
         "## Earlier names",
@@ -310,6 +314,7 @@ def context() -> str:
             lines += [f"| `{name}` | {_cell(text)} |" for name, text in members]
             lines.append("")
     lines += ["## `KVPool`", "", markdown(_doc(KVPool)), "", *method_sections(KVPool, skip=("pieces",))]
+    lines += ["", "## `IndexPool`", "", markdown(_doc(IndexPool)), "", *method_sections(IndexPool)]
     return _page("BackendContext, layers, KV pool", *lines)
 
 

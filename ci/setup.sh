@@ -3,7 +3,7 @@
 #
 #   PYTHON=python3.12     the interpreter that .venv is made with
 #   ATTN_PYTHON=python3   no .venv: use this interpreter and the packages it has (an image with its own torch)
-#   ATTN_SETUP=run        only what running the kit takes: no triton, no FlashInfer, no developers' tools
+#   ATTN_SETUP=run        only what running the kit and its pytest plugin takes: no triton, no FlashInfer, no developers' tools
 #   ATTN_EXTRAS=ray       further extras of the kit: Ray, whose tests are skipped without it, is 80 MB
 #   ATTN_TORCH_INDEX=URL  take torch from this package index, such as torch's own of CPU builds: without CUDA's libraries
 set -euo pipefail
@@ -35,7 +35,7 @@ pip=(.venv/bin/python -m pip --quiet --disable-pip-version-check install -c ci/c
 # An index of torch's own need not have its dependencies: they come with the kit's, below.
 "${pip[@]}" ${torch_index:+--no-deps --index-url "$torch_index"} torch
 if [[ "$level" == run ]]; then
-  "${pip[@]}" --no-build-isolation -e .
+  "${pip[@]}" --no-build-isolation -e ".[xdist]"
   echo "$wanted run" > .venv/ready
   exit 0
 fi

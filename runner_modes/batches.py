@@ -16,6 +16,7 @@ from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
 from attn_testkit.watches.uploads import upload
 
 from .harness import ServerHarness, StagedStep
+from .states import captured_states, eager_states
 from .static_inputs import StaticInputs
 
 __all__ = [
@@ -75,6 +76,7 @@ def eager_batch(
         "seq_lens_sum": int(lens.sum()) if mirrors else None,
         "query_start_loc": torch.from_numpy(query_starts_of(staged)) if harness.pads_with_nothing else None,
         "spec_info": spec_info,
+        "state": eager_states(harness.context, staged),
     }
     return ForwardBatch(**{**fields, **extends})
 
@@ -94,12 +96,15 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
     owners: dict[str, Any] = {"batch.": batch}
     if batch.spec_info is not None:
         owners["batch.spec_info."] = batch.spec_info
+    if batch.state is not None:
+        owners["batch.state."] = batch.state
     moved, sent = _moved(owners, device)
     if batch.seq_lens_cpu is not None:
         kept = batch.seq_lens_cpu.numpy().copy().view(np.uint8)
         sent.append(sent_alone("batch.seq_lens_cpu", batch.seq_lens_cpu, kept))
     given = moved["batch."]
-    return replace(given, spec_info=moved.get("batch.spec_info.", given.spec_info)), tuple(sent)
+    parts = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
+    return replace(given, **parts), tuple(sent)
 
 
 Spec = TypeVar("Spec", VerifyInput, DraftExtendInput)
@@ -143,7 +148,12 @@ _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
     "out_cache_loc",
 )
-_WATCHED = frozenset((*(f"batch.{name}" for name in _OF_BATCH), *(f"batch.spec_info.{name}" for name in _OF_SPEC)))
+_OF_STATE = ("indices", "has_initial_state")
+_WATCHED = frozenset(
+    f"batch.{prefix}{name}"
+    for prefix, names in (("", _OF_BATCH), ("spec_info.", _OF_SPEC), ("state.", _OF_STATE))
+    for name in names
+)
 """Fields of a batch that a step must not change."""
 
 
@@ -175,6 +185,7 @@ def captured_batch(
         "seq_lens_sum": bs * fill if mirrors else None,
         "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
+        "state": captured_states(harness.context, static, mode, bs),
     }
     return ForwardBatch(**{**fields, **extends})
 
@@ -209,6 +220,8 @@ def replay_view(
         out_cache_loc=static.out_cache_loc[:tokens],
         spec_info=spec,
     )
+    if harness.context.state is not None:
+        view.state = captured_states(harness.context, static, mode, bs)
     if harness.pads_with_nothing:
         view.query_start_loc = static.query_start_loc[: bs + 1]
     if harness.context.kv_groups:

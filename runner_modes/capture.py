@@ -187,4 +187,7 @@ def _capture_bucket(
 
 def _poison(trace: Trace, byte: int) -> tuple[tuple[torch.Tensor, int], ...]:
     """Outputs of the backend and their copies, which everything else of the model is computed from."""
-    return tuple(poisoned(tensor, byte) for tensor in (*trace.raw, *trace.attention, *trace.of_parts, *trace.lse))
+    return tuple(
+        poisoned(tensor, byte)
+        for tensor in (*trace.raw, *trace.attention, *trace.of_parts, *trace.lse, *trace.of_selections)
+    )

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attn_testkit.graphs.compilers import compilations, forget_compiled, recompiling_allowed, room_left
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step
 
 from .clock import Clock

@@ -18,6 +18,7 @@ from attn_testkit.steps.data import draft_topk
 
 from .errors import ShapeError
 from .harness import ServerHarness
+from .indexing import WithIndexer
 from .kv_splits import InParts
 from .mode_runner import ModeRunner
 from .returned import check_returned
@@ -53,10 +54,12 @@ def forward(
         loan = _Loan(harness) if "given_out" in case.variants else None
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
+        selects = part.input_ids.shape[0] - (_PADDED_TOKENS if _has_fewer_selections(harness) else 0)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None
+        with_indexer = WithIndexer(harness, case.indexer) if case.indexer else None
         traces.append(
             harness.model.forward(
-                with_kv_splits or harness.backend,
+                with_kv_splits or with_indexer or harness.backend,
                 part,
                 look,
                 save_kv_cache,
@@ -64,10 +67,13 @@ def forward(
                 lend=loan,
                 at_once=declared.server.output_lifetime == "layer",
                 other_strides=other_strides,
+                selects=selects,
             )
         )
         if with_kv_splits:
             with_kv_splits.leave_in(traces[-1])
+        if with_indexer:
+            with_indexer.leave_in(traces[-1])
         if loan:
             traces[-1].beside_out += loan.beside
         part = _after(parts, traces[-1])
@@ -91,6 +97,12 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
 
 _PADDED_TOKENS = 3
 """Number of extra rows; in some batches that of requests, so that dividing by it gives wrong rows per request."""
+
+
+def _has_fewer_selections(harness: ServerHarness) -> bool:
+    """True if the indexer ran before the rows of no request were appended."""
+    sparse = harness.capabilities.sparse
+    return sparse is not None and sparse.fewer_rows and "padded_tokens" in harness.case.variants
 
 
 def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch:

@@ -30,7 +30,7 @@ from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
 from attn_testkit.families.family import Watch
 from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
-from attn_testkit.results import NO_ROOM
+from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.data import DTYPES, StepData
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.steps.schedule import Schedule, Step
@@ -38,6 +38,8 @@ from attn_testkit.watches.packing import Bytes, Sent, bytes_of
 from attn_testkit.watches.past_modes import past_modes
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
+from .indexing import IndexWatch, index_pool_for
+from .state_pools import load_states, with_states
 from .tables import Tables
 
 __all__ = ["ServerHarness", "StagedStep", "context_for"]
@@ -94,7 +96,8 @@ def context_for(
 
     def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
         with blame("KV pool"):
-            pool = _pool(pages, case, own, kv_dtype, device, own_layout, cleared=not mostly_unused)
+            with_keys = tuple(layer for layer in own if not layer.head_layout.has_state)
+            pool = _pool(pages, case, with_keys, kv_dtype, device, own_layout, cleared=not mostly_unused)
         table = torch.zeros(rows + 1, ctx, dtype=torch.int32, device=device)
         return KVGroup(index, tuple(layer.layer_id for layer in own), pool, table)
 
@@ -118,6 +121,7 @@ def context_for(
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),
+        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -176,15 +180,12 @@ class ServerHarness:
         """Function from ids and trace of a draft's forward to ids of the next, on the device."""
         self.case: Case = schedules[0].case
         self.family = family_of(self.case)
-        layers = tuple(
-            replace(layer, sinks=layer.sinks.to(device)) if layer.sinks is not None else layer
-            for layer in self.family.layers(self.case)
-        )
+        layers = tuple(layer.to(device) for layer in self.family.layers(self.case))
         self.capabilities = backend_class.capabilities if declared is None else declared
         self.replay_graph: Callable[[Any], None] = torch.cuda.CUDAGraph.replay
         """Function saved before the backend is constructed: one that replaces it could avoid replaying its graph."""
         own_layout = backend_class.lay_out_kv_pool if self.case.kv_layout == OWN else None
-        context = context_for(schedules, device, layers, own_layout)
+        context = with_states(context_for(schedules, device, layers, own_layout), schedules)
         requests, columns = context.req_to_token.shape
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
@@ -196,6 +197,8 @@ class ServerHarness:
         self._is_spread = bool(variant_of(self.case).pool_elements)
         self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
         """The memory that outlives a step, before a step and after it."""
+        self.index = IndexWatch(self.context, schedules, most) if self.context.index_pool else None
+        """Numbers of the indexer and its memory; None without an indexer."""
         strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():
@@ -240,6 +243,8 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        if self.index:
+            self.index.clear()
 
     def written_at_capture(self) -> tuple[int, ...]:
         """Slots outside page 0 that were written since ``prepare_capture``, ascending."""
@@ -265,7 +270,7 @@ class ServerHarness:
             )
             hidden, rows = data.hidden.numpy(), packed.view(torch.uint8).numpy()
             # Without np.unique: its first call imports a package, which must not happen during a run.
-            due = np.array(sorted({0, *data.out_cache_loc.tolist()}), dtype=np.int64)
+            due = np.array(sorted({0, *self.family.memory.due(data).tolist()}), dtype=np.int64)
         marked = pattern if pattern and pattern.startswith("place.") else ""
         tails, memory = self.case.kv_dtype in self.capabilities.finite_page_tails, self.family.memory
 
@@ -283,5 +288,8 @@ class ServerHarness:
         table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
             self.model.select_none_from(step.tokens)
+        load_states(self.context, schedule, step)
+        if self.index and schedule.case.indexer:
+            self.index.load(schedule, step)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)

@@ -36,7 +36,7 @@ def merged(outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor], base: str
 
 
 class InParts:
-    """A backend that attends the KV splits of its context, for one forward of the model."""
+    """A backend that attends to the KV splits of its context, for one forward of the model."""
 
     def __init__(self, harness: ServerHarness) -> None:
         declared = harness.capabilities.lse
@@ -54,12 +54,15 @@ class InParts:
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
+        """Attend to all splits [T, Hq, Dv]; the first stores the new rows. Raises ``ShapeError``; passes errors on."""
         outs: list[torch.Tensor] = []
         lses: list[torch.Tensor] = []
         for part in self._harness.context.kv_splits:
-            named = {} if save_kv_cache and not outs else {"save_kv_cache": False}
+            named: dict[str, Any] = {} if save_kv_cache and not outs else {"save_kv_cache": False}
+            if selected is not None:
+                named["selected"] = selected
             given = self._harness.backend.forward_return_lse(q, k, v, layer, batch, **named, part=part)
             out, lse = self._checked(given, layer, q.shape[0], f"layer {layer.layer_id}, {part}")
             # The next split may get the same memory.

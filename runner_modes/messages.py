@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from attn_testkit.checks.lossless import GeneratedTokens
 from attn_testkit.checks.observation import Copies, RanBefore
 from attn_testkit.contract import Capabilities, Execution
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step
 
 from .options import RunOptions

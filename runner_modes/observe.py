@@ -59,12 +59,16 @@ def _readables(model: Model, trace: Trace) -> Iterator[Readable]:
     # q, k and v of each layer, where they were copies of the packed rows.
     for index, dense in enumerate(trace.dense):
         layer, part = divmod(index, 3)
+        if not dense.shape[-1]:
+            continue
         place = layer, model.bytes_of_parts[layer][part]
         yield _readable("activations", f"{'qkv'[part]} {layer}", dense, place)
     for layer, lse in enumerate(trace.lse):
         yield _readable("lse", str(layer), lse)
     for layer, finite in enumerate(trace.part_finite):
         yield _readable("finite parts", str(layer), finite)
+    for layer, keys in trace.selections.items():
+        yield _readable("selected", str(layer), keys)
     for index, memory in enumerate(trace.beside_out):
         where, of = ("before", "behind")[index % 2], model.layers[index // 2 % len(model.layers)].layer_id
         yield _readable("beside", f"memory {where} out of layer {of}", memory)
@@ -98,12 +102,14 @@ def observe(
     ``given``: inputs that the step may not write.
     """
     pool = harness.pool.look(staged.slots, staged.due_on_device, len(staged.due)) if harness.copies_pool else ()
+    index = harness.index.look() if harness.index and staged.schedule.case.indexer else ()
     state = canaries.extremes() if canaries is not None else ()
     found = _copied(
         [
             *((each.raw, each.shape[0] * each.row) for each in produced),
             *((each.memory, len(each.before)) for each in given),
             *pool,
+            *index,
             *state,
         ]
     )
@@ -121,6 +127,8 @@ def observe(
     pieces += [piece for each in given for piece in _changed(each, next(found))]
     if pool:
         pieces += _pool_pieces(harness, staged, [next(found) for _ in pool])
+    if harness.index and index:
+        pieces += harness.index.changes(next(found))
     damaged = canaries.damaged(next(found)) if canaries is not None and state else ()
     observed = Observation(
         staged.schedule,

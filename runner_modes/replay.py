@@ -25,6 +25,7 @@ from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
 from .overlap_scheduling import next_of, plans_ahead
+from .states import fill_states
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
 
@@ -176,5 +177,6 @@ def fill_static(graphs: ScheduleGraphs, staged: StagedStep) -> None:
     starts = query_starts_of(staged)
     host["query_start_loc"][:] = starts[-1]
     host["query_start_loc"][: live + 1] = starts
+    fill_states(harness.context, static, staged)
     graphs.driver.fill(harness, static, staged, step.bucket)
     static.send()

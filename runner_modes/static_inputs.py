@@ -55,6 +55,10 @@ class StaticInputs:
     """Hidden states, [max_bs * N, hidden] float32."""
     draft_slots: torch.Tensor
     """Slots of all forwards in draft-decode, [max_bs * K * S] int64; 0 for padded requests."""
+    state_indices: torch.Tensor
+    """Slots of states, [max_bs] int32; -1 or 0 for padded requests. Empty if no layer keeps a state."""
+    has_initial_state: torch.Tensor
+    """Flags of requests that have a state, in extend, [max_bs] bool. Empty, likewise."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
@@ -119,7 +123,7 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group"]
+    by: Literal["request", "token", "slot", "token of each group", "state"]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -144,6 +148,8 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "query_start_loc": _Buffer(torch.int32, "request", "batch.query_start_loc", more=1),
     "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
     "select_index": _Buffer(torch.int64, "request", ""),
+    "state_indices": _Buffer(torch.int32, "state", "batch.state.indices"),
+    "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
 }
 """Buffers in the order in which messages name them."""
 
@@ -159,6 +165,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "token": width,
         "slot": context.draft_branches * context.speculative_num_steps,
         "token of each group": width * len(context.kv_groups),
+        "state": 1 if context.state else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
@@ -178,6 +185,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "num_accept_tokens": width,
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,
+        "state_indices": harness.case.state.padded_index if harness.case.state else 0,
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)

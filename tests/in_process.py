@@ -6,11 +6,12 @@ How a backend in a process of its own is judged is held by ``tests/running/test_
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import attn_testkit
 from attn_testkit import Results
-from attn_testkit.results import CaseResult
+from attn_testkit.results.case_result import CaseResult
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.candidate import candidate_for
 from attn_testkit.running.planning.request import Item, Options, Plan, Request
@@ -27,16 +28,24 @@ def plan_run(*, backends: Sequence[Any], **more: Any) -> Plan:
     """A plan for backends that are named or given."""
     values = {name: tuple(value) if isinstance(value, list) else value for name, value in more.items()}
     candidates = tuple(candidate_for(backend, in_process=True) for backend in backends)
-    return Runner(Options(in_process=True, diagnose="all")).plan(Request(candidates, **values))
+    with closing(_runner()) as runner:
+        return runner.plan(Request(candidates, **values))
 
 
 def run(plan: Plan, items: Sequence[Item] | None = None) -> Iterator[CaseResult]:
     """What is known without running, then a result for each item."""
     yield from plan.preset
-    yield from Runner(Options(in_process=True, diagnose="all")).run(plan, plan.items if items is None else items)
+    with closing(_runner()) as runner:
+        yield from runner.run(plan, plan.items if items is None else items)
 
 
 def run_item(item: Item, plan: Plan) -> CaseResult:
     """One result."""
-    (result,) = Runner(Options(in_process=True, diagnose="all")).run(plan, [item])
+    with closing(_runner()) as runner:
+        (result,) = runner.run(plan, [item])
     return result
+
+
+def _runner() -> Runner:
+    """To be closed: a worker in this process watches its imports."""
+    return Runner(Options(in_process=True, diagnose="all"))

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import NoReturn
 
-from attn_testkit.results import CaseResult
+from attn_testkit.results.case_result import CaseResult
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Item, Options, Plan
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ..environment import resolve
 from ..faults import all_faults
+from ..faults.catalogue import field_bugs_in
 from ..running.case_runs.loop import Runner
 from ..running.planning.request import Options
 from ..running.processes.forking import begin_forking, preload
@@ -27,6 +28,8 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
     started = time.perf_counter()
     environment = resolve(settings.device)
     environment.prepare_process()
+    # Before the fork: workers have the search path of this process, with the folder of field bugs.
+    bugs = field_bugs_in(settings.field_bugs) if settings.field_bugs else ()
     preload("attn_testkit.faults.everything")
     # It imports all faults while this process does.
     begin_forking()
@@ -41,7 +44,7 @@ def audit(settings: Settings, see: Callable[[Verdict, int, int], None] | None = 
             result.controls.append(verdict)
         if see:
             see(verdict, count, len(tasks))
-    order = {fault.slug: index for index, fault in enumerate(all_faults())}
+    order = {fault.slug: index for index, fault in enumerate(bugs or all_faults())}
     result.faults.sort(key=lambda verdict: order[verdict.slug])
     result.adversarial.sort(key=lambda verdict: verdict.slug)
     result.controls.sort(key=lambda verdict: (verdict.name, verdict.mode, verdict.execution))

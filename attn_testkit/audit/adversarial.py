@@ -6,7 +6,7 @@ import time
 
 from ..faults.adversarial import Adversarial, all_adversarial
 from ..registry import UsageError
-from ..results import BAD, CaseResult
+from ..results.case_result import BAD, CaseResult
 from ..running.planning.request import Options, Request, final_code
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .verdicts import AdversarialVerdict, Settings, Task

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
 
 import jinja2
 
 from ..checks import CHECKS
 from ..faults import all_controls, all_faults, all_known_bugs, thread_address
-from ..faults.catalogue import CLASSES, Fault
+from ..faults.catalogue import CLASSES, entry_of
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
 __all__ = ["CHECKS_FOLDER", "audit_page", "audit_text", "check_pages"]
@@ -131,10 +130,9 @@ def _template(name: str, *, autoescape: bool) -> jinja2.Template:
 
 def audit_page(audit: Audit) -> str:
     """The kill matrix as an HTML page that needs nothing else."""
-    faults = {fault.slug: fault for fault in all_faults()}
     groups = [
-        (letter, words, [(verdict, faults[verdict.slug]) for verdict in audit.faults if verdict.bug_class == letter])
-        for letter, words in CLASSES.items()
+        (letter, words, [(verdict, entry_of(verdict.slug)) for verdict in audit.faults if verdict.bug_class == letter])
+        for letter, words in {**CLASSES, "": "field bugs"}.items()
     ]
     controls: dict[str, list[ControlVerdict]] = {}
     for verdict in audit.controls:
@@ -146,7 +144,7 @@ def audit_page(audit: Audit) -> str:
         alone=audit.caught_alone,
         groups=[group for group in groups if group[2]],
         controls=controls,
-        whys={control.name: control.why for control in all_controls()},
+        entries={name: entry_of(name) for name in controls},
         checks=CHECKS,
         partial=audit.settings.partial,
         line=verdict_line(audit),
@@ -158,7 +156,7 @@ def check_pages() -> dict[str, str]:
     faults and controls, and the journal of known bugs.
     """
     faults = all_faults()
-    checks = [(check, _proofs(faults, check.id)) for check in CHECKS.values()]
+    checks = [(check, [fault for fault in faults if fault.checks[0] == check.id]) for check in CHECKS.values()]
     every = {"faults": faults, "controls": all_controls()}
     one = _template("check.md.j2", autoescape=False)
     pages = {
@@ -181,7 +179,3 @@ def _known_bugs_page() -> str:
         threads={bug.name: [(t, thread_address(t, known.projects)) for t in bug.threads] for bug in known.bugs},
         faults={fault.slug: fault for fault in all_faults()},
     )
-
-
-def _proofs(faults: Sequence[Fault], check: str) -> list[Fault]:
-    return [fault for fault in faults if fault.checks[0] == check]

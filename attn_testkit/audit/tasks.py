@@ -1,4 +1,4 @@
-"""One task: a fault, tried until the first case that catches it, or one mode of a healthy control, tried to the end."""
+"""One task: a bug, tried until the first case that catches it, or a mode of a known-good backend, tried to the end."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import asdict
+from dataclasses import replace
 from itertools import chain, zip_longest
 
 from ..cases.case import parse_case
-from ..contract import Capabilities
-from ..faults import all_controls, all_faults
-from ..faults.adversarial import all_adversarial
+from ..contract import AttentionBackend
+from ..faults import CorpusEntry, all_controls, all_faults
+from ..faults.adversarial import Adversarial, all_adversarial
+from ..faults.catalogue import entry_of, field_bugs_in
 from ..registry import UsageError, did_you_mean
-from ..results import BAD, CaseResult, Status, format_failure
+from ..results.case_result import BAD, Status
+from ..results.failure_text import format_failure
 from ..running.case_runs.loop import Runner
 from ..running.planning.candidate import Candidate
 from ..running.planning.plan import plan_run
@@ -38,31 +40,30 @@ def tasks_for(settings: Settings) -> list[Task]:
     Raises ``UsageError`` when they name nothing.
     """
 
-    def chosen(name: str) -> bool:
-        return not settings.faults or any(fnmatch.fnmatchcase(name, glob) for glob in settings.faults)
+    def chosen(entry: CorpusEntry | Adversarial) -> bool:
+        return not settings.faults or any(fnmatch.fnmatchcase(entry.slug, glob) for glob in settings.faults)
 
     letters = settings.classes.upper()
-    tasks = [
-        Task("fault", fault.slug)
-        for fault in all_faults()
-        if chosen(fault.slug) and (not letters or fault.bug_class in letters)
+    if settings.field_bugs:
+        bugs = known_good = field_bugs_in(settings.field_bugs)
+    else:
+        bugs, known_good = all_faults(), () if letters else all_controls()
+    tasks = [Task("fault", bug.slug) for bug in bugs if chosen(bug) and (not letters or bug.bug_class in letters)]
+    tasks += [
+        Task("control", entry.slug, mode.value, execution.value)
+        for entry in known_good
+        if chosen(entry)
+        for mode, execution in entry.runs
     ]
-    for control in () if letters else all_controls():
-        declared = control.backend.capabilities
-        for execution, modes in (("graph", declared.graph), ("eager", declared.eager)):
-            tasks += [
-                Task("control", control.name, mode.value, execution) for mode in sorted(modes) if chosen(control.name)
-            ]
-    if not letters:
-        tasks += [Task("adversarial", entry.slug) for entry in all_adversarial() if chosen(entry.slug)]
+    if not letters and not settings.field_bugs:
+        tasks += [Task("adversarial", entry.slug) for entry in all_adversarial() if chosen(entry)]
     if not tasks:
-        names = [fault.slug for fault in all_faults()] + [control.name for control in all_controls()]
-        names += [entry.slug for entry in all_adversarial()]
-        asked = settings.faults or (settings.classes,)
+        asked = settings.faults or (settings.classes or settings.field_bugs,)
+        names = [entry.slug for entry in (*bugs, *all_controls())] + [entry.slug for entry in all_adversarial()]
         raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
     # The longest first, so that none runs by itself at the end; tasks with the same cases follow each other, because
     # they share the oracle's answers.
-    return sorted(tasks, key=lambda task: (task.kind != "control", task.mode, task.name))
+    return sorted(tasks, key=lambda task: (task.kind != "control", task.mode, task.name, task.execution == "eager"))
 
 
 def kill_order(items: Sequence[Item], first: tuple[str, str] | None = None) -> list[Item]:
@@ -106,54 +107,51 @@ def _from_both_ends(items: Sequence[Item]) -> deque[Item]:
 
 
 def run_task(task: Task, settings: Settings, runner: Runner) -> Verdict:
-    """Run a fault or a control on workers of ``runner``: a process only for this backend."""
-    return _run_fault(task, settings, runner) if task.kind == "fault" else _run_control(task, settings, runner)
+    """Run a bug or a known-good backend on workers of ``runner``: a process only for this backend."""
+    entry = entry_of(task.name)
+    return _run_bug(entry, settings, runner) if task.kind == "fault" else _run_healthy(entry, task, settings, runner)
 
 
 def _plan(
-    spec: str, declared: Capabilities, settings: Settings, modes: Sequence[str], executions: Sequence[str]
+    entry: CorpusEntry, backend: type[AttentionBackend] | None, settings: Settings, runs: Sequence[tuple[str, str]]
 ) -> Plan:
+    assert backend is not None, "only an entry with a known-good backend is tried as one"
     request = Request(
-        backends=(Candidate(spec),),
-        modes=tuple(modes),
-        executions=tuple(executions),
+        backends=(Candidate(f"{backend.__module__}:{backend.__qualname__}"),),
+        modes=tuple(dict.fromkeys(mode for mode, _ in runs)),
+        executions=tuple(dict.fromkeys(execution for _, execution in runs)),
         tier=settings.tier,
         device=settings.device,
         seed=settings.seed,
+        cases=(entry.case,) if entry.case else (),
         command="attn-testkit audit",
     )
     # The kit's own broken backends can be imported here: no worker has to report their capabilities.
-    return plan_run(request, lambda _: declared)
+    plan = plan_run(request, lambda _: backend.capabilities)
+    # The check of a field bug is compared, and no hint: to look for the cause takes longer than all else.
+    return replace(plan, explains="check") if entry.case else plan
 
 
-def _run_fault(task: Task, settings: Settings, runner: Runner) -> FaultVerdict:
-    fault = next(fault for fault in all_faults() if fault.slug == task.name)
-    verdict = FaultVerdict(fault.slug, fault.bug_class, fault.source, fault.checks)
+def _run_bug(entry: CorpusEntry, settings: Settings, runner: Runner) -> FaultVerdict:
+    verdict = FaultVerdict(entry.slug, entry.bug_class, entry.source, entry.checks)
     started = time.perf_counter()
-    declared = fault.backend.capabilities
-    plan = _plan(fault.spec, declared, settings, [m.value for m in fault.modes], [e.value for e in fault.executions])
+    plan = _plan(entry, entry.backend, settings, [(mode.value, execution.value) for mode, execution in entry.runs])
     preset = (row for row in plan.preset if row.status in BAD)
     count = 0
-    order = kill_order(plan.items, settings.caught_before.get(task.name))
+    order = kill_order(plan.items, settings.caught_before.get(entry.slug))
     # Mostly it is caught in the first few: what is begun ahead would be for nothing.
     with closing(runner.run(plan, order, ahead=False)) as results:
         for count, result in enumerate(chain(preset, results), start=1):
             if result.status in BAD:
-                return _caught(verdict, result, plan, count, time.perf_counter() - started)
+                checks = tuple(finding.check for finding in result.findings) or (str(result.status),)
+                return replace(
+                    verdict, caught_by=checks, case=result.case, mode=result.mode, execution=result.execution,
+                    text=format_failure(result, plan.header), case_runs=count, seconds=time.perf_counter() - started,
+                    lost=result.status is Status.CRASHED,
+                )  # fmt: skip
     absent = next((row.reason for row in plan.preset if row.status is Status.NOT_RUN_HERE), "")
-    return FaultVerdict(
-        **{**asdict(verdict), "case_runs": count, "seconds": time.perf_counter() - started,
-           "not_run": "" if count else absent or "none of its modes is declared"}
-    )  # fmt: skip
-
-
-def _caught(verdict: FaultVerdict, result: CaseResult, plan: Plan, count: int, seconds: float) -> FaultVerdict:
-    checks = tuple(finding.check for finding in result.findings) or (str(result.status),)
-    return FaultVerdict(
-        **{**asdict(verdict), "caught_by": checks, "case": result.case, "mode": result.mode,
-           "execution": result.execution, "text": format_failure(result, plan.header), "case_runs": count,
-           "seconds": seconds, "lost": result.status is Status.CRASHED}
-    )  # fmt: skip
+    not_run = "" if count else absent or "none of its modes is declared"
+    return replace(verdict, case_runs=count, seconds=time.perf_counter() - started, not_run=not_run)
 
 
 def _turn(items: Sequence[Item], control: int, settings: Settings) -> Sequence[Item]:
@@ -164,14 +162,13 @@ def _turn(items: Sequence[Item], control: int, settings: Settings) -> Sequence[I
     return items if settings.tier == "smoke" else items[(control + settings.seed) % _TURNS :: _TURNS]
 
 
-def _run_control(task: Task, settings: Settings, runner: Runner) -> ControlVerdict:
-    control = next(control for control in all_controls() if control.name == task.name)
+def _run_healthy(entry: CorpusEntry, task: Task, settings: Settings, runner: Runner) -> ControlVerdict:
     started = time.perf_counter()
-    plan = _plan(control.spec, control.backend.capabilities, settings, [task.mode], [task.execution])
+    plan = _plan(entry, entry.healthy, settings, [(task.mode, task.execution)])
     texts, count, alarms, lost = [], 0, 0, False
-    items = (
-        _turn(plan.items, list(all_controls()).index(control), settings) if task.execution == "graph" else plan.items
-    )
+    items: Sequence[Item] = plan.items
+    if task.execution == "graph" and not entry.case:
+        items = _turn(items, all_controls().index(entry), settings)
     with closing(runner.run(plan, items)) as results:
         for result in chain(plan.preset, results):
             count += bool(result.case)

@@ -20,9 +20,11 @@ class Settings:
     device: str = "auto"
     seed: int = 0
     faults: tuple[str, ...] = ()
-    """Globs on slugs of faults and on names of controls; empty: all."""
+    """Globs on slugs of faults, field bugs and controls; empty: all."""
     classes: str = ""
     """Letters of classes of bugs, and no controls; empty: all."""
+    field_bugs: str = ""
+    """A folder of field bugs, which run instead of faults and controls; empty: none."""
     jobs: int = 2
     timeout_s: float = 240.0
     """Time limit of a task; controls get five times as long."""
@@ -31,8 +33,8 @@ class Settings:
 
     @property
     def partial(self) -> bool:
-        """True if only some faults are asked for."""
-        return bool(self.faults or self.classes)
+        """True if only some faults are asked for, or field bugs."""
+        return bool(self.faults or self.classes or self.field_bugs)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """FlashInfer's prefill in two parts, as servers' documentation has it: new rows as given, the cached prefix by page.
 
-The ragged wrapper attends the step's own k and v, the paged wrapper what the pool holds before the step, and
+The ragged wrapper attends to the step's own k and v, the paged wrapper what the pool holds before the step, and
 ``merge_state`` puts the two together; then k and v are stored. So new rows of an FP8 pool are attended as given.
 """
 

@@ -132,7 +132,7 @@ class TorchNativeBackend(AttentionBackend):
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
-        """W and [B] int64: query rows of each request; in draft-decode a branch is one, with one row."""
+        """W, and [B] int64: query rows of each request. In draft-decode: of each branch, always 1."""
         bs, spec = batch.batch_size, batch.spec_info
         if isinstance(spec, DraftDecodeInput):
             bs *= spec.topk
@@ -225,7 +225,7 @@ class TorchNativeBackend(AttentionBackend):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend the keys of a KV split. Shapes as in ``AttentionBackend.forward_return_lse``."""
+        """Attend to the keys of a KV split. Shapes as in ``AttentionBackend.forward_return_lse``."""
         self._store(k, v, layer, batch, save_kv_cache)
         held = part.holds(self._key, self._prefix[:, None])
         layer = layer if part.sinks else replace(layer, sinks=None)

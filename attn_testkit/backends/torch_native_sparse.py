@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
+from ..contract import (
+    Capabilities,
+    ForwardMode,
+    Indexer,
+    KernelBackend,
+    KernelPlan,
+    LogSumExp,
+    ServerConventions,
+    Sparse,
+)
 
 __all__ = ["TorchNativeSparseBackend", "TorchNativeSparseSlotsBackend"]
 
@@ -23,7 +32,16 @@ class TorchNativeSparseBackend(KernelBackend):
         kv_dtypes={"same", "fp8_e4m3"},
         page_sizes={1, 16, 64},
         sinks=True,
-        sparse=Sparse(topk={1, 16, 64}, holes=True, empty_rows=True, any_padding=True),
+        sparse=Sparse(
+            topk={1, 16, 64, 2048},
+            holes=True,
+            empty_rows=True,
+            fewer_rows=True,
+            any_padding=True,
+            indexer=Indexer(heads={4, 64}, reuses_selections=True),
+        ),
+        server=ServerConventions(takes_more_rows=True),
+        lse=LogSumExp("e", whole=frozenset(ForwardMode)),
         max_q_rows=16,
         max_topk=1,
         max_draft_branches=4,
@@ -31,16 +49,52 @@ class TorchNativeSparseBackend(KernelBackend):
         deterministic=True,
     )
 
+    def request_of_row(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: request of each of ``rows`` [T, ...]; the last one for padded rows."""
+        row = torch.arange(len(rows), device=rows.device)
+        found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
+        return found.clamp(max=len(plan.kv_lens) - 1)
+
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, topk] int64: the slot of each selected key; any slot for -1."""
-        row = torch.arange(len(selected), device=selected.device)
-        request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
+        request = self.request_of_row(selected, plan)
         return plan.slot_table[request[:, None], selected.clamp(min=0).long()].long()
+
+    def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """[T, n]: ``keys`` [T, n] int64, positions, as ``selected`` names them. ``table`` [T, keys]: their slots."""
+        return keys
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Score every key of the pool, look up those of each request, and take the best of those that a row sees."""
+        pool, layer = self.context.index_pool, plan.layer
+        assert pool is not None
+        keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
+        of_slot = torch.zeros(len(q_index), len(keys), device=keys.device)
+        for head in range(layer.index_heads):
+            of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
+        of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
+        request = self.request_of_row(q_index, plan)
+        table, row = plan.slot_table[request].long(), torch.arange(len(q_index), device=keys.device)
+        sees = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        key = torch.arange(table.shape[1], device=keys.device)
+        # Memory behind the last key may be NaN.
+        scores = torch.where(key < sees[:, None], of_slot.gather(1, table), -torch.inf)
+        best = scores.topk(min(layer.topk, table.shape[1]), 1).indices
+        found = torch.where(best < sees[:, None], self.indices(best, table), -1).to(torch.int32)
+        return torch.nn.functional.pad(found, (0, layer.topk - found.shape[1]), value=-1)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """Gather the selected keys of each row, and attend them."""
+        return self.run_return_lse(q, kv, plan)[0]
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Output and log-sum-exp [T, Hq]: -inf, or the sink, for a row that selects no key."""
         assert plan.selected is not None
-        return self.attend(q, kv, plan, self.slots(plan.selected, plan), plan.selected >= 0)
+        # Rows of padding behind the last selection select no key.
+        selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
+        return self.attend(q, kv, plan, self.slots(selected, plan), selected >= 0)
 
     def attend(
         self,
@@ -49,8 +103,8 @@ class TorchNativeSparseBackend(KernelBackend):
         plan: KernelPlan,
         slot: torch.Tensor,
         is_key: torch.Tensor,
-    ) -> torch.Tensor:
-        """Attend the keys in ``slot`` [T, n] where ``is_key``. What is read for -1 may be NaN: it is masked first."""
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the keys in ``slot`` [T, n] where ``is_key``. Reads for -1 may be NaN: they are masked first."""
         layer, there = plan.layer, is_key[..., None, None]
         k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
         k, v = k * layer.k_scale, v * layer.v_scale
@@ -69,18 +123,23 @@ class TorchNativeSparseBackend(KernelBackend):
         total = weights.sum(-1, keepdim=True)
         if sinks is not None:
             total = total + torch.exp(sinks - top)
+        lse = (top + torch.log(total)).flatten(1)
         # A row without a key gives zeros.
         weights = weights / total.clamp(min=torch.finfo(torch.float32).tiny)
-        return torch.einsum("thgn,tnhd->thgd", weights, v).flatten(1, 2).to(q.dtype)
+        return torch.einsum("thgn,tnhd->thgd", weights, v).flatten(1, 2).to(q.dtype), lse
 
 
 class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     """``selected`` holds slots of the KV pool."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        sparse=Sparse(topk={1, 16, 64}, index_space="slots", holes=True, empty_rows=True, any_padding=True)
+        sparse={"index_space": "slots", "indexer": Indexer(heads={4}, scale="power_of_two")}
     )
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """The selection is the slots."""
         return selected.clamp(min=0).long()
+
+    def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+        """Slots of the keys."""
+        return table.gather(1, keys)

@@ -241,7 +241,7 @@ class TritonBackend(AttentionBackend):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend a KV split: another range of keys, or the keys of one rank."""
+        """Attend to a KV split: another range of keys, or the keys of one rank."""
         self._store(k, v, layer, batch, save_kv_cache)
         lse = q.new_zeros(q.shape[0], layer.tp_q_head_num, dtype=torch.float32)
         return self._attend(q, layer, batch, part, lse), lse

@@ -18,17 +18,6 @@ if TYPE_CHECKING:
     from .jobs import Job
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m attn_testkit.calibrate", description=__doc__)
-    parser.add_argument("--measure", action="store_true", help="measure on a real GPU instead of comparing")
-    parser.add_argument("--out", type=Path, help="where --measure writes the verdicts")
-    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes for --measure")
-    parser.add_argument("--verdicts", type=Path, help="compare with this file instead of the stored ones")
-    parser.add_argument("--only", help="only jobs whose name contains this text")
-    parser.add_argument("--verbose", action="store_true", help="show every verdict")
-    return parser
-
-
 def _measure(out: Path, workers: int, only: str | None) -> int:
     from .jobs import all_jobs
     from .store import save
@@ -88,7 +77,14 @@ def _compare(verdicts: Path | None, only: str | None, verbose: bool) -> int:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line. Returns 0; 1 if the emulation missed a failure of the GPU; 2 for wrong usage."""
-    options = _parser().parse_args(arguments)
+    parser = argparse.ArgumentParser(prog="python -m attn_testkit.calibrate", description=__doc__)
+    parser.add_argument("--measure", action="store_true", help="measure on a real GPU instead of comparing")
+    parser.add_argument("--out", type=Path, help="where --measure writes the verdicts")
+    parser.add_argument("--workers", type=int, default=min(16, os.cpu_count() or 1), help="processes for --measure")
+    parser.add_argument("--verdicts", type=Path, help="compare with this file instead of the stored ones")
+    parser.add_argument("--only", help="only jobs whose name contains this text")
+    parser.add_argument("--verbose", action="store_true", help="show every verdict")
+    options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     if not options.measure:
         os.environ.setdefault("TRITON_INTERPRET", "1")

@@ -6,7 +6,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
-from ..results import Status
+from ..results.case_result import Status
 from ..running.processes.child import Child, ChildLost
 from ..running.processes.forking import preload
 from .jobs import Job, run

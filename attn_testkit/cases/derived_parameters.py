@@ -208,6 +208,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "second-step-stored",
         "save_kv_cache of the second step",
         (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
+        lambda case: case.state is None,
         execution=Execution.EAGER,
     ),
     # State that is kept by shapes has the strides of the call that it was made for (flashinfer #4270).

@@ -11,11 +11,13 @@ from typing import Any, Generic, Self, TypeVar
 from ..contract import ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
+from .indexing import Indexing
 from .layers import PERIOD, Layers
 from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .selection import Selection
+from .state import StateShape
 from .trees import Tree
 
 __all__ = ["DEFAULTS", "THINGS", "C", "Changes", "Fields", "Heads"]
@@ -88,6 +90,7 @@ class Fields:
     head_dim = _Of[int]("model")
     rope_dim = _Of[int]("model")
     dtype = _Of[str]("model")
+    state = _Of[StateShape | None]("model")
     page_size = _Of[int]("pool")
     kv_dtype = _Of[str]("pool")
     kv_layout = _Of[str]("pool")
@@ -101,6 +104,7 @@ class Fields:
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
     selection = _Of[Selection | None]("options")
+    indexer = _Of[Indexing | None]("options")
     kv_splits = _Of[str]("splits")
     merged_by_backend = _Of[bool]("splits")
 
@@ -266,6 +270,7 @@ DEFAULTS: Mapping[str, Any] = {
 """Name of a value of a case, in whatever record it lies -> its default, or ``MISSING``. Each belongs to a dimension.
 ``instance_of`` belongs to none."""
 
+_OF_DRAFT_MODELS = (ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits": lambda case: bool(case.kv_splits),
     "KV splits of fewer keys": lambda case: case.kv_splits not in ("", "whole"),
@@ -280,12 +285,16 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
     "selected keys": lambda case: case.selection is not None,
+    "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
+    "states": lambda case: case.state is not None,
+    "rows of a draft model": lambda case: case.mode in _OF_DRAFT_MODELS,
+    "layer options": lambda case: case.options != LayerOptions(),
 }
 """Things that some cases have. Name -> whether a case has it."""
 _EXCLUSIVE = (
-    ("KV splits", "multi-mode instance", "the other modes of the instance attend all keys at once"),
-    ("KV splits", "loop", "generated tokens are those of a model that attends all keys at once"),
+    ("KV splits", "multi-mode instance", "the other modes of the instance attend to all keys at once"),
+    ("KV splits", "loop", "generated tokens are those of a model that attends to all keys at once"),
     ("KV splits of fewer keys", "draft-decode", "branches have pages of their own, and no rank has a part of them"),
     ("KV splits", "KV groups", "each group has a request table of its own, and parts are those of one"),
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
@@ -295,10 +304,16 @@ _EXCLUSIVE = (
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("heads with a scaling of their own", "usual scaling", "MLA has a scaling of its own"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
-    ("selected keys", "KV splits", "a selection is one of all keys of a request"),
+    ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),
     ("selected keys", "KV groups", "an index is a place in one request table"),
     ("selected keys", "loop", "the model of a loop has no indexer"),
     ("selected keys", "branching trees", "servers with an indexer verify chains"),
+    ("states", "rows of a draft model", "layers of a draft model are attention layers, and keep no state"),
+    ("states", "layer options", "windows, soft caps, sinks and selections are those of keys"),
+    ("states", "FP8 pool", "a layer that keeps a state has no KV pool"),
+    ("states", "KV splits", "a layer that keeps a state has no keys to split"),
+    ("states", "KV groups", "a layer that keeps a state has no KV pool"),
+    ("states", "heads by layer", "all layers of a case have states of one shape"),
 )
 """Two ``THINGS`` that no case has together, and why."""
 

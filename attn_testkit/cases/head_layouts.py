@@ -6,7 +6,17 @@ from ..contract import Capabilities
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from .fields import Heads
 
-__all__ = ["alike", "as_many", "by_layer", "declared_layouts", "latent", "latent_heads", "per_head", "plain_layout"]
+__all__ = [
+    "alike",
+    "as_many",
+    "by_layer",
+    "declared_layouts",
+    "latent",
+    "latent_heads",
+    "per_head",
+    "plain_layout",
+    "state_heads",
+]
 
 
 def declared_layouts(declared: Capabilities) -> list[HeadLayout]:
@@ -21,7 +31,16 @@ def per_head(declared: Capabilities) -> list[HeadLayout]:
 
 def as_many(declared: Capabilities) -> list[HeadLayout]:
     """Declared layouts with as many KV heads as query heads."""
-    return [layout for layout in declared_layouts(declared) if layout.kv_heads == "as many"]
+    return [layout for layout in declared_layouts(declared) if layout.kv_heads == "as many" and not layout.has_state]
+
+
+def state_heads(declared: Capabilities) -> list[Heads]:
+    """Heads of declared layers that keep a state: two key heads of one value head each, then of more."""
+    found = []
+    for layout in declared_layouts(declared):
+        ratios = [1] if layout.kv_heads == "as many" else sorted(declared.gqa_ratios)[:3]
+        found += [Heads(layout.name, 2 * ratio, 2) for ratio in ratios if layout.has_state]
+    return found
 
 
 def by_layer(declared: Capabilities) -> list[HeadLayout]:

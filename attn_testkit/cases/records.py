@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 from ..contract import LAYER_WINDOWS
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
+from .indexing import Indexing
 from .selection import Selection
+from .state import StateShape
 
 __all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
 
@@ -49,6 +51,15 @@ class ModelShape:
     """Dtype of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     rope_dim: int = 0
     """MLA: width of the part of a key that is not a value. 0 elsewhere."""
+    state: StateShape | None = None
+    """Recurrent states; None: layers have keys."""
+
+    def __post_init__(self) -> None:
+        if self.heads.layout.has_state != (self.state is not None):
+            raise ValueError(
+                f"heads {self.heads} and {self.state or 'no state'}: layers of {self.heads.family} "
+                + ("keep a state; write its widths, such as k64w4s32" if self.state is None else "keep none")
+            )
 
 
 @dataclass(frozen=True)
@@ -103,13 +114,17 @@ class LayerOptions:
     sinks: bool = False
     """All layers have attention sinks, one logit a query head."""
     selection: Selection | None = None
-    """Keys that each row selects; None: a row attends all keys that it may see."""
+    """Keys that each row selects; None: a row attends to all keys that it may see."""
+    indexer: Indexing | None = None
+    """Indexer that the backend selects keys with; None: selections are given."""
 
     def __post_init__(self) -> None:
         if self.layer_windows not in LAYER_WINDOWS or (self.layer_windows != "any" and self.window < 0):
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
+        if self.indexer and not self.selection:
+            raise ValueError(f"{self.indexer} selects keys, and layers attend all: add a word such as sel16")
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def minimal_case(declared: Capabilities, mode: ForwardMode) -> Case:
 
 
 def minimal_cases(declared: Capabilities, mode: ForwardMode) -> Iterator[Case]:
-    """The minimal case, and what to use instead if that one fails: the same with some keys before the step."""
+    """The minimal case, and the one to use if it fails: the same case with a prefix."""
     minimal = minimal_case(declared, mode)
     for keys in (*minimal.prefixes, _FEW_KEYS, _SOME_KEYS):
         yield minimal.with_changes(prefixes=(keys,))

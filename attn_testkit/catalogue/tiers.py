@@ -41,6 +41,7 @@ from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
+from .state_cases import state_cases
 from .uniform_batches import uniform_batch_cases
 
 __all__ = ["TIERS", "generate", "within_declared"]
@@ -76,6 +77,10 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     ``tier``: a name of ``TIERS``, else ``KeyError``. Empty where nothing that is declared can be tried. ``seed``: other
     data, slots and choices for the same cases.
     """
+    if declared.state is not None:
+        # Their lengths, data and conventions are others: chunks instead of pages, decays instead of logits.
+        made = (nearest_declared(declared, each.with_seed(seed)) for each in state_cases(declared, mode, tier))
+        return tuple({each.id: each for each in made if within_declared(declared, each)}.values())
     dimensions = _columns(declared, mode, tier)
     names = list(dimensions)
     if any(not values for values in (*dimensions.values(), declared.kv_layouts)):

@@ -7,11 +7,24 @@ from collections.abc import Collection, Mapping
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
 from . import capabilities as _capabilities
-from . import counted_once, failures, graphs, log_sum_exp, lossless, memory, numeric, outputs, sameness, state
+from . import (
+    counted_once,
+    failures,
+    graphs,
+    indexer,
+    log_sum_exp,
+    lossless,
+    memory,
+    numeric,
+    outputs,
+    sameness,
+    state,
+    states,
+)
 from .check import Check, Stage
 from .comparison import Comparison
 
-__all__ = ["CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Comparison", "Stage", "evaluated"]
+__all__ = ["BEFORE_OUTPUTS", "CHECKS", "NUMERIC", "REPORTED_INSTEAD", "Check", "Comparison", "Stage", "evaluated"]
 
 _KINDS = (
     failures,
@@ -20,6 +33,8 @@ _KINDS = (
     log_sum_exp,
     outputs,
     memory,
+    states,
+    indexer,
     graphs,
     state,
     _capabilities,
@@ -33,8 +48,12 @@ CHECKS: Mapping[str, Check] = {check.id: check for kind in _KINDS for check in k
 NUMERIC = ("output-written", "finite", "matches-oracle", "keys-counted-once")
 """Ids of the checks of attention outputs. Diagnosis explains their failures, and they silence failures that follow."""
 
+BEFORE_OUTPUTS = ("index-stored", "selection-well-formed", "selects-best")
+"""Ids of the checks of an indexer, in order: a failure of one silences the others and those of attention outputs."""
+
 REPORTED_INSTEAD = (
     "reads-own-kv",
+    "reads-own-state",
     "captures-cleanly",
     "replay-follows-batch",
     "addresses-stable",
@@ -56,6 +75,8 @@ def evaluated(
     without one.
     """
     outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
+    selected_wrong = [BEFORE_OUTPUTS.index(check) for check in failed if check in BEFORE_OUTPUTS]
+    behind = {*BEFORE_OUTPUTS[min(selected_wrong) :], *NUMERIC} if selected_wrong else set()
     done: list[str] = []
     not_done: list[str] = []
     for check in CHECKS.values():
@@ -63,6 +84,7 @@ def evaluated(
             done.append(check.id)
         elif check.applies(declared, execution) and (case is None or check.shown_by(case)):
             no_eager = case is not None and case.mode not in declared.eager
-            hidden = (check.behind_outputs and outputs_wrong) or (check.against_eager and no_eager)
+            wrong = outputs_wrong or bool(behind)
+            hidden = check.id in behind or (check.behind_outputs and wrong) or (check.against_eager and no_eager)
             (done if stage >= check.evaluated_from and not hidden else not_done).append(check.id)
     return (*done, *sorted(set(failed) - CHECKS.keys())), tuple(not_done)

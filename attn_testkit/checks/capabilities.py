@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from ..cases.dimensions.table import DIMENSIONS
 from ..contract import AttentionBackend, BackendContext, Capabilities, Unsupported
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.schedule import Schedule
 from .check import Check, Stage, in_eager, in_graphs
 from .failures import is_ctrl_c, reason_of, site_of

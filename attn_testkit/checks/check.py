@@ -8,7 +8,7 @@ from enum import IntEnum
 
 from ..cases.case import Case
 from ..contract import Capabilities, Execution
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.schedule import Schedule
 from .comparison import Comparison
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
-from ..results import message_of
+from ..results.texts import message_of
 
 __all__ = ["said_by_compiler"]
 

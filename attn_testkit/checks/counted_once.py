@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from ..cases.case import CODES
 from ..families.table import family_of
-from ..results import Finding
+from ..results.finding import Finding
 from .check import Check, Stage
 from .comparison import Comparison, place_of_max
 from .describe import row_name

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import CodeType
 
 from ..contract import AttentionBackend
-from ..results import Finding, is_generated, message_of
+from ..results.finding import Finding
+from ..results.texts import is_generated, message_of
 from .check import Check, Stage
 from .compiler_texts import said_by_compiler
 
 __all__ = [
     "CHECKS",
+    "LOST_HINT",
     "context_lost",
     "device_full",
     "first_line",
@@ -34,6 +36,7 @@ _LOST = re.compile(
     r"|hardware stack error|CUDA_ERROR_(ILLEGAL|ASSERT|LAUNCH)",
     re.IGNORECASE,
 )
+LOST_HINT = "the device context is lost; errors of asynchronous kernels appear late, so the cause may be earlier"
 _SYNC = re.compile(r"synchroniz|HostSync|called a synchronizing CUDA operation", re.IGNORECASE)
 
 _PHASE_WORDS = {
@@ -146,7 +149,7 @@ def _classify(
     elif phase == "plan for replay" and kind == "AttributeError":
         hint = "at a replay the batch is a view without extend_* fields; read lengths from seq_lens and spec_info"
     elif context_lost(error):
-        hint = "the device context is lost; errors of asynchronous kernels appear late, so the cause may be earlier"
+        hint = LOST_HINT
     return "completes", raised, hint
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..cases.case import Case
-from ..results import Finding
+from ..results.finding import Finding
 from .check import Check, Stage, in_graphs
 from .comparison import BITS, Comparison, place_of_max
 from .describe import number, row_name, spread_text

@@ -9,7 +9,7 @@ import torch
 from ..cases.case import Case
 from ..cases.dimensions.kv_splits import splits_of
 from ..contract import Capabilities, LogSumExp
-from ..results import Finding
+from ..results.finding import Finding
 from .check import Check, Stage
 from .comparison import Comparison, place_of_max
 from .describe import number, row_name, spread_text, times

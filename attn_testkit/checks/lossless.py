@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 
 from ..oracle.expect import Expected
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.data import VOCAB, make_layers
 from ..steps.greedy_loop import Loop
 from .check import Check, Stage

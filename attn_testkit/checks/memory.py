@@ -7,7 +7,7 @@ from collections.abc import Mapping
 import torch
 
 from ..cases.case import Case
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
 from .check import Check, Stage
 from .comparison import BITS
@@ -102,7 +102,8 @@ def _outside(observed: Observation) -> Finding:
         "KV memory is wrong after the step: memory between slots of the pool was written",
         where=f"byte {observed.outside[0]} of the memory that a KV pool of layout "
         f"{observed.schedule.case.kv_layout} lies in",
-        hint="store a row by the strides of the pool and no wider than it is; the memory after it may be padding",
+        hint="use the strides of the pool to store a row, and store no more than the row: the memory after it may be "
+        "padding",
         step=observed.label,
     )
 
@@ -149,6 +150,10 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
     ]
 
 
+def _has_keys(case: Case) -> bool:
+    return case.state is None
+
+
 CHECKS = (
     Check(
         "reads-own-kv",
@@ -160,6 +165,7 @@ CHECKS = (
         "With zeros in unowned slots the result is finite. `attended` shows which foreign slots had weight; if the KV "
         "tokens are right, something is multiplied by 0 instead of masked.",
         evaluated_from=Stage.OBSERVED,
+        shown_by=_has_keys,
         behind_outputs=True,
     ),
     Check(
@@ -171,6 +177,7 @@ CHECKS = (
         "`where` names the slot, its page and its owner. Unowned slots point to padding, earlier tokens to an "
         "offset, and this step's tokens to slots fixed at capture, wrong numbers, or padding stored over them.",
         evaluated_from=Stage.OBSERVED,
+        shown_by=_has_keys,
         run=lambda comparison, schedule, declared: writes_own_kv(
             comparison.observed, schedule.case, takes_strided_heads=declared.server.takes_strided_heads
         ),

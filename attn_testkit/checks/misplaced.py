@@ -72,7 +72,7 @@ def held_instead(
         return f"{some}{padding}{_HEADS_ARE if strided_heads else ''}"
     if owner[slot] == NEW and row.view(observed.pool.dtype).float().isnan().all() and not padded:
         return (
-            "it holds only NaN, with other bits than an unowned slot: the old contents of the slot were probably added "
+            "it holds only NaN, but not the NaN of an unowned slot: the old contents of the slot were probably added "
             "to or scaled"
         )
     if owner[slot] == NEW and not row.any() and not padded:

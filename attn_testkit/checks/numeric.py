@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..results import Finding
+from ..results.finding import Finding
 from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number, row_name, spread_text, times

@@ -6,7 +6,7 @@ import torch
 
 from ..cases.case import Case
 from ..oracle.expect import Expected
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.data import draft_topk
 from .check import Check, Stage
 from .comparison import Comparison

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..contract import Execution
-from ..results import Finding
+from ..results.finding import Finding
 from .check import Check, Stage
 from .comparison import BITS
 from .observation import Observation

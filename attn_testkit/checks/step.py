@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 from ..contract import Capabilities
-from ..results import Finding
+from ..results.finding import Finding
 from ..steps.schedule import Schedule
-from . import CHECKS, NUMERIC
+from . import BEFORE_OUTPUTS, CHECKS, NUMERIC
 from .check import Check
 from .comparison import Comparison
 
 __all__ = ["evaluate_step"]
 
 _ORDER = (
+    "writes-own-state",
+    "state-counts-tokens",
     "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
+    "index-stored",  # a wrong index key makes a wrong selection, and that wrong numbers
+    "selection-well-formed",
+    "selects-best",
     "log-sum-exp",  # a wrong one makes a wrong merge
     "output-written",
     "finite",
     "matches-oracle",
     "keys-counted-once",
+    "conv-window-exact",
+    "state-matches-oracle",
     "graph-matches-eager",
     "mode-outputs",
     "inputs-unchanged",
@@ -33,13 +40,15 @@ def evaluate_step(comparison: Comparison, schedule: Schedule, declared: Capabili
     """
     found: list[Finding] = []
     for check in map(CHECKS.__getitem__, _ORDER):
-        if not (check.behind_outputs and _outputs_wrong(found)):
+        silenced = check.id in (*BEFORE_OUTPUTS, *NUMERIC) and any(each.check in BEFORE_OUTPUTS for each in found)
+        silenced = silenced or not check.shown_by(schedule.case)
+        if not silenced and not (check.behind_outputs and _outputs_wrong(found)):
             found += _run(check, comparison, schedule, declared)
     return found
 
 
 def _outputs_wrong(found: list[Finding]) -> bool:
-    return any(finding.check in NUMERIC for finding in found)
+    return any(finding.check in (*NUMERIC, *BEFORE_OUTPUTS) for finding in found)
 
 
 def _run(check: Check, comparison: Comparison, schedule: Schedule, declared: Capabilities) -> list[Finding]:

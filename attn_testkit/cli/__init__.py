@@ -110,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 4
+    except click.MissingParameter as error:
+        return _complain(f"{error.format_message()} {error.ctx.get_usage() if error.ctx else ''}")
     except click.ClickException as error:
         return _complain(error.format_message())
     except (KeyboardInterrupt, click.Abort):

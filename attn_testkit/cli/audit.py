@@ -47,6 +47,12 @@ passes, or a check catches nothing that others do not.""",
     help="Only backends with such a name; repeatable.",
 )
 @click.option("--class", "classes", default="", metavar="LETTERS", help="Only seeded bugs of these classes, as ABCJK.")
+@click.option(
+    "--field-bugs",
+    type=click.Path(exists=True, file_okay=False),
+    metavar="FOLDER",
+    help="Only the field bugs in FOLDER.",
+)
 @device_option
 @click.option("--seed", type=click.IntRange(0), default=0, show_default=True, metavar="N", help="Random seed.")
 @click.option("--jobs", "-j", type=click.IntRange(1), metavar="N", help="Processes; default: as many as fit.")
@@ -62,7 +68,7 @@ passes, or a check catches nothing that others do not.""",
     "--last",
     type=click.Path(),
     metavar="FILE",
-    help="An earlier --json: what caught a bug is tried first.",
+    help="First what caught a bug in this --json.",
 )
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results as JSON.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
@@ -77,6 +83,7 @@ passes, or a check catches nothing that others do not.""",
 def audit(
     faults: tuple[str, ...],
     classes: str,
+    field_bugs: str | None,
     tier: str,
     device: str,
     seed: int,
@@ -109,7 +116,7 @@ def audit(
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
     known = caught_before(last) if last else {}
-    settings = Settings(tier, device, seed, faults, classes, jobs, timeout, known)
+    settings = Settings(tier, device, seed, faults, classes, field_bugs or "", jobs, timeout, known)
     with _Progress(settings) as progress:
         found = run_audit(settings, progress.see)
     click.echo(audit_text(found, verbose=verbose))

@@ -10,7 +10,7 @@ import click
 
 from ..reports.tally import seconds_of
 from ..reports.verdict import narrowed
-from ..results import RAN, CaseResult, Status
+from ..results.case_result import RAN, CaseResult, Status
 from ..running.planning.request import Item, Prepared, param_id
 from .keyword import keyword
 from .last_failed import failed_before, place

@@ -66,7 +66,8 @@ def run_on_cluster(request: Request, options: Options, values: dict[str, Any], f
                 codes[architecture.name] = follow(prepared, _files_of(architecture, values) if several else values)
         if several:
             click.echo("; ".join(f"{name}: {_WORDS.get(code, 'not conformant')}" for name, code in codes.items()))
-        return _worst(list(codes.values()))
+        # Interrupted, the kit's own failure, not conformant, cut short, nothing ran.
+        return next((code for code in (2, 3, 1, 7, 5) if code in codes.values()), 0)
 
 
 _WORDS = {0: "nothing failed", 2: "interrupted", 3: "the kit itself failed", 5: "nothing ran"}
@@ -80,8 +81,3 @@ def _files_of(architecture: Architecture, values: dict[str, Any]) -> dict[str, A
             path = Path(values[option])
             named[option] = str(path.with_name(f"{path.stem}-{architecture.name.replace(' ', '-')}{path.suffix}"))
     return named
-
-
-def _worst(codes: list[int]) -> int:
-    """The exit code of several runs: interrupted, the kit's own failure, not conformant, cut short, nothing ran, 0."""
-    return next((code for code in (2, 3, 1, 7, 5) if code in codes), 0)

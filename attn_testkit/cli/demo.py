@@ -11,7 +11,8 @@ import click
 
 from ..registry import UsageError
 from ..reports.record import Report
-from ..results import BAD, CaseResult, Status, format_failure
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure
 from ..running.check_backend import run_request
 from ..running.planning.request import Options, Request
 from .files import write_text

@@ -15,7 +15,9 @@ from packaging.version import Version
 
 from ..registry import registered_backends
 from ..reports.record import plain
-from ..results import BAD, CANNOT_IMPORT, NO_CASE, CaseResult, RunHeader, Status
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.names import CANNOT_IMPORT, NO_CASE
+from ..results.run_header import RunHeader
 from ..running.planning.request import Judge, Options, Request
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess

@@ -6,9 +6,9 @@ import difflib
 
 import click
 
-from ..glossary import Entry, all_entries, entry_of
+from ..glossary import all_entries, entry_of
 from ..registry import UsageError, did_you_mean
-from ..results import CHECK_IDS, MODES
+from ..results.names import CHECK_IDS, MODES
 
 __all__ = ["explain"]
 
@@ -41,7 +41,10 @@ def explain(what: tuple[str, ...], show_words: bool) -> int:
     elif not name or name in CHECK_IDS:
         _explain_check(name)
     elif entry := entry_of(name):
-        _print_entry(entry)
+        click.secho(entry.word, bold=True)
+        for label, text in (("meaning", entry.text), ("also", ", ".join(entry.also)), ("page", f"docs/{entry.page}")):
+            if text:
+                click.echo(f"  {label:<8} {text}")
     else:
         _explain_case(name)
     return 0
@@ -70,13 +73,6 @@ def _explain_check(name: str) -> None:
     entry = entry_of(name)
     for label, text in [*rows, *([("word", entry.text)] if entry else [])]:
         click.echo(f"  {label:<8} {text}")
-
-
-def _print_entry(entry: Entry) -> None:
-    click.secho(entry.word, bold=True)
-    for label, text in (("meaning", entry.text), ("also", ", ".join(entry.also)), ("page", f"docs/{entry.page}")):
-        if text:
-            click.echo(f"  {label:<8} {text}")
 
 
 def _explain_case(name: str) -> None:

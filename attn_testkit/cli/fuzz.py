@@ -16,7 +16,10 @@ import click
 
 from ..registry import UsageError
 from ..reports.record import Record
-from ..results import BAD, FUZZ, CaseResult, RunHeader, Status, exit_code, failed_check, format_failure
+from ..results.case_result import BAD, CaseResult, Status, failed_check
+from ..results.failure_text import format_failure
+from ..results.names import FUZZ
+from ..results.run_header import RunHeader, exit_code
 from ..running.planning.request import EXECUTIONS, MODES, Request
 from .one_by_one import OneByOne
 from .options import Seconds, Spelled, command_line, device_option, execution_option

@@ -11,7 +11,7 @@ from typing import NoReturn
 import attn_testkit
 
 from ..registry import UsageError
-from ..results import PYTHON_VARIABLE
+from ..results.failure_text import PYTHON_VARIABLE
 
 __all__ = ["continue_in"]
 

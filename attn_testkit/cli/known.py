@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+from collections.abc import Sequence
 
 import click
 
 from ..registry import UsageError
-from ..reports.record import read_report
+from ..reports.shards import read_merged
 from ..running.planning.known_failures import load_known
 from ..running.planning.known_from import entries_from
 from ..running.planning.request import Request, prepare
@@ -25,6 +26,7 @@ Examples:
   attn-testkit known known_failures.toml
   attn-testkit known known_failures.toml --backend my_pkg.attn:MyBackend
   attn-testkit known --from red.json --issue https://example.org/issues/12 --until 2027-03-31 > known_failures.toml
+  attn-testkit known --issue https://example.org/issues/12 --until 2027-03-31 --from shard-*.json
 
 \b
 An entry:
@@ -37,24 +39,39 @@ An entry:
   # optional: backend = "my_pkg*", execution = "graph", when = "sm90 and my-pkg<0.4"
   # of a quarantine: record = "crash.json", in which the case crashed""",
 )
-@click.argument("file", type=click.Path(), required=False)
+@click.argument("files", type=click.Path(), nargs=-1)
 @backend_option
-@click.option("--from", "source", type=click.Path(), metavar="FILE", help="Print entries for the failures in results.")
+@click.option(
+    "--from", "sources", type=click.Path(), multiple=True, metavar="FILE",
+    help="Print entries for the failures in results.",
+)  # fmt: skip
 @click.option("--issue", metavar="URL", help="With --from: the address where the failures are followed up.")
 @click.option("--until", metavar="DATE", help="With --from: the last day, as 2027-03-31; a year ahead at most.")
-def known(file: str | None, backends: tuple[str, ...], source: str | None, issue: str | None, until: str | None) -> int:
-    """Check the form and the dates of a file of known failures; with --backend, that every entry matches a case.
+def known(
+    files: tuple[str, ...],
+    backends: tuple[str, ...],
+    sources: tuple[str, ...],
+    issue: str | None,
+    until: str | None,
+) -> int:
+    """Check the form and the dates of files of known failures; with --backend, that every entry matches a case.
 
-    With --from, print the entries for a results file instead: each covers what failed in it, and nothing that passed.
+    With --from, print the entries for results files instead, the shards of a run or one whole run: each covers what
+    failed there, and nothing that passed.
     """
-    if source:
-        if file or backends:
-            raise UsageError("--from prints entries and checks none; leave out the file and --backend")
-        return _print_entries(source, issue, until)
-    if not file:
+    if sources:
+        if backends:
+            raise UsageError("--from prints entries and checks none; leave out --backend")
+        # A shell makes several arguments of --from shard-*.json, and the option takes the first.
+        return _print_entries((*sources, *files), issue, until)
+    if not files:
         raise UsageError("name a file of known failures, or --from a results file with --issue and --until")
     if issue or until:
         raise UsageError("--issue and --until belong to --from, which names a results file")
+    return max(_check(file, backends) for file in files)
+
+
+def _check(file: str, backends: tuple[str, ...]) -> int:
     entries = load_known(file)
     today = datetime.datetime.now(datetime.UTC).date()
     for entry in entries:
@@ -71,7 +88,7 @@ def known(file: str | None, backends: tuple[str, ...], source: str | None, issue
     return 1 if problems else 0
 
 
-def _print_entries(source: str, issue: str | None, until: str | None) -> int:
+def _print_entries(sources: Sequence[str], issue: str | None, until: str | None) -> int:
     if not issue or not until:
         raise UsageError("--from needs --issue URL, where the failures are followed up, and --until DATE")
     try:
@@ -80,12 +97,15 @@ def _print_entries(source: str, issue: str | None, until: str | None) -> int:
         raise UsageError(f"--until is {until!r}; expected a date such as 2027-03-31") from None
     if last < datetime.datetime.now(datetime.UTC).date():
         raise UsageError(f"--until is {until}, which has passed; expected a day to come")
-    report = read_report(source)
+    report = read_merged(sources)
     entries = entries_from(report.results, issue, last)
     click.echo(entries.text, nl=False)
     for remark in entries.remarks:
         click.echo(f"left out: {remark}", err=True)
     if not report.finished:
-        click.echo(f"{source} is of a run that did not finish: what it did not run has no entry", err=True)
+        click.echo("the run did not finish: what it did not run has no entry", err=True)
+    if report.header.selection.shard:
+        only = report.header.selection.shard
+        click.echo(f"only shard {only} was read: an entry may cover what passed in another; give all shards", err=True)
     click.echo(f"entries: {entries.count}", err=True)
     return 0

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from ..results import BAD, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult
 
 __all__ = ["CACHE_VARIABLE", "Key", "failed_before", "keep_failed", "place"]
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ..registry import BackendInfo, UsageError, registered_backends
 from ..reports.record import plain
-from ..running.planning.request import Request, prepare
+from ..running.planning.request import prepare
 from ..running.processes.judge_process import JudgeProcess
 from .options import request_from, selection_options
 from .show import out
@@ -42,7 +42,15 @@ def list_(show_cases: bool, as_json: bool, **values: Any) -> int:
     """
     request = request_from(values)
     if show_cases:
-        return _list_cases(request, as_json)
+        with contextlib.closing(JudgeProcess(device=request.device)) as judge:
+            items = prepare(judge, request).plan.items
+        if as_json:
+            rows = [{"backend": i.backend, "mode": i.mode, "execution": i.execution, "case": i.case} for i in items]
+            click.echo(json.dumps(rows, indent=1))
+        else:
+            for case in dict.fromkeys(item.case for item in items):
+                click.echo(case)
+        return 0 if items else 5
     if request.backends:
         raise UsageError("list shows every registered backend; did you mean list --cases --backend SPEC?")
     backends = _described(request.device)
@@ -68,15 +76,3 @@ def _described(device: str) -> list[BackendInfo]:
         dataclasses.replace(backend, capabilities=declared, failure=failure)
         for backend, (declared, failure) in zip(backends, lines, strict=True)
     ]
-
-
-def _list_cases(request: Request, as_json: bool) -> int:
-    with contextlib.closing(JudgeProcess(device=request.device)) as judge:
-        items = prepare(judge, request).plan.items
-    if as_json:
-        rows = [{"backend": i.backend, "mode": i.mode, "execution": i.execution, "case": i.case} for i in items]
-        click.echo(json.dumps(rows, indent=1))
-    else:
-        for case in dict.fromkeys(item.case for item in items):
-            click.echo(case)
-    return 0 if items else 5

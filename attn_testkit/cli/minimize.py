@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 import click
 
 from ..registry import UsageError
-from ..results import BAD, CaseResult, RunHeader, Status, failed_check, format_failure
+from ..results.case_result import BAD, CaseResult, Status, failed_check
+from ..results.failure_text import format_failure
+from ..results.run_header import RunHeader
 from ..running.planning.request import Item, Request
 from ..running.processes.judge_process import JudgeError
 from .one_by_one import OneByOne
@@ -20,7 +22,6 @@ from .show import LOG_SECONDS, echo_header
 
 if TYPE_CHECKING:
     from ..cases.case import Case
-    from ..contract import Capabilities
     from ..minimize.search import Search
 
 __all__ = ["minimize"]
@@ -62,11 +63,15 @@ def minimize(
     fails. The settings that are left matter. Without --execution, the case is tried in eager mode first and, if that
     passes, under a graph.
     """
+    from ..cases.declared import not_declared
+
     parsed = _parsed(case)
     request = Request((backend,), executions=executions, device=device, cases=(case,), command=command_line())
     with terminated_like_interrupted(), contextlib.closing(OneByOne(request, timeout)) as judge:
         echo_header(judge.plan.header)
-        _refuse_undeclared(judge.declared, parsed)
+        lacking = not_declared(judge.declared, parsed)
+        if lacking:
+            raise UsageError(f"{parsed.id} needs what the backend does not declare: {lacking}")
         if not judge.plan.items:
             for row in judge.plan.preset:
                 click.echo(format_failure(row, judge.plan.header))
@@ -88,14 +93,6 @@ def _parsed(case_id: str) -> Case:
         return parse_case(case_id)
     except ValueError as error:
         raise UsageError(f"{error}; minimize takes one case id, no wildcards") from None
-
-
-def _refuse_undeclared(declared: Capabilities, case: Case) -> None:
-    from ..cases.declared import not_declared
-
-    lacking = not_declared(declared, case)
-    if lacking:
-        raise UsageError(f"{case.id} needs what the backend does not declare: {lacking}")
 
 
 def _minimize(case: Case, judge: OneByOne, limits: _Limits) -> int:

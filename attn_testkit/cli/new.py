@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import importlib.util
 import keyword
 import re
 import shlex
@@ -125,8 +126,10 @@ def _write(path: Path, text: str) -> None:
 
 def _next_commands(module: str, folder: Path) -> list[str]:
     enter = [] if folder == Path() else [f"cd {shlex.quote(str(folder))}"]
+    first = [] if importlib.util.find_spec("pytest") else ["pip install pytest"]
     return [
         *enter,
         f"attn-testkit run --backend {module}:{_class_name(module)}",
+        *first,
         f"python -m pytest test_{module}.py",
     ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from ..results import CaseResult
+from ..results.case_result import CaseResult
 from ..running.planning.candidate import Candidate
 from ..running.planning.request import Explains, Item, Options, Plan, Request, kit_error
 from ..running.processes.judge_process import JudgeError, JudgeProcess

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 
 from ..registry import UsageError, unknown
-from ..results import program
+from ..results.failure_text import program
 from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 
 __all__ = ["case_option", "command_line", "device_option", "request_from", "selection_options"]

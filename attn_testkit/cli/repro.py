@@ -7,7 +7,9 @@ import contextlib
 import click
 
 from ..registry import UsageError, unknown
-from ..results import EXECUTIONS, CaseResult, Status, format_failure
+from ..results.case_result import CaseResult, Status
+from ..results.failure_text import format_failure
+from ..results.names import EXECUTIONS
 from ..running.planning.request import Options, Plan, Request, final_code
 from ..running.processes.judge_process import judge_for
 from .options import backend_option, device_option, execution_option

@@ -19,7 +19,9 @@ from ..registry import UsageError
 from ..reports.junit import junit_xml, unfinished_xml
 from ..reports.record import Record, Report, read_report
 from ..reports.verdict import refuse_another_run
-from ..results import BAD, CUT, NO_CASE, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult
+from ..results.names import NO_CASE
+from ..results.run_header import CUT
 from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
@@ -186,17 +188,14 @@ def _rest_of(prepared: Prepared, earlier: Mapping[str, Report]) -> tuple[Prepare
             if raw is not None and not (key in rows and rows[key].status in BAD):
                 rows[key] = raw
     due = {(item.backend, item.execution, item.case) for item in prepared.items}
-    kept = {key: row for key, row in rows.items() if key in due or (row.status in BAD and not _is_no_case(row))}
+    # The row of a mode or a backend as a whole is planned again.
+    failed = {key for key, row in rows.items() if row.status in BAD and not row.case.endswith(NO_CASE)}
+    kept = {key: row for key, row in rows.items() if key in due | failed}
     items = tuple(item for item in prepared.items if (item.backend, item.execution, item.case) not in kept)
     if earlier and not items:
         raise UsageError(f"nothing is left to run: all {len(prepared.items)} case-runs ran in {', '.join(earlier)}")
     failures = sum(prepared.ledger.judge(row).status in BAD for row in kept.values())
     return replace(prepared, items=items, preset=(*prepared.preset, *kept.values())), failures
-
-
-def _is_no_case(row: CaseResult) -> bool:
-    """True for the row of a mode or a backend as a whole, which planning makes again."""
-    return row.case.endswith(NO_CASE)
 
 
 def _gpus_to_share(request: Request, jobs: int) -> tuple[str, ...]:

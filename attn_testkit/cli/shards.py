@@ -11,7 +11,7 @@ import click
 from ..registry import UsageError
 from ..reports.record import read_report
 from ..reports.shards import requested_shard
-from ..results import RunHeader
+from ..results.run_header import RunHeader
 from ..running.planning.request import Plan
 from ..running.planning.shards import durations_of, shard_of
 

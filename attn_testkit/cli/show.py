@@ -16,20 +16,10 @@ from rich.text import Text
 
 from ..reports.outcome import FailureTexts, failure_lines, verdict
 from ..reports.tally import rows, text_table
-from ..results import (
-    BAD,
-    FUZZ,
-    RAN,
-    CaseResult,
-    RunHeader,
-    Status,
-    launch_lines,
-    left_lines,
-    not_covered_lines,
-    not_declared_lines,
-    note_lines,
-    printed_lines,
-)
+from ..results.case_result import BAD, RAN, CaseResult, Status
+from ..results.names import FUZZ
+from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.run_header import RunHeader
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
 

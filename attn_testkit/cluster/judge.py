@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..registry import UsageError
-from ..results import CaseResult
+from ..results.case_result import CaseResult
 from ..running.planning.request import Item, Options, Plan, Request, kit_error
 from ..running.planning.shards import Durations, key_of, shards_of
 from ..running.processes.judge_process import search_path

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..registry import UsageError
-from ..results import CaseResult
+from ..results.case_result import CaseResult
 from ..running.planning.request import Item, Options, Plan, Request
 from ..running.planning.shards import key_of
 from ..running.processes.judge_process import JudgeProcess

@@ -5,6 +5,7 @@ from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
 from .draft_decode import DraftDecodeInput
+from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
 from .kv_group import KVGroup
@@ -15,7 +16,11 @@ from .merging import KVSplit, LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
-from .sparse import INDEX_SPACES, Sparse
+from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
+from .state import State
+from .state_backend import StateBackend
+from .state_layer import StateLayer
+from .state_pool import StateContext, StateInput, StatePool
 from .windows import LAYER_WINDOWS, Windows
 
 __all__ = [
@@ -23,7 +28,10 @@ __all__ = [
     "DTYPES",
     "FAMILIES",
     "FP8_PRODUCTS",
+    "INDEX_PAGE",
+    "INDEX_SCALES",
     "INDEX_SPACES",
+    "INDEX_WIDTH",
     "KV_DTYPES",
     "KV_LAYOUTS",
     "LAYER_WINDOWS",
@@ -40,6 +48,8 @@ __all__ = [
     "ForwardBatch",
     "ForwardMode",
     "HeadShape",
+    "IndexPool",
+    "Indexer",
     "KVGroup",
     "KVLayer",
     "KVPool",
@@ -53,6 +63,12 @@ __all__ = [
     "ServerConventions",
     "Sparse",
     "SpecInput",
+    "State",
+    "StateBackend",
+    "StateContext",
+    "StateInput",
+    "StateLayer",
+    "StatePool",
     "TreeMaskMode",
     "Unsupported",
     "VerifyInput",

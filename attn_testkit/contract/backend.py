@@ -12,6 +12,7 @@ import torch
 
 from .batch import ForwardBatch, VerifyMask
 from .capabilities import Capabilities, Unsupported
+from .index_pool import IndexPool
 from .kv_group import KVGroup
 from .kv_layouts import KVLayer, KVPoolSpec
 from .kv_pool import KVPool
@@ -19,6 +20,7 @@ from .layer import AttentionLayer, HeadShape
 from .merging import KVSplit
 from .modes import ForwardMode
 from .server_conventions import Dialect
+from .state_pool import StateContext
 
 __all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_undeclared"]
 
@@ -59,6 +61,8 @@ class BackendContext:
     of a branch, from S - 1 forwards."""
     topk: int = 0
     """K: widest branching of a draft tree; 1 for a chain, 0 without target-verify."""
+    index_pool: IndexPool | None = None
+    """Index keys of the layers that select keys; None without an indexer."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     draft_branches: int = 0
@@ -75,6 +79,9 @@ class BackendContext:
     """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` are those of the first,
     which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
     ``kv_groups``, and with ``kv_splits``."""
+
+    state: StateContext | None = None
+    """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
 
     @cached_property
     def head_shapes(self) -> tuple[HeadShape, ...]:
@@ -166,13 +173,42 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("log-sum-exp of", ", ".join(map(str, context.kv_splits)), _takes_splits(capabilities, context)),
         ("selected keys per row", ", ".join(str(layer.topk) for layer in context.layers),
          all(layer.topk in (capabilities.sparse.topk if capabilities.sparse else {0}) for layer in context.layers)),
+        ("indexer with heads and reuse of", ", ".join(f"{each.index_heads}" for each in context.layers),
+         _selects(capabilities, context)),
         ("sinks", "given", capabilities.sinks or all(layer.sinks is None for layer in context.layers)),
+        *_of_states(capabilities, context),
         *((name, said, said in getattr(capabilities.server, name)) for name, said in vars(context.dialect).items()),
         ("number of KV groups", len(context.groups), capabilities.kv_groups or len(context.groups) == 1),
     ]  # fmt: skip
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not declared")
+
+
+def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tuple[str, object, bool]]:
+    state, declared = context.state, capabilities.state
+    if state is None or declared is None:
+        return [("layers that keep a state,", state is not None, state is None and declared is None)]
+    dtype = _DTYPE_NAMES.get(state.pool.dtype, str(state.pool.dtype))
+    return [
+        ("width of a key", *_first_outside((layer.k_dim for layer in state.layers), declared.k_dims)),
+        ("state dtype", dtype, dtype in declared.dtypes),
+        ("convolution of width", *_first_outside((each.conv_width for each in state.layers), declared.conv_widths)),
+        ("order of a state", state.pool.order, state.pool.order in declared.orders),
+        ("strided states", state.pool.strided, declared.strided or not state.pool.strided),
+        ("padded states", state.padding, state.padding in declared.padding),
+        ("fresh states", state.fresh, state.fresh in declared.fresh),
+    ]
+
+
+def _selects(capabilities: Capabilities, context: BackendContext) -> bool:
+    indexer = capabilities.sparse.indexer if capabilities.sparse else None
+    if indexer is None:
+        return not any(layer.index_heads or layer.reuses_selection for layer in context.layers)
+    heads = indexer.heads if indexer.fused else indexer.heads | {0}
+    reused = indexer.reuses_selections or not any(layer.reuses_selection for layer in context.layers)
+    scale = context.index_pool is None or context.index_pool.scale == indexer.scale
+    return reused and scale and all(layer.index_heads in heads for layer in context.layers)
 
 
 def _windows_agree(capabilities: Capabilities, context: BackendContext) -> bool:
@@ -332,7 +368,8 @@ class AttentionBackend(ABC):
         *,
         part: KVSplit,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp.
+        """Attend like ``forward`` over only the keys of the KV split ``part``. Returns output and log-sum-exp. With
+        ``sparse`` there is ``selected`` by name, and ``part`` is the whole.
 
         Called if ``capabilities.lse`` is declared. ``part`` is one of ``context.kv_splits``, known to the constructor
         and so to every plan. The first split of a layer stores new keys and values; the others have ``save_kv_cache``
@@ -344,6 +381,29 @@ class AttentionBackend(ABC):
         merge gives it the weight 0, and 0 * NaN is NaN. Both are read before the next call.
         """
         raise NotImplementedError(f"{type(self).__name__} declares lse and has no forward_return_lse")
+
+    def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """Quantize index keys ``k_index`` [T, 128] (model's dtype), and store them in ``context.index_pool`` in the
+        slots ``batch.out_cache_loc``.
+
+        Called before ``select``, if ``capabilities.sparse.indexer`` is declared, and not if the pool holds the step's
+        keys already. Nothing else in the pool may change. May run under capture: device work only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares an indexer and has no store_index")
+
+    def select(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Select the keys of each row: [T, topk] int32 on the device, in any order, -1 where there is none.
+
+        ``q_index`` [T, heads, 128] in FP8 e4m3; ``weights`` [T, heads] float32, which include the scale of ``q_index``.
+        The score of key s for row t is the sum over heads h of ``weights[t, h] * relu(q_index[t, h] . k[s])``, times
+        the scale of key s. A row selects the min(topk, keys that it may see) keys of the highest scores, its own
+        included. Rows of padded requests may hold anything. An index is what ``Sparse.index_space`` says.
+
+        Called before each ``forward``, whose ``selected`` is mostly this result. May run under capture.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares an indexer and has no select")
 
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor

@@ -12,6 +12,7 @@ import torch
 
 from .draft_decode import DraftDecodeInput
 from .modes import ForwardMode
+from .state_pool import StateInput
 
 __all__ = ["DraftExtendInput", "ForwardBatch", "SpecInput", "TreeMaskMode", "VerifyInput", "VerifyMask"]
 
@@ -22,7 +23,7 @@ class TreeMaskMode(IntEnum):
     ``FULL_MASK``: flat bool; request blocks one after another, block i is [N, prefix_i + N] row-major, so it starts at
     ``N * sum(prefix_j for j < i) + N * N * i``, true lengths. ``QLEN_ONLY``: flat [bs, N, N], no prefix columns.
     ``QLEN_ONLY_BITPACKING``: [bs * N] items of uint8 (N <= 8), uint16 (N <= 16) or uint32 (N <= 32), bit c of row t
-    set if node t may attend node c; bit 0 is the lowest, bytes are little-endian. Larger N cannot be packed.
+    set if node t may attend to node c; bit 0 is the lowest, bytes are little-endian. Larger N cannot be packed.
     """
 
     FULL_MASK = 0
@@ -242,5 +243,7 @@ class ForwardBatch:
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
+    state: StateInput | None = None
+    """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)
     """Free space for a backend that wants to keep something with the batch; the kit never reads it."""

@@ -16,6 +16,7 @@ from .modes import Execution, ForwardMode
 from .requires import Requires, written_requires
 from .server_conventions import ServerConventions
 from .sparse import Sparse
+from .state import State
 from .windows import Windows
 
 __all__ = [
@@ -37,6 +38,7 @@ FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
 MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
 Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor")
 FP32_PRODUCTS = ("ieee", "tf32")
+_MODES_OF_STATES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 
 
@@ -137,6 +139,8 @@ class Capabilities(Declared):
     sparse: Sparse | None = None
     """Selections of keys that the backend takes (DSA). A backend that declares one always gets one. Without it a row
     attends to all keys that it may see."""
+    state: State | None = None
+    """Recurrent states that the backend takes (``StateBackend``). None: layers attend to keys."""
     non_causal: Set[ForwardMode] = frozenset()
     """Modes, of extend and target-verify, in which layers may be non-causal (``AttentionLayer.causal`` is False). A row
     then sees all keys of its request. A verify comes without a tree, with ``custom_mask`` and ``retrieve_*`` None, as
@@ -230,6 +234,7 @@ class Capabilities(Declared):
             raise ValueError(f"Capabilities.sparse must be a Sparse, got {self.sparse!r}; write Sparse(topk={{2048}})")
         if self.sparse is not None:
             self._check_sparse()
+        self._check_state()
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(
@@ -239,12 +244,36 @@ class Capabilities(Declared):
             )
 
     def _check_sparse(self) -> None:
+        parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
-            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "lse": self.lse is not None,
+            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
             raise ValueError(f"Capabilities declare sparse and {name}, which no case has together; leave {name} out")
+        if self.sparse is not None and self.sparse.fewer_rows and not self.server.takes_more_rows:
+            raise ValueError(
+                "Capabilities declare sparse.fewer_rows without server.takes_more_rows, and only padded q has more "
+                'rows than `selected`; declare both: server={"takes_more_rows": True}'
+            )
+
+    def _check_state(self) -> None:
+        if not isinstance(self.state, State | None):
+            raise ValueError(f"Capabilities.state must be a State, got {self.state!r}; write State(k_dims={{128}})")
+        of_states = {name for name in self.families if HEAD_LAYOUTS[name].has_state}
+        if self.state is None and not of_states:
+            return
+        if self.state is None or self.families - of_states:
+            raise ValueError(
+                f"Capabilities.families are {', '.join(sorted(self.families))}, and state={self.state!r}: layers that "
+                "keep a state are gdn, kda, mamba and lightning, and need state=State(...); others have none"
+            )
+        others = (self.eager | self.graph) - _MODES_OF_STATES
+        if others:
+            raise ValueError(
+                f"Capabilities declare state and {', '.join(sorted(others))}: layers that keep a state run in "
+                f"{', '.join(sorted(_MODES_OF_STATES))}; a draft model has attention layers. Leave the mode out"
+            )
 
     def _check_requirements(self) -> None:
         if not isinstance(self.mode_requires, Mapping):

@@ -13,7 +13,7 @@ __all__ = ["DraftDecodeInput"]
 class DraftDecodeInput:
     """``spec_info`` of draft-decode: K branches per request, S draft tokens per branch, S - 1 forwards of the model.
 
-    The first token of a branch came with the draft-extend before. Its last token is not fed back. Forward i has bs * K
+    The draft-extend before it gave the first token of each branch. Its last token is not fed back. Forward i has bs * K
     rows: row ``b * K + j`` is branch j of request b, at position ``seq_lens[b] + i``. It sees the request's
     ``seq_lens[b]`` keys and its branch's tokens 0 .. i, itself the last of them: ``seq_lens[b] + i + 1`` keys.
 

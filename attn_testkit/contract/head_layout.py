@@ -12,11 +12,12 @@ from typing import Literal
 
 __all__ = ["HEAD_LAYOUTS", "HeadLayout", "OfHeadLayout", "head_layout_of", "register_head_layout"]
 
-KVHeads = Literal["as many", "some", "one"]
+KVHeads = Literal["as many", "some", "one", "a divisor"]
 _HAS: dict[KVHeads, Callable[[int, int], bool]] = {
     "as many": lambda q_heads, kv_heads: kv_heads == q_heads,
     "some": lambda q_heads, kv_heads: 1 < kv_heads < q_heads,
     "one": lambda q_heads, kv_heads: kv_heads == 1 < q_heads,
+    "a divisor": lambda q_heads, kv_heads: q_heads % kv_heads == 0,
 }
 
 
@@ -27,7 +28,7 @@ class HeadLayout:
     name: str
     """Name in ``Capabilities.families`` and case ids: lower-case letters."""
     kv_heads: KVHeads
-    """KV heads on one rank: as many as query heads, fewer but more than one, or one."""
+    """KV heads on one rank: as many as query heads, fewer but more than one, one, or any of these (states)."""
     family: str = "softmax"
     """Family, which says what a layer computes: a name of ``attn_testkit.families.table``."""
     values_in_keys: bool = False
@@ -39,6 +40,8 @@ class HeadLayout:
     """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
     wide_rows: bool = False
     """A row is so wide that cases of many heads or long contexts have fewer of them."""
+    has_state: bool = False
+    """Layers keep a recurrent state for each request, and no keys: ``contract/state_layer.py``."""
 
     @property
     def pool_rows(self) -> int:
@@ -48,7 +51,7 @@ class HeadLayout:
     @property
     def is_grouped(self) -> bool:
         """Several query heads share a KV head, and which one is theirs can be wrong."""
-        return self.kv_heads == "some"
+        return self.kv_heads in ("some", "a divisor")
 
     def has(self, q_heads: int, kv_heads: int) -> bool:
         """True if heads of these numbers have this layout."""
@@ -60,6 +63,9 @@ class HeadLayout:
         return q_heads if self.kv_heads == "as many" else 1
 
 
+_KINDS_OF_STATES: dict[str, KVHeads] = {
+    "gdn": "a divisor", "kda": "a divisor", "mamba": "a divisor", "lightning": "as many",
+}  # fmt: skip
 HEAD_LAYOUTS = {
     layout.name: layout
     for layout in (
@@ -67,6 +73,10 @@ HEAD_LAYOUTS = {
         HeadLayout("gqa", "some"),
         HeadLayout("mqa", "one"),
         HeadLayout("mla", "one", values_in_keys=True, usual_scaling=False, by_layer=False, wide_rows=True),
+        *(
+            HeadLayout(kind, heads, family="recurrent", usual_scaling=False, by_layer=False, has_state=True)
+            for kind, heads in _KINDS_OF_STATES.items()
+        ),
     )
 }
 """Name -> layout, the simplest first."""

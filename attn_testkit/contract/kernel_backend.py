@@ -126,12 +126,38 @@ class KernelBackend(AttentionBackend):
         save_kv_cache: bool = True,
         *,
         part: KVSplit,
+        selected: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Store the new rows and call ``run_return_lse``. The plan's layer has sinks only if they count in ``part``."""
-        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part)
+        plan = replace(_stored(self, (k, v), layer, batch, save_kv_cache), part=part, selected=selected)
         if not part.sinks:
             plan = replace(plan, layer=replace(layer, sinks=None))
         return self.run_return_lse(q, _pages(self.context, layer), plan)
+
+    def store_index(self, k_index: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch) -> None:
+        """Call ``write_index``, not for a batch without requests."""
+        if batch.batch_size:
+            self.write_index(k_index, _plan_of(self, layer, batch))
+
+    def select(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Call ``run_select``. Shapes as in ``AttentionBackend.select``."""
+        if not batch.batch_size:
+            return torch.full((len(q_index), layer.topk), -1, dtype=torch.int32, device=q_index.device)
+        return self.run_select(q_index, weights, _plan_of(self, layer, batch))
+
+    def write_index(self, k_index: torch.Tensor, plan: KernelPlan) -> None:
+        """Store index keys ``k_index`` [T, 128] in ``plan.out_cache_loc``, by the rule of ``IndexPool``.
+
+        Called before ``run_select``. May run under capture: device work only.
+        """
+        assert self.context.index_pool is not None
+        self.context.index_pool.store(plan.layer.layer_id, plan.out_cache_loc, k_index)
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Select keys as ``AttentionBackend.select`` does: [T, topk] int32. May run under capture: device work only."""
+        raise NotImplementedError(f"{type(self).__name__} declares an indexer and has no run_select")
 
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         """Store rows ``k`` [T, Hk, D] and ``v`` [T, Hk, Dv] in ``plan.out_cache_loc``, by the rule of ``KVPool``.
@@ -183,6 +209,14 @@ def _draft_mask(context: BackendContext, batch: ForwardBatch, prefix: torch.Tens
 
 def _pages(context: BackendContext, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
     return context.group_of(layer).kv_pool.get_kv_pages(layer.layer_id)
+
+
+def _plan_of(backend: KernelBackend, layer: AttentionLayer, batch: ForwardBatch) -> KernelPlan:
+    """The plan of a layer that stores no keys and values. Layers with an indexer share one KV group."""
+    context = backend.context
+    return KernelPlan(
+        backend._kit_step, layer, context.group_of(layer).cache_loc(batch), context.max_context_len, False
+    )
 
 
 def _stored(

@@ -71,8 +71,7 @@ class KVPool:
         self.size, self.page_size, self.dtype = size, page_size, dtype
         self.device = torch.device(device)
         self.layers, self.layout, self.own = layers, layout, own
-        first = layers[0]
-        self.one_row = first.head_layout.values_in_keys
+        self.one_row = bool(layers) and layers[0].head_layout.values_in_keys
         """MLA: a slot holds one row per layer, which is key and value."""
         if not self.one_row and any(layer.v_head_dim != layer.head_dim for layer in layers):
             raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -60,11 +60,24 @@ class AttentionLayer(OfHeadLayout):
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
     in all layers of a model."""
     topk: int = 0
-    """Keys that each row selects at most, and the width of ``selected``. 0: rows attend all keys that they may see."""
+    """Keys that each row selects at most, and the width of ``selected``. 0: rows attend to all visible keys."""
+    index_heads: int = 0
+    """Query heads of the layer's indexer. 0: selections are given."""
+    reuses_selection: bool = False
+    """True if the layer attends to the keys that the layer before it selected. Such a layer has no index keys."""
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"
     """Name of the family that the layer is of. Families other than ``softmax`` have head layouts of their own."""
+
+    def to(self, device: torch.device) -> AttentionLayer:
+        """The layer with its tensors on a device."""
+        return self if self.sinks is None else replace(self, sinks=self.sinks.to(device))
+
+    @property
+    def parts(self) -> tuple[int, ...]:
+        """Elements of what a row brings, if the parts are not q, k and v of ``head_shape``: see ``StateLayer``."""
+        return ()
 
     @property
     def head_shape(self) -> HeadShape:

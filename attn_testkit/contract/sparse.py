@@ -1,4 +1,4 @@
-"""Sparse attention that a backend takes: each row attends the keys that an indexer selected for it."""
+"""Sparse attention that a backend takes: each row attends to the keys that an indexer selected for it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,48 @@ from dataclasses import dataclass
 
 from .declared import Declared, is_whole, spelled
 
-__all__ = ["INDEX_SPACES", "Sparse"]
+__all__ = ["INDEX_SCALES", "INDEX_SPACES", "INDEX_SUMS", "Indexer", "Sparse"]
 
 INDEX_SPACES = ("positions", "slots")
+INDEX_SCALES = ("amax", "power_of_two")
+INDEX_SUMS = {"float32": 2.0**-24, "fp22": 2.0**-13}
+"""Sums of products -> their unit of rounding."""
+
+
+@dataclass(frozen=True)
+class Indexer(Declared):
+    """The indexer of a backend, which selects the keys: ``Sparse(topk={2048}, indexer=Indexer(heads={64}))``.
+
+    Such a backend has ``store_index`` and ``select`` (``AttentionBackend``), and ``context.index_pool``. The kit tests
+    its ``forward`` with selections of the kit too, as without an indexer.
+
+    Raises ``ValueError`` for a wrong spelling, and for no ``heads``.
+    """
+
+    heads: Set[int]
+    """Which numbers of query heads may the indexer have? It has no default. DeepSeek V3.2 has 64."""
+    scale: str = "amax"
+    """How is a key's scale computed? Default, ``amax``: its largest magnitude over 448. ``power_of_two``: the next
+    power of two from there on (UE8M0)."""
+    reuses_selections: bool = False
+    """May a layer use the selection of the layer before it? It has no index keys then (``index_topk_freq``)."""
+    sums: str = "float32"
+    """How are products of FP8 numbers summed? Default, ``float32``. ``fp22``: with 13 bits of mantissa, as tensor cores
+    of SM90 do. It widens the margin of scores that are not whole numbers."""
+    fused: bool = False
+    """Is the indexer a part of ``forward``? Then ``forward`` gets ``q_index``, ``index_weights`` and ``k_index`` by
+    name, no ``selected``, and neither ``store_index`` nor ``select`` is called."""
+
+    def __post_init__(self) -> None:
+        heads = self._listed("heads")
+        if not heads or not all(is_whole(each) and each >= 1 for each in heads):
+            raise ValueError(
+                f"Indexer.heads must be one or more whole numbers from 1 on, got {sorted(map(str, heads))}"
+            )
+        self._set("heads", frozenset(heads))
+        spelled("scale", self.scale, INDEX_SCALES)
+        spelled("sums", self.sums, tuple(INDEX_SUMS))
+        self._check_flags()
 
 
 @dataclass(frozen=True)
@@ -32,10 +71,15 @@ class Sparse(Declared):
     """May -1 come before a key, too? Default: every -1 of a row is behind its last key."""
     empty_rows: bool = False
     """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
-
+    fewer_rows: bool = False
+    """May ``selected`` have fewer rows than ``q``? Rows of ``q`` behind it belong to no request: the layers around
+    attention were padded, and the indexer was not (``ServerConventions.takes_more_rows``). Their output must be finite.
+    Default: it has one row for each of ``q``."""
     any_padding: bool = False
     """May padded rows hold any index, stale ones of earlier requests too? Default: a padded row holds -1, or the keys
     of a live row."""
+    indexer: Indexer | None = None
+    """Indexer, if the backend selects keys too. Default: selections are given."""
 
     def __post_init__(self) -> None:
         topk = self._listed("topk")
@@ -43,4 +87,6 @@ class Sparse(Declared):
             raise ValueError(f"Sparse.topk must be one or more whole numbers from 1 on, got {sorted(map(str, topk))}")
         self._set("topk", frozenset(topk))
         spelled("index_space", self.index_space, INDEX_SPACES)
+        if not isinstance(self.indexer, Indexer | None):
+            raise ValueError(f"Sparse.indexer must be an Indexer, got {self.indexer!r}; write Indexer(heads={{64}})")
         self._check_flags()

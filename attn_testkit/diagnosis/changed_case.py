@@ -56,8 +56,12 @@ def most_rows(case: Case) -> int:
 class ChangedCases:
     """Runs of eager first steps of other cases. Each is run once, on demand."""
 
-    def __init__(self, rerunner: Rerunner, schedule: Schedule) -> None:
+    def __init__(self, rerunner: Rerunner, schedule: Schedule, *, right: int = 0, wrong: int = 0) -> None:
+        """``right``, ``wrong``: KV tokens of the longest request that is right in the wrong step, and of the shortest
+        that is wrong; 0 for none.
+        """
         self._rerunner, self._schedule = rerunner, schedule
+        self._seen = (right, wrong)
 
     @cached_property
     def lasting(self) -> bool:
@@ -93,7 +97,7 @@ class ChangedCases:
 
         Longer requests are cut to that number. Numbers below a tile do not count.
         """
-        return self._right_up_to(self._schedule.case)
+        return self._right_up_to(self._schedule.case, *self._seen)
 
     @cached_property
     def right_up_to_without_sinks(self) -> int:
@@ -104,11 +108,12 @@ class ChangedCases:
         bare = case.with_changes(sinks=False)
         return self._right_up_to(bare) if self._all_are(bare, right=False) else 0
 
-    def _right_up_to(self, case: Case) -> int:
+    def _right_up_to(self, case: Case, seen_right: int = 0, seen_wrong: int = 0) -> int:
         longest = max(self._schedule.steps[0].lens)
-        if case.draft or case.chunks > 1 or longest <= _SHORT or not self.lasting:
+        # A run may take seconds in an interpreter, and the requests of the wrong step bound the search.
+        right, wrong = max(_SHORT, seen_right), min(longest, seen_wrong or longest)
+        if case.draft or case.chunks > 1 or right >= wrong or not self.lasting:
             return 0
-        right, wrong = _SHORT, longest
         if not self._right_at(case, right):
             return 0
         while wrong - right > 1:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..checks import Comparison
-from ..results import ErrorMap, KeyMap
+from ..results.finding import ErrorMap, KeyMap
 from .attended_keys import AttendedKeys
 
 __all__ = ["error_map", "key_map"]

@@ -27,7 +27,7 @@ from ..checks.numeric import output_written
 from ..checks.observation import Observation
 from ..families.table import family_of
 from ..oracle.expect import expect
-from ..results import Finding
+from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
 from ..steps.schedule import Schedule, Step
 from .changed_case import ChangedCases
@@ -57,6 +57,7 @@ def explain_numeric(
     if blamed.in_eager:
         why = why or _not_every_time(rerunner, schedule, observed, eager)
         why = why or _with_clear_memory(rerunner, schedule, observed, eager)
+    wrong_in_eager = rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
     by_itself = check in ("buckets-independent", "steps-independent")
     evidence = Evidence(
         schedule,
@@ -68,8 +69,8 @@ def explain_numeric(
         right_when_alone=why == _AS_THE_ONLY_REPLAY,
         right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
-        reads_foreign=check == "reads-own-kv",
-        changed=ChangedCases(rerunner, schedule) if _wrong_in_eager(rerunner, schedule, eager) else None,
+        reads_foreign=check == family_of(schedule.case).reads,
+        changed=_changed_cases(rerunner, schedule, comparison) if wrong_in_eager else None,
     )
     asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
     attended = asked.evidence.attended
@@ -81,7 +82,7 @@ def explain_numeric(
         lines = [*lines[1:most], why]
     return replace(
         blamed.named,
-        headline=_headline(blamed.found, check, why),
+        headline=_headline(blamed.found, check, why, schedule),
         attended=attended.text if attended else "",
         hint="\n".join(lines[:most]),
         errors=error_map(comparison),
@@ -103,10 +104,12 @@ class _Blamed:
     """True if it is known to be wrong only in a graph."""
     graphs_alone: bool
     """True if there is no eager mode to compare with."""
+    schedule: Schedule
 
     @property
     def named(self) -> Finding:
-        return replace(self.found, check=self.check, headline=_headline(self.found, self.check, self.why))
+        headline = _headline(self.found, self.check, self.why, self.schedule)
+        return replace(self.found, check=self.check, headline=headline)
 
     @property
     def in_eager(self) -> bool:
@@ -125,7 +128,7 @@ def _blamed(rerunner: Rerunner, finding: Finding, schedule: Schedule, observed: 
         check, why = _blame_graph(rerunner, schedule, step)
     else:
         check, why = _blame_eager(rerunner, finding, why, schedule, observed, right=_right(eager))
-    return _Blamed(finding, check, why, eager, in_graph, graphs_alone)
+    return _Blamed(finding, check, why, eager, in_graph, graphs_alone, schedule)
 
 
 _OF_NUMBERS = ("matches-oracle", "keys-counted-once")
@@ -145,8 +148,10 @@ def _right(comparison: Comparison | None) -> bool:
     return comparison is not None and comparison.right
 
 
-def _wrong_in_eager(rerunner: Rerunner, schedule: Schedule, eager: Comparison | None) -> bool:
-    return rerunner.runs_eagerly(schedule) and eager is not None and not eager.right
+def _changed_cases(rerunner: Rerunner, schedule: Schedule, comparison: Comparison) -> ChangedCases:
+    lens, wrong = comparison.observed.step.lens, comparison.wrong_requests
+    right = max((n for place, n in enumerate(lens) if place not in wrong), default=0)
+    return ChangedCases(rerunner, schedule, right=right, wrong=min((lens[place] for place in wrong), default=0))
 
 
 def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
@@ -167,14 +172,27 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         run = rerunner.graph(schedule, unowned=0.0)
         again = run.replay_of(step) if run else None
     calm = _evaluated(schedule, again)
-    if calm is not None and calm.all_finite:
-        finite = _finite_with_zeros(schedule)
-        return "reads-own-kv", f"{finite}, and right" if calm.right else finite
-    return "finite", ""
+    if calm is None or not calm.all_finite:
+        return "finite", ""
+    family, finite = family_of(schedule.case), _finite_with_zeros(schedule)
+    if family.unread and rerunner.runs_eagerly(schedule):
+        own = family.with_unread_finite(step)
+        calm_own = _evaluated(schedule, rerunner.eager(schedule, own))
+        if calm_own is not None and calm_own.all_finite:
+            return family.reads, f"{_finite_with_numbers(family.unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
+        finite = _finite_with_zeros(schedule, "unowned slots")
+    return family.reads, f"{finite}, and right" if calm.right else finite
 
 
-def _finite_with_zeros(schedule: Schedule) -> str:
-    return f"with zeros instead of NaN in {family_of(schedule.case).poisoned} the result is finite"
+def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:
+    return f"with zeros instead of NaN in {poisoned or family_of(schedule.case).poisoned} the result is finite"
+
+
+def _finite_with_numbers(unread: str) -> str:
+    return f"with numbers instead of NaN in {unread} the result is finite"
+
+
+_MASKED_TOO_LATE = ", and right: 0 * NaN is NaN, so leave those keys out when K and V are loaded"
 
 
 _NO_OTHER_INSTANCE = (
@@ -297,6 +315,7 @@ def _left_alone(first: Comparison, second: Comparison, fill: int) -> bool:
 
 _HEADLINE_ENDS = {
     "reads-own-kv": ": it read a slot of another owner",
+    "reads-own-state": ": it read a slot of another owner, or that of a fresh request",
     "replay-follows-batch": " at a replay; eager mode is right",
     "padding-inert": "; without padded rows it is right",
     "buckets-independent": " after other replays; as the only one it is right",
@@ -309,8 +328,11 @@ _HEADLINE_ENDS = {
 """Reason, or check that diagnosis reports instead -> text that is appended to the headline of the wrong number."""
 
 
-def _headline(finding: Finding, check: str, why: str) -> str:
+def _headline(finding: Finding, check: str, why: str, schedule: Schedule) -> str:
     of_check = "" if check == finding.check else _HEADLINE_ENDS.get(check, "")
+    unread = family_of(schedule.case).unread
+    if unread and why.startswith(_finite_with_numbers(unread)):
+        of_check = f": it read {unread}"
     return finding.headline + _HEADLINE_ENDS.get(why, of_check)
 
 

@@ -18,16 +18,26 @@ class Policy:
                           leaves memory as it is
     `rollback`            undo, at the end of a capture, the captured operations' changes of memory outside the graph:
                           on a GPU they do not run during capture
+    `bounds`              memory that a Triton kernel may use through the pointer of an argument: all of its storage, or
+                          only the view that was passed
+    `masked_loads`        what a masked load without `other=` leaves where its mask is off. Triton leaves it undefined
+                          (triton #9917); on NVIDIA GPUs it is mostly 0. "poison" is NaN, or a large integer
     """
 
     dangling: Literal["error", "poison"] = "error"
     poison_temporaries: bool = True
     fill: int | None = 0xFF
     rollback: bool = True
+    bounds: Literal["storage", "view"] = "storage"
+    masked_loads: Literal["zero", "poison"] = "zero"
 
     def __post_init__(self) -> None:
         if self.dangling not in ("error", "poison"):
             raise ValueError(f"dangling is 'error' or 'poison', not {self.dangling!r}")
+        if self.bounds not in ("storage", "view"):
+            raise ValueError(f"bounds is 'storage' or 'view', not {self.bounds!r}")
+        if self.masked_loads not in ("zero", "poison"):
+            raise ValueError(f"masked_loads is 'zero' or 'poison', not {self.masked_loads!r}")
         if self.fill is not None and not 0 <= self.fill <= 0xFF:
             raise ValueError(f"fill is one byte (0 to 255) or None, not {self.fill!r}")
 

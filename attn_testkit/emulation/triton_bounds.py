@@ -1,12 +1,14 @@
 """Addresses of a Triton kernel under the interpreter, compared with the memory that its launch was given.
 
-A device writes to every address of the process: a tile that is stored without a mask ends in another tensor, and
-nothing is raised. Loads may be a little off: kernels read a few numbers behind a table and mask them later. A load that
-is far off has an offset that overflowed, and would end this process.
+A device reads and writes every address of the process: a tile that is stored without a mask ends in another tensor,
+and nothing is raised. An access belongs to the tensor from whose pointer its address was computed, and must stay in
+that tensor's memory. An address that comes from a number, as in a table of pointers, may be anywhere in the memory of
+the device.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +20,9 @@ import numpy.typing as npt
 from torch import Tensor
 
 from attn_testkit.emulation.errors import StrayAccessError
+from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.tags import DEVICE, PINNED
 
 __all__ = [
     "atomics_looked_at",
@@ -27,9 +31,13 @@ __all__ = [
     "look_at_store",
     "looking_at_accesses",
     "pointers_of_its_own",
+    "undefined",
 ]
 
 Array = npt.NDArray[Any]
+_DEFAULT = Policy()
+Span = tuple[int, int]
+"""First address, and the one behind the last."""
 
 
 @dataclass
@@ -37,12 +45,17 @@ class _Launch:
     kernel: str
     given: Mapping[str, Tensor]
     """Tensors by the names of their arguments."""
-    spans: list[tuple[int, int]]
-    """First address of their memory, and the one behind its last."""
+    spans: list[Span]
+    """The memory that belongs to each."""
+    storages: list[Span]
+    owners: dict[int, Span]
+    """The memory that belongs to each pointer of an argument."""
     touched: Callable[[int, int, int, bool], None] | None = None
     """Called with the start of a tensor's memory, the addresses that are used, and True if they are written."""
-    makes_pointers: bool = False
-    """True if an address came from a number, as in a table of pointers: it may point anywhere."""
+    poisons: bool = False
+    """True if what a masked load leaves undefined is NaN, or a large integer."""
+    everywhere: Array | None = None
+    """All memory of the device, int64 [n, 2], in order. Known once an address came from a number."""
 
 
 class _Local(threading.local):
@@ -54,29 +67,47 @@ _local = _Local()
 
 @contextmanager
 def looking_at_accesses(
-    kernel: str, given: Mapping[str, Tensor], touched: Callable[[int, int, int, bool], None] | None = None
+    kernel: str,
+    given: Mapping[str, Tensor],
+    touched: Callable[[int, int, int, bool], None] | None = None,
+    policy: Policy = _DEFAULT,
 ) -> Iterator[None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
-    ``touched`` is called with the start of a tensor's memory, the first address and the one after the last of a load or
-    a store, of which at least one element in between is used, and True for a store.
+    ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with
+    the start of a tensor's memory, the first address and the one after the last of a load or a store, of which at least
+    one element in between is used, and True for a store.
     """
-    storages = [tensor.untyped_storage() for tensor in given.values()]
-    spans = [(storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in storages]
-    outer, _local.launch = _local.launch, _Launch(kernel, given, spans, touched)
+    span_of = _storage_of if policy.bounds == "storage" else _view_of
+    spans = [span_of(tensor) for tensor in given.values()]
+    storages = [_storage_of(tensor) for tensor in given.values()]
+    owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
+    outer, _local.launch = (
+        _local.launch,
+        _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison"),
+    )
     try:
         yield
     finally:
         _local.launch = outer
 
 
-_NEAR = 1 << 20
-"""Bytes that a load may be off."""
+def _storage_of(tensor: Tensor) -> Span:
+    storage = tensor.untyped_storage()
+    return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+
+
+def _view_of(tensor: Tensor) -> Span:
+    start = tensor.data_ptr()
+    if not tensor.numel():
+        return start, start
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (last + 1) * tensor.element_size()
 
 
 def look_at_load(parts: Sequence[Array], size: int, base: int | None = None) -> None:
-    """Check a load like ``look_at_store``, with a margin on both sides."""
-    _look(parts, size, base, _NEAR, "load", "read")
+    """Check a load like ``look_at_store``."""
+    _look(parts, size, base, "load", "read")
 
 
 def look_at_store(parts: Sequence[Array], size: int, base: int | None = None) -> None:
@@ -85,21 +116,37 @@ def look_at_store(parts: Sequence[Array], size: int, base: int | None = None) ->
     ``base``: the pointer that the kernel was given and computed them from, as far as it is known. Raises
     ``StrayAccessError``.
     """
-    _look(parts, size, base, 0, "store", "write")
+    _look(parts, size, base, "store", "write")
 
 
-def _look(parts: Sequence[Array], size: int, base: int | None, near: int, what: str, does: str) -> None:
+def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
+    """A number in place of what a masked load leaves undefined. ``element``: its Triton type."""
+    if _local.launch is None or not _local.launch.poisons or (element.is_int() and element.primitive_bitwidth < 8):
+        return dtype.type(0)
+    return _poison(element.is_floating(), dtype)
+
+
+@functools.cache
+def _poison(is_floating: bool, dtype: np.dtype[Any]) -> Any:
+    return np.frombuffer((b"\xff" if is_floating else b"\x5a") * dtype.itemsize, dtype)[0]
+
+
+def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: str) -> None:
     launch = _local.launch
     if launch is None or not all(part.size for part in parts):
         return
     first = sum(int(part.min()) for part in parts)
     end = sum(int(part.max()) for part in parts) + size
     if launch.touched is not None:
-        for start, stop in launch.spans:
+        for start, stop in launch.storages:
             if start <= first and end <= stop:
                 launch.touched(start, first, end, what == "store")
                 break
-    if launch.makes_pointers or any(start - near <= first and end <= stop + near for start, stop in launch.spans):
+    owner = None if base is None else launch.owners.get(base)
+    may = launch.spans if owner is None else [owner]
+    if any(start <= first and end <= stop for start, stop in may):
+        return
+    if owner is None and launch.everywhere is not None and _all_in(launch.everywhere, parts, size):
         return
     raise StrayAccessError(
         f"a {what} of triton kernel {launch.kernel}",
@@ -110,27 +157,38 @@ def _look(parts: Sequence[Array], size: int, base: int | None, near: int, what: 
     )
 
 
+def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:
+    """True if every element lies in one row (first address, address behind the last) of ``memory``."""
+    addresses = np.asarray(functools.reduce(np.add, parts)).reshape(-1)
+    row = np.searchsorted(memory[:, 0], addresses, "right") - 1
+    return bool(((row >= 0) & (addresses + size <= memory[row, 1])).all())
+
+
 def _where(launch: _Launch, first: int, end: int, base: int | None) -> str:
     """The tensor whose pointer was used, or else the nearest one, and how far the access is from it."""
+    if base not in launch.owners and launch.everywhere is not None:
+        return "an address that comes from a number, as in a table of pointers, and lies in no memory of the device"
     apart = [max(start - first, end - stop) for start, stop in launch.spans]
     if not apart:
         return "memory that it was not given"
     pointers = [tensor.data_ptr() for tensor in launch.given.values()]
     # What lies nearest may be any tensor: an offset that is wrong leads past several.
-    nearest = pointers.index(base) if base in pointers else min(range(len(apart)), key=apart.__getitem__)
+    nearest = pointers.index(base) if base in launch.owners else min(range(len(apart)), key=apart.__getitem__)
     (name, tensor), (start, stop) = list(launch.given.items())[nearest], launch.spans[nearest]
     side = "before" if first < start and start - first >= end - stop else "behind"
     shape, dtype = ", ".join(map(str, tensor.shape)), str(tensor.dtype).removeprefix("torch.")
-    guess = "" if base in pointers else ", the nearest tensor"
+    guess = "" if base in launch.owners else ", the nearest tensor"
     return f"up to {apart[nearest]} bytes {side} the memory of {name}, {dtype} [{shape}]{guess}"
 
 
 def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
-    """The builder's ``create_int_to_ptr``: whatever is stored there, nobody here knows whose it is."""
+    """The builder's ``create_int_to_ptr``: what is there belongs to no argument of the launch."""
 
     def create_int_to_ptr(self: Any, src: Any, *rest: Any, **named: Any) -> Any:
-        if _local.launch is not None:
-            _local.launch.makes_pointers = True
+        if _local.launch is not None and _local.launch.everywhere is None:
+            live = [storage for kind in (DEVICE, PINNED) for _, storage in kind.live()]
+            rows = sorted((storage.data_ptr(), storage.data_ptr() + storage.nbytes()) for storage in live)
+            _local.launch.everywhere = np.array([*rows, (np.iinfo(np.int64).max,) * 2], np.int64)
         return stock(self, src, *rest, **named)
 
     return create_int_to_ptr

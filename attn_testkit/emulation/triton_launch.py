@@ -90,7 +90,9 @@ def _launch_of(
             if session.is_active():
                 given = _given(executor, args, kwargs)
                 touched = _account_of(executor, given)
-                stack.enter_context(triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched))
+                stack.enter_context(
+                    triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched, session.require().policy)
+                )
             if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)
                 return

@@ -25,6 +25,7 @@ from attn_testkit.emulation.triton_bounds import (
     look_at_load,
     look_at_store,
     pointers_of_its_own,
+    undefined,
 )
 
 Array = npt.NDArray[Any]
@@ -244,8 +245,8 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
         if read is None:
             return stock(self, ptrs, mask, other, *rest, **named)
         found = np.zeros(at.shape, dtype)
-        if other is not None and where is not ...:
-            found[...] = other.data
+        if where is not ...:
+            found[...] = undefined(at.element, dtype) if other is None else other.data
         if read.size:
             found[where] = read
         return handle(found, at.element)

@@ -132,6 +132,11 @@ class Held(Protocol):
         number to find out where a NaN came from."""
 
 
+def _new_slots(data: StepData) -> _Ints:
+    slots: _Ints = data.out_cache_loc.numpy()
+    return slots
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The memory that outlives a step: what it holds before, how it is watched, and what a step leaves in it."""
@@ -142,6 +147,12 @@ class Memory:
     image: Image
     stored: Callable[[StepData], Stored]
     """Data of a step -> what it leaves, and how far that may be off."""
+    due: Callable[[StepData], _Ints] = _new_slots
+    """Data of a step -> slots that it writes, [n]."""
+
+
+def _unchanged(step: Step) -> Step:
+    return step
 
 
 def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
@@ -175,5 +186,11 @@ class Family:
     """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
     poisoned: str = "unowned slots"
     """Memory that holds NaN and must not be read, in the plural: for the text of a failure."""
+    reads: str = "reads-own-kv"
+    """Id of the check that fails if such memory is read."""
+    unread: str = ""
+    """Keys of a step's own requests among it, in the plural; empty: there are none."""
+    with_unread_finite: Callable[[Step], Step] = _unchanged
+    """Step -> the same step with numbers in those keys instead of NaN."""
     counts_keys: bool = False
     """True if data of codes count keys: ``answer`` has ``key_sum`` for them."""

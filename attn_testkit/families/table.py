@@ -9,12 +9,13 @@ from ..cases.dimensions.dimension import Dimension
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.fields import DEFAULTS, C, Fields
 from .family import Family
+from .recurrent.family import RECURRENT
 from .softmax.family import SOFTMAX
 from .sparse.family import SPARSE
 
 __all__ = ["FAMILIES", "family_of", "meaningful", "meaningless", "register"]
 
-FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE)}
+FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT)}
 """Name -> family."""
 
 

@@ -309,7 +309,7 @@ class SaveKvCacheIgnored(PlannedBackend):
     hint="save_kv_cache=False",
 )
 class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
-    """The kernel attends the new rows from k and v, even if save_kv_cache is False and only the pool has them."""
+    """The kernel attends to the new rows from k and v, even if save_kv_cache is False and only the pool has them."""
 
     capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
 

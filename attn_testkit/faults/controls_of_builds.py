@@ -43,7 +43,7 @@ class Cascade(CascadeBackend):
 
 @control("new-rows-from-registers")
 class NewRowsFromRegisters(RegisterRowsBackend):
-    """One kernel attends the new rows from k and v and stores them too."""
+    """One kernel attends to the new rows from k and v and stores them too."""
 
     capabilities = _LEAN.with_changes(
         graph={"decode", "target-verify"}, eager={"decode", "target-verify", "draft-extend"}, kv_dtypes={"same"}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import KernelPlan, Sparse
+from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
-from .sparse import SparseParent, UnionOfRows
+from .indexer import IndexerParent
+from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -45,3 +46,83 @@ class SparseOneWidth(SparseParent):
 @control("sparse-union-of-rows")
 class SparseUnionOfRows(UnionOfRows):
     """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""
+
+
+@control("indexer-by-pages")
+class IndexerByPages(IndexerParent):
+    """Store and select with keys gathered page by page: the parent of the faults of indexers."""
+
+
+@control("indexer-power-of-two-scales")
+class IndexerPowerOfTwoScales(IndexerParent):
+    """Scales of index keys are powers of two, and selections are slots (UE8M0; sglang PAGED)."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        sparse=Sparse(topk={16}, index_space="slots", indexer=Indexer(heads={4, 8}, scale="power_of_two"))
+    )
+
+    @override
+    def scales(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.exp2(super().scales(rows).log2().ceil())
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return selected.clamp(min=0).long()
+
+    @override
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        found = super().run_select(q_index, weights, plan)
+        table = plan.slot_table[self.request_of_row(q_index, plan)]
+        return torch.where(found < 0, found, table.gather(1, found.clamp(min=0).long())).to(torch.int32)
+
+
+@control("indexer-unsorted")
+class IndexerUnsorted(IndexerParent):
+    """Keys are listed from the lowest score to the highest, with -1 first: top-k kernels sort nothing."""
+
+    @override
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().run_select(q_index, weights, plan).flip(1).contiguous()
+
+
+@control("indexer-one-buffer")
+class IndexerOneBuffer(IndexerParent):
+    """All layers and steps have their selections in one buffer, and ties go to the newest key (TensorRT-LLM)."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
+        self.buffer = torch.empty(rows, topk, dtype=torch.int32, device=context.device)
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        places = scores.shape[1]
+        place = torch.arange(places, device=scores.device)
+        seen = torch.where(place < lengths[:, None], scores, -torch.inf).flip(1)
+        order = places - 1 - seen.sort(1, descending=True).indices[:, :topk]
+        order = torch.nn.functional.pad(order, (0, topk - order.shape[1]), value=places)
+        return torch.where(order < lengths[:, None], order, -1)
+
+    @override
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        found = super().run_select(q_index, weights, plan)
+        if len(found) > len(self.buffer):
+            return found
+        return self.buffer[: len(found)].copy_(found)
+
+
+@control("sparse-with-sums")
+class SparseWithLogSumExps(SparseWithSums):
+    """Log-sum-exps of selected keys, and fewer selections than rows of q."""
+
+
+@control("sparse-of-groups")
+class SparseOfGroups(GroupedSparse):
+    """Several KV heads, each with a group of query heads."""
+
+
+@control("sparse-two-thousand")
+class SparseTwoThousand(SparseParent):
+    """The width of DeepSeek V3.2."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))

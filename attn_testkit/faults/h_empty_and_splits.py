@@ -181,7 +181,7 @@ class TailPagesFoldToPageZero(PlannedBackend):
     modes=_EXTENDS,
     checks=("matches-oracle", "finite"),
     hint="share state that each needs",
-    modelled="the last row's statistics are what the others find",
+    modelled="all rows find the statistics of the last row",
 )
 class PartialStatsCollide(PlannedBackend):
     """Offsets of the partial statistics count CTAs, not tokens: the rows of a request overwrite each other's."""

@@ -1,4 +1,4 @@
-"""Class H: cascades, which attend a common prefix once for many requests."""
+"""Class H: cascades, which attend to a common prefix once for many requests."""
 
 from __future__ import annotations
 

@@ -186,7 +186,7 @@ class PoolTransposedOnce(StridedBackend):
     source="general; vLLM #43990",
     modes=_ALL,
     checks=("writes-own-kv",),
-    hint="no wider than it is",
+    hint="store no more than the row",
 )
 class StoreSpillsIntoPadding(StridedBackend):
     """The writer clears the row after the one it stores; after the last slot of a page that is padding."""

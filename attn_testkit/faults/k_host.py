@@ -90,7 +90,7 @@ class LengthResyncReintroduced(PlannedBackend):
     executions=_GRAPH,
     checks=("no-host-lengths",),
     hint="waits for the device",
-    modelled="the bound is the backend's own, since this contract has exact lengths or none",
+    modelled="the backend makes the bound itself, because a batch here has exact lengths or none",
 )
 class UpperBoundTreatedAsExact(PlannedBackend):
     """The host has an upper bound of lengths, and fetches the rejected tokens from the device to make them exact."""

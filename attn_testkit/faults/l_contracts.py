@@ -84,7 +84,8 @@ class SqueezeInsteadOfFlatten(PlannedBackend):
 
     @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
-        return _by_request(super().attend(q, layer, meta), len(meta.kv_lens)).squeeze(1)
+        out = super().attend(q, layer, meta)
+        return out.reshape(len(meta.kv_lens), -1, *out.shape[1:]).squeeze(1)
 
 
 @fault(
@@ -231,8 +232,3 @@ class KvOfTheOtherLayer(PlannedBackend):
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         for other in self.context.layers[: self.context.layers.index(layer) + 1]:
             super().write_kv(other, k, v, meta)
-
-
-def _by_request(out: torch.Tensor, requests: int) -> torch.Tensor:
-    """[T, Hq, Dv] -> [requests, T / requests, Hq, Dv]."""
-    return out.reshape(requests, -1, *out.shape[1:])

@@ -53,7 +53,7 @@ class StepCountedTwice(MultiStepBackend):
     hint="attended",
 )
 class ReadsASibling(MultiStepBackend):
-    """The page table is that of the request, so every branch attends the tokens that branch 0 drafted."""
+    """The page table is that of the request, so every branch attends to the tokens that branch 0 drafted."""
 
     @override
     def branch_columns(self, prefix: torch.Tensor, key: torch.Tensor) -> torch.Tensor:

@@ -64,7 +64,7 @@ class SelectionOfFirstLayer(SparseParent):
     hint="of its first row",
 )
 class OneSelectionPerRequest(SparseParent):
-    """All rows of a request attend the keys of its first row."""
+    """All rows of a request attend to the keys of its first row."""
 
     @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
@@ -260,7 +260,7 @@ class NanForARowWithoutKeys(SparseParent):
     hint="capture",
 )
 class SelectionOfTheCapture(SparseParent):
-    """Replays attend the keys that were selected while the graph was captured."""
+    """Replays attend to the keys that were selected while the graph was captured."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from typing_extensions import override
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Sparse
+from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, LogSumExp, Sparse
 
-__all__ = ["SparseParent", "UnionOfRows"]
+__all__ = ["GroupedSparse", "SparseParent", "SparseWithSums", "UnionOfRows"]
 
 
 _ALL = frozenset(ForwardMode)
@@ -78,3 +80,57 @@ class UnionOfRows(SparseParent):
         other = plan.selected[(row ^ 1).clamp(max=len(q) - 1)]
         values = kv[1].flatten(0, 1)[self.slots(other, plan)].masked_fill((other < 0)[..., None, None], 0.0)
         return out + 0.0 * values.sum((1, 2))[:, None]
+
+
+class SparseWithSums(SparseParent):
+    """The parent with log-sum-exps, with fewer selections than rows of q, and with rows of padding."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        sparse={"fewer_rows": True},
+        server={"takes_more_rows": True},
+        lse=LogSumExp("e", whole=_ALL - {ForwardMode.DRAFT_DECODE}),
+    )
+
+    def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
+        """[rows, topk]: rows behind the last selection belong to no request, and select no key."""
+        return torch.nn.functional.pad(selected, (0, 0, 0, rows - len(selected)), value=-1)
+
+    def lse_without_keys(self, lse: torch.Tensor) -> torch.Tensor:
+        """[T, Hq]: what is returned where no key is selected."""
+        return lse
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        return super().run(q, kv, replace(plan, selected=self.of_all_rows(plan.selected, len(q))))
+
+    @override
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert plan.selected is not None
+        slot, there = self.slots(plan.selected, plan), self.is_key(plan.selected, plan)
+        keys = kv[0].flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0)
+        logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
+        return self.run(q, kv, plan), self.lse_without_keys(logits.logsumexp(-1))
+
+
+class GroupedSparse(SparseParent):
+    """The parent for several KV heads: ``kv_head_of`` says which of them a query head reads."""
+
+    capabilities = SparseParent.capabilities.with_changes(families={"gqa"}, gqa_ratios={4, 16})
+
+    def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[Hq] int64: KV head of each query head."""
+        return heads // plan.layer.q_per_kv
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        selected = self.prepared(plan.selected, plan)
+        slot, there = self.slots(selected, plan), self.is_key(selected, plan)[..., None, None]
+        k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
+        head = self.kv_head_of(torch.arange(q.shape[1], device=q.device), plan)
+        logits = torch.einsum("thd,tnhd->thn", q.float(), k[:, :, head]) * plan.layer.scaling
+        weights = logits.masked_fill(~there[:, None, :, 0, 0], -torch.inf).softmax(-1).nan_to_num(nan=0.0)
+        return torch.einsum("thn,tnhd->thd", weights, v[:, :, head]).to(q.dtype)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ..cases.case import Case, parse_case
 from ..catalogue.minimal import minimal_case
 from ..contract import Capabilities, Execution, ForwardMode
-from ..results import BAD, CaseResult, Status, failed_check
+from ..results.case_result import BAD, CaseResult, Status, failed_check
 from .strategies import differences, random_cases
 
 __all__ = ["Found", "Search", "TimeUp"]

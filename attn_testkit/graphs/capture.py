@@ -58,17 +58,13 @@ def record(run_once: Callable[[], T], stream: torch.cuda.Stream, pool: Any) -> C
         try:
             outputs = run_once()
         except BaseException:
-            _abandon(graph)
+            # It raises once more, about what is already known.
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
             raise
         graph.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     return Captured(graph, outputs)
-
-
-def _abandon(graph: Any) -> None:
-    """End a capture that went wrong. It raises once more, about what is already known."""
-    with contextlib.suppress(RuntimeError):
-        graph.capture_end()
 
 
 def settle() -> None:

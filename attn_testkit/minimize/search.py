@@ -7,7 +7,7 @@ first one, the capabilities and the results.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import combinations
 
@@ -19,7 +19,7 @@ from ..cases.fields import Changes
 from ..cases.rows import Extend, room_for
 from ..catalogue.minimal import minimal_cases
 from ..contract import Capabilities
-from ..results import BAD, CaseResult, Status, failed_check
+from ..results.case_result import BAD, CaseResult, Status, failed_check
 
 __all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
 
@@ -145,7 +145,8 @@ class Search:
         found = False
         size = len(self.odd())
         while size:
-            for names in _blocks(self.odd(), size):
+            odd = self.odd()
+            for names in (odd[at : at + size] for at in range(0, len(odd), size)):
                 found |= self._keeps(self._with_plain(names))
             size //= 2
         return found
@@ -207,14 +208,11 @@ class Search:
         if case is None or self._cost(case) >= self._cost(self.case) or not_declared(self.declared, case):
             return False
         result = self._result(case)
-        if result.status not in BAD or not self._alike(result):
+        assert self.first is not None
+        if result.status not in BAD or not (self.any_failure or failed_check(result) == failed_check(self.first)):
             return False
         self.smallest = result
         return True
-
-    def _alike(self, result: CaseResult) -> bool:
-        assert self.first is not None
-        return self.any_failure or failed_check(result) == failed_check(self.first)
 
     def _cost(self, case: Case) -> tuple[int, list[tuple[float, ...]]]:
         assert self.minimal is not None
@@ -228,7 +226,3 @@ class Search:
             self._results[case.id] = self.run(case)
             self.on_result(self._results[case.id], self)
         return self._results[case.id]
-
-
-def _blocks(names: Sequence[str], size: int) -> Iterator[Sequence[str]]:
-    return (names[at : at + size] for at in range(0, len(names), size))

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import UsageError
-from ..results import BAD, CaseResult, Status, repro_command
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import repro_command
 from ..running.case_runs.loop import Runner
 from ..running.hygiene.other_sources import OtherSources
 from ..running.planning.candidate import Candidate

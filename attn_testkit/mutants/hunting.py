@@ -17,7 +17,7 @@ from pathlib import Path
 from ..contract import Capabilities
 from ..environment import resolve
 from ..registry import UsageError
-from ..results import BAD, CaseResult, Status
+from ..results.case_result import BAD, CaseResult, Status
 from ..running.case_runs.loop import Runner
 from ..running.hygiene.other_sources import OtherSources
 from ..running.planning.candidate import Candidate

@@ -38,7 +38,14 @@ def stages_of(settings: Settings, declared: Capabilities) -> list[Stage]:
     stages: list[Stage] = []
     known: list[Item] = []
     for tier in ("smoke", "core") if settings.tier == "core" else ("smoke",):
-        plan = _plan(settings, declared, tier)
+        request = Request(
+            backends=(settings.backend,),
+            modes=settings.modes,
+            tier=tier,
+            device=settings.device,
+            command="attn-testkit audit --mutants",
+        )
+        plan = replace(plan_run(request, lambda _: declared), explains="nothing")
         names = set(map(name_of, known))
         items = [replace(item, probe=False) for item in plan.items if name_of(item) not in names]
         if tier == "core":
@@ -50,17 +57,6 @@ def stages_of(settings: Settings, declared: Capabilities) -> list[Stage]:
         raise UsageError(f"backend {settings.backend!r}: no case-run can be made here ({why})")
     digests = tuple(stage.seen for stage in stages)
     return [replace(stage, before=digests[:n], after=digests[n + 1 :]) for n, stage in enumerate(stages)]
-
-
-def _plan(settings: Settings, declared: Capabilities, tier: str) -> Plan:
-    request = Request(
-        backends=(settings.backend,),
-        modes=settings.modes,
-        tier=tier,
-        device=settings.device,
-        command="attn-testkit audit --mutants",
-    )
-    return replace(plan_run(request, lambda _: declared), explains="nothing")
 
 
 def _digest(names: Iterable[str]) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..results import Status
+from ..results.case_result import Status
 from ..running.planning.request import param_id
 from ..running.processes.gpus import visible_gpus
 from . import options as plugin_options
@@ -35,7 +35,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Store the session's state; on a worker, take the GPU that the controller assigned."""
     config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
     config.addinivalue_line("markers", f"{MARK}(backend, ..., tier=...): one test per case-run, like conformance_cases")
-    config.stash[OWN_TESTS] = OwnTests()
+    shard = plugin_options.shard(config)
+    config.stash[OWN_TESTS] = OwnTests(shard)
     gpu = _workerinput(config).get("attn_gpu")
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
@@ -52,7 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
         collects_only=config.option.collectonly,
         named=bool(config.option.attn_backend or config.option.attn_report),
         selected_by=plugin_options.selected_by(config),
-        shard=plugin_options.shard(config),
+        shard=shard,
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
     )
     config.stash[SESSION] = state
@@ -178,7 +179,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
     """Fail the session if planned case-runs did not run, or failed and no test reports it."""
     stash = session.config.stash
     if _is_worker(session.config):
-        session.config.workeroutput["attn_seen"] = stash[OWN_TESTS].seen  # type: ignore[attr-defined]
+        own = stash[OWN_TESTS]
+        session.config.workeroutput |= {"attn_seen": own.seen, "attn_in_shard": own.in_shard}  # type: ignore[attr-defined]
     else:
         session.exitstatus = stash[OWN_SESSION].finish(stash[SESSION].finish(int(exitstatus)))
 

@@ -79,7 +79,7 @@ def add(parser: pytest.Parser) -> None:
     )  # fmt: skip
     group.addoption(
         "--attn-shard", metavar="K/N", dest="attn_shard",
-        help="Run only part K of N of the suite; `attn-testkit merge` has the verdict. "
+        help="Run only part K of N of the suite, for `attn-testkit merge`, and of conformance_cases. "
         "Default: SHARD_INDEX/SHARD_COUNT, if they are set.",
     )  # fmt: skip
     group.addoption(

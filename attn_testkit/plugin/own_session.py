@@ -12,7 +12,7 @@ import pytest
 from ..reports.grouping import group_failures
 from ..reports.outcome import failure_lines
 from ..reports.record import result_from_plain
-from ..results import BAD, RAN, CaseResult
+from ..results.case_result import BAD, RAN, CaseResult
 from .own_tests import MARK, OwnTests
 
 __all__ = ["OWN_SESSION", "OwnSession"]
@@ -27,6 +27,7 @@ class OwnSession:
     def __init__(self, own: OwnTests, *, verbose: bool) -> None:
         self._own, self._verbose = own, verbose
         self._from_workers: list[tuple[str, str]] = []
+        self._in_shard = (0, 0)
         self._results: list[CaseResult] = []
         self._outcomes: dict[str, set[str]] = {}
         """Node id of each decorated test -> outcomes of its phases."""
@@ -34,8 +35,9 @@ class OwnSession:
         """Backend, check and cause -> node id of the test whose failure is printed in full."""
         self.problems: list[str] = []
 
-    def take(self, seen: Iterable[Sequence[str]]) -> None:
-        """Take what a worker of xdist has seen when it ends."""
+    def take(self, seen: Iterable[Sequence[str]], in_shard: tuple[int, int]) -> None:
+        """Take what a worker of xdist has seen when it ends. All of them collect the same tests."""
+        self._in_shard = in_shard
         self._from_workers += [(nodeid, status) for nodeid, status in seen]
 
     @pytest.hookimpl(trylast=True)
@@ -88,8 +90,14 @@ class OwnSession:
     def summarize(self, terminal: pytest.TerminalReporter) -> None:
         """Write the failures by cause, and the problems."""
         causes = failure_lines(None, self._results)
-        if causes or self.problems:
+        here, of = max(self._own.in_shard, self._in_shard)
+        if causes or self.problems or of:
             terminal.section("attention conformance of your tests")
+        if of:
+            terminal.line(
+                f"SHARD {self._own.shard}: tests of {here} of {of} case-runs of conformance_cases; all shards have to "
+                "pass"
+            )
         for line in causes:
             terminal.line(line)
         for problem in self.problems:

@@ -13,9 +13,13 @@ import pytest
 from ..registry import UsageError
 from ..reports.junit import properties
 from ..reports.outcome import Results, verdict
-from ..results import BAD, CaseResult, RunHeader, Status, format_failure
+from ..reports.shards import Shard
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure
+from ..results.run_header import RunHeader
 from ..running.planning.candidate import candidate_for
 from ..running.planning.request import Item, Judge, Options, Prepared, Request, kit_error, param_id, prepare
+from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .reporting import OWN_RESULT, CaseFailed
 
@@ -146,18 +150,24 @@ def parametrize(metafunc: pytest.Metafunc, own: OwnTests) -> None:
         wanted = _of_mark(mark)
         if wanted.known:
             wanted = replace(wanted, known=metafunc.definition.path.parent / wanted.known)
-        params = list(_params(own.prepared(wanted), wanted))
+        params = list(_params(own, wanted))
     except (UsageError, JudgeError) as error:
         raise pytest.fail.Exception(f"attn-testkit: {error}", pytrace=False) from None
     metafunc.parametrize(FIXTURE, params, ids=[param.id for param in params], indirect=True)
 
 
-def _params(prepared: Prepared, wanted: Wanted) -> Iterator[Param]:
+def _params(own: OwnTests, wanted: Wanted) -> Iterator[Param]:
+    whole, prepared = own.prepared(wanted), own.part(wanted)
     header = prepared.plan.header
-    rows = [row for row in prepared.preset if row.status is not Status.UNSUPPORTED]
-    if not prepared.items and not any(row.status in BAD for row in rows):
-        why = verdict(header, prepared.preset)
+    if not whole.items and not any(row.status in BAD for row in whole.preset):
+        why = verdict(header, whole.preset)
         yield Param("nothing-ran", header, f"{why}\n(if this is expected, skip the test: pytest.mark.skipif)", wanted)
+    rows = [row for row in prepared.preset if row.status is not Status.UNSUPPORTED]
+    if whole.items and not prepared.items:
+        why = f"shard {own.shard} has none of its {len(whole.items)} case-runs"
+        first = whole.items[0]
+        row = CaseResult(first.backend, first.mode, first.execution, "", Status.NOT_RUN_HERE, reason=why)
+        yield Param("nothing-in-this-shard", header, row, wanted)
     backends = wanted.request.candidates
     for item in prepared.items:
         yield Param(param_id(item, backends), header, item, wanted)
@@ -172,7 +182,11 @@ def _params(prepared: Prepared, wanted: Wanted) -> Iterator[Param]:
 class OwnTests:
     """State that decorated tests of one pytest process share: a plan per request, and the judge's processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, shard: Shard | None = None) -> None:
+        self.shard = shard
+        """The part of their case-runs that this session makes tests of; None for all."""
+        self.in_shard = (0, 0)
+        """Number of tests that are case-runs of the shard, and of all shards; zeros without a shard."""
         self._judges: dict[tuple[Options, str], Judge] = {}
         self._prepared: dict[Wanted, Prepared] = {}
         self.seen: list[tuple[str, str]] = []
@@ -183,6 +197,16 @@ class OwnTests:
         if wanted not in self._prepared:
             self._prepared[wanted] = prepare(self._judge(wanted), wanted.request, wanted.known)
         return self._prepared[wanted]
+
+    def part(self, wanted: Wanted) -> Prepared:
+        """The plan of this session's shard. Raises as ``prepared`` does."""
+        whole = self.prepared(wanted)
+        if self.shard is None:
+            return whole
+        found = prepare(whole.judge, wanted.request, wanted.known, shard_of(whole.plan, self.shard))
+        here, of = self.in_shard
+        self.in_shard = here + len(found.items), of + len(whole.items)
+        return found
 
     def run(self, item: Item, wanted: Wanted) -> CaseResult:
         """The result of one case-run, whatever the backend does."""

@@ -10,7 +10,8 @@ from _pytest._code.code import ReprEntryNative, ReprExceptionInfo, ReprFileLocat
 
 from ..reports.junit import properties
 from ..reports.record import plain
-from ..results import BAD, CaseResult, Status, format_failure
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure
 from .session import Session
 
 if TYPE_CHECKING:

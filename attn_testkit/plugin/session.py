@@ -17,20 +17,10 @@ from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
 from ..reports.verdict import narrowed
-from ..results import (
-    BAD,
-    CUT,
-    RAN,
-    CaseResult,
-    RunHeader,
-    format_failure,
-    launch_lines,
-    left_lines,
-    not_covered_lines,
-    not_declared_lines,
-    note_lines,
-    printed_lines,
-)
+from ..results.case_result import BAD, RAN, CaseResult
+from ..results.failure_text import format_failure
+from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
     Diagnose,
     Item,
@@ -184,7 +174,7 @@ class Session:
                 spec: (*phrases, f"what {deselected} deselected case-runs cover")
                 for spec, phrases in not_covered.items()
             }
-        by = self.selected_by or _by_a_hook(deselected)
+        by = self.selected_by or f"a hook or plugin of pytest, which took {deselected} tests away"
         header = narrowed(
             header,
             header.planned - deselected,
@@ -305,10 +295,6 @@ _NO_SUITE = (
     "attn-testkit: --attn-backend or --attn-report was given, and no test of the suite was collected, so that nothing "
     "was tested; add --pyargs attn_testkit.suite"
 )
-
-
-def _by_a_hook(deselected: int) -> str:
-    return f"a hook or plugin of pytest, which took {deselected} tests away"
 
 
 SESSION: pytest.StashKey[Session] = pytest.StashKey()

@@ -12,7 +12,7 @@ import pytest
 
 from ..reports.junit import properties
 from ..reports.record import plain
-from ..results import format_failure
+from ..results.failure_text import format_failure
 from ..running.planning.request import kit_error
 from ..running.processes.gpus import GpuSlots, visible_gpus
 from .own_session import OwnSession
@@ -38,7 +38,8 @@ class XdistHooks:
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """Free the GPU of a worker that ended, and take what it has seen."""
-        self._own.take(getattr(node, "workeroutput", {}).get("attn_seen", ()))
+        output = getattr(node, "workeroutput", {})
+        self._own.take(output.get("attn_seen", ()), output.get("attn_in_shard", (0, 0)))
         self._slots.free(node.gateway.id)
 
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:

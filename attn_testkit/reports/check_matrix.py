@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import RAN, CaseResult, Status, emulated_parts
+from ..results.case_result import RAN, CaseResult, Status, emulated_parts
 
 __all__ = ["CheckCell", "CheckMatrix", "CheckRow", "check_matrices", "reading_order"]
 

@@ -10,7 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..results import NO_CASE, CaseResult, RunHeader, repro_command
+from ..results.case_result import CaseResult
+from ..results.failure_text import repro_command
+from ..results.names import NO_CASE
+from ..results.run_header import RunHeader
 from .page import Card
 from .tally import seconds_of
 

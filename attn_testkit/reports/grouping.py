@@ -5,9 +5,9 @@ rows, requests) or that a compiler makes up (names of files, kernels, buffers an
 backend has the cause of an earlier one if any of these holds:
 
 * the run took it to be like that one, and diagnosed only the first (``CaseResult.like``);
-* the same line of the author's source raised in both;
+* the same line of the author's source raised in both, or both have a stray access of the same kernel;
 * the best hint of one is a hint of the other;
-* they are the eager and the graph copy of a case, and have wrong numbers in both.
+* they are the eager and the graph copy of a case, and each has wrong numbers or a stray access.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
-from ..results import CaseResult, Finding, is_generated
+from ..results.case_result import CaseResult, failed_check
+from ..results.finding import Finding
+from ..results.texts import is_generated
 
 __all__ = ["Causes", "Group", "group_failures", "without_numbers"]
 
@@ -65,7 +67,7 @@ class _Cause:
     def group(self) -> Group:
         first = self._named_by()
         others = (result for result in self.results if result is not first)
-        return Group(first.backend, _check(first), self.named().text, (first, *others))
+        return Group(first.backend, failed_check(first), self.named().text, (first, *others))
 
     def _named_by(self) -> CaseResult:
         """The last that was diagnosed although it is like another: it has less options. Else the first."""
@@ -144,13 +146,11 @@ def _same(cause: _Cause, result: CaseResult, lines: Sequence[_Line]) -> bool:
 
 
 def _of_numbers(result: CaseResult) -> bool:
-    """Report whether a failure is about a wrong number that eager mode has, too."""
-    found = result.findings[:1]
-    return any(each.check in _IN_EAGER and _ABOUT_A_ROW.match(each.headline) for each in found)
-
-
-def _check(result: CaseResult) -> str:
-    return result.findings[0].check if result.findings else result.status.value
+    """Report whether a failure is about a wrong number that eager mode has, too, or about a stray access."""
+    return any(
+        (each.check in _IN_EAGER and _ABOUT_A_ROW.match(each.headline)) or _STRAY in each.headline
+        for each in result.findings[:1]
+    )
 
 
 def _name(result: CaseResult) -> str:
@@ -169,7 +169,9 @@ def _of_finding(finding: Finding) -> list[_Line]:
         # An author's line that raises is one cause, in whichever phase it is reached, and whatever message a compiler
         # adds for each shape. The emulation's errors have no type: one line of code calls several of torch's operators.
         kind = _PHASE.search(finding.headline)
-        return [_Line(f"{raised[0]} {kind['kind'] if kind else ''}", finding.headline)]
+        # One wrong offset makes several accesses of a kernel stray: which of them comes first depends on the case.
+        line = f"{raised['file']} in {raised['function']}" if _STRAY in finding.headline else raised[0]
+        return [_Line(f"{line} {kind['kind'] if kind else ''}", finding.headline)]
     if not _ABOUT_A_ROW.match(finding.headline):
         return [_Line(without_numbers(finding.headline), finding.headline)]
     hints = [_Line(without_numbers(line), line) for line in finding.hint.splitlines() if line]
@@ -188,7 +190,9 @@ def _of_reason(result: CaseResult) -> list[_Line]:
     return [_Line(f"{result.status} {without_numbers(first)}" + (f" {frame[0]}" if frame else ""), text)]
 
 
-_RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in \S+?(?=:|$)", re.MULTILINE)
+_STRAY = " raised StrayAccessError: "
+"""Part of the headline of an access outside of a tensor. A stray access within other memory gives wrong numbers."""
+_RAISED_AT = re.compile(r"(?P<file>\S+):\d+ in (?P<function>\S+?)(?=:|$)", re.MULTILINE)
 """Beginning of the ``where`` of an exception, as ``checks/failures.py`` writes it: ``file.py:12 in function``."""
 _FRAME = re.compile(r'File "(?P<path>(?:[^"]*/)?(?P<file>[^"/]+))", line (?P<line>\d+),? in (?P<function>\S+)')
 """A frame of the stack that Python dumps when a process dies or is ended, the innermost first."""
@@ -196,7 +200,8 @@ _OF_A_LIBRARY = re.compile(
     r"/lib/python3\.\d+/(?!(?:site|dist)-packages/)|/(?:site|dist)-packages/(?:torch|numpy|triton)/"
 )
 """A frame of a library: the line that called the library tells the cause."""
-_IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", "reads-own-kv", "log-sum-exp")
+_IN_EAGER = ("matches-oracle", "finite", "output-written", "keys-counted-once", "reads-own-kv", "reads-own-state",
+             "log-sum-exp")  # fmt: skip
 """Checks of numbers that diagnosis reports only if eager mode is wrong, too, or does not exist."""
 _PHASE = re.compile(r"^.*? raised (?P<kind>\w+): ")
 _ABOUT_A_ROW = re.compile(r"requests? \d")
@@ -205,6 +210,7 @@ _ABOUT_A_ROW = re.compile(r"requests? \d")
 RESTATES_THE_CHECK = (
     "the graph still uses a value from capture time",
     "with zeros instead of NaN in ",
+    "with numbers instead of NaN in ",
     "as the only replay of the only bucket it is right",
     "it is right when no other mode and no eager step uses the instance",
     "data of padded rows reach real ones",
@@ -242,6 +248,8 @@ _ALIKE: tuple[tuple[re.Pattern[str], str], ...] = tuple(
         (r"\b(first|last) (?:N KV tokens are|KV token is) missing", r"\1 N KV tokens are missing"),
         (r"\b(head|request|row|dim|replay)s N\b", r"\1 N"),
         (r"\brequest N row N\b", "request N"),
+        # ``why: request 0 holds ..., request 1 holds ...``
+        (r"(?<=: )(request N [^,:]+)(?:, request N [^,:]+)+(?: and so on)?$", r"\1"),
         # ``request 0 holds ..., request 1 holds ... and so on: why``
         (r"^(request N [^:]{0,400}?)(, \1)*( and so on)?(?=:)", r"\1"),
     )

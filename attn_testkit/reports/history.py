@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..registry import UsageError
-from ..results import BAD, CaseResult, Status
+from ..results.case_result import BAD, CaseResult, Status
 from .record import FORMAT, Report, read_report
 
 __all__ = ["Age", "History", "Key", "Night", "age_of", "key_of", "last_night", "night_of", "read_history"]

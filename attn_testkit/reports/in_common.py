@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from ..results import MODES, RAN, CaseResult, Status
+from ..results.case_result import RAN, CaseResult, Status
+from ..results.names import MODES
 
 __all__ = ["in_common"]
 

@@ -8,7 +8,9 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Sequence
 from typing import Any
 
-from ..results import BAD, CaseResult, RunHeader, Status, format_failure
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure
+from ..results.run_header import RunHeader
 from .record import Report, plain
 from .tally import seconds_of
 

@@ -6,18 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import overload
 
-from ..results import (
-    BAD,
-    CaseResult,
-    RunHeader,
-    Status,
-    format_failure,
-    launch_lines,
-    left_lines,
-    not_covered_lines,
-    not_declared_lines,
-    repro_command,
-)
+from ..results.case_result import BAD, CaseResult, Status
+from ..results.failure_text import format_failure, repro_command
+from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines
+from ..results.run_header import RunHeader
 from .grouping import Causes, group_failures
 from .in_common import in_common
 from .verdict import Verdict, conclude, verdict

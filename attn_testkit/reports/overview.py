@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ..results import BAD, EXECUTIONS, MODES, RAN, CaseResult, Status
+from ..results.case_result import BAD, RAN, CaseResult, Status
+from ..results.names import EXECUTIONS, MODES
 
 __all__ = ["Cell", "Overview", "OverviewRow", "is_emulated", "overviews"]
 

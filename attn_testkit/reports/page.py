@@ -10,21 +10,10 @@ from typing import Any
 
 from markupsafe import Markup
 
-from ..results import (
-    BAD,
-    MODES,
-    RAN,
-    CaseResult,
-    Status,
-    emulated_parts,
-    launch_lines,
-    left_lines,
-    not_covered_lines,
-    note_lines,
-    printed_lines,
-    repro_command,
-    undeclared_line,
-)
+from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
+from ..results.failure_text import repro_command
+from ..results.names import MODES
+from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
 from .check_matrix import check_matrices
 from .compare import compare_reports
 from .grouping import Group, group_failures
@@ -91,7 +80,8 @@ class Card:
     @property
     def count(self) -> str:
         """Number of case-runs in words, as ``6 case-runs``."""
-        return _case_runs(len(self.group.results))
+        count = len(self.group.results)
+        return f"{count} case-run" + ("s" if count != 1 else "")
 
     @property
     def more(self) -> int:
@@ -107,10 +97,6 @@ class Card:
     def emulated(self) -> list[str]:
         """Names of what was emulated in any of them."""
         return sorted({part for result in self.group.results for part in emulated_parts(result)})
-
-
-def _case_runs(count: int) -> str:
-    return f"{count} case-run" + ("s" if count != 1 else "")
 
 
 def cards(report: Report, nights: Sequence[Night]) -> list[Card]:
@@ -219,7 +205,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "slowest": sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
         "matrices": check_matrices(runs),
         "rows": tally,
-        "undeclared": undeclared_line(results),
+        "not_declared": not_declared_lines(report.header.not_declared),
         "diagnosed": any(row.diagnosis for row in tally),
         "row_seconds": sum(row.seconds + row.diagnosis for row in tally),
         "used": [status for status in Status if any(row.counts.get(status) for row in tally)],

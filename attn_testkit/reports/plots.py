@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from markupsafe import Markup, escape
 
-from ..results import ErrorMap, KeyMap
+from ..results.finding import ErrorMap, KeyMap
 
 __all__ = ["LEVELS", "error_plot", "keys_plot", "level_of", "margin_plot", "nights_plot"]
 

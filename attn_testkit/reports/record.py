@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ..registry import UsageError
-from ..results import CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Selection, Status
+from ..results.case_result import CaseResult, Status
+from ..results.finding import ErrorMap, Finding, KeyMap
+from ..results.run_header import RunHeader, Selection
 from .record_check import Digest, contradiction
 
 __all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]

@@ -13,7 +13,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..results import BAD, RAN, CaseResult, RunHeader, Status
+from ..results.case_result import BAD, RAN, CaseResult, Status
+from ..results.run_header import RunHeader
 from .verdict import conclude
 
 __all__ = ["END", "Digest", "contradiction", "digest_of"]

@@ -7,7 +7,9 @@ import re
 import jinja2
 from markupsafe import Markup, escape
 
-from ..results import EXECUTIONS, MODES, format_failure, left_lines, not_covered_lines
+from ..results.failure_text import format_failure
+from ..results.names import EXECUTIONS, MODES
+from ..results.remarks import left_lines, not_covered_lines
 from .embedded import embedded_runs
 from .history import History
 from .page import MOST_LINES, page_model
@@ -33,7 +35,7 @@ def html_page(report: Report, previous: Report | None = None, history: History |
         data=embedded_runs(report.results, report.header, model["all_cards"]),
         modes=_present(MODES, {result.mode for result in present}),
         executions=_present(EXECUTIONS, {result.execution for result in present}),
-        levels=_level_words(),
+        levels=["right", *(f"up to {level:,.0f}x" for level in LEVELS[1:]), "more, NaN"],
         error_plot=error_plot,
         keys_plot=keys_plot,
         most_lines=MOST_LINES,
@@ -42,11 +44,6 @@ def html_page(report: Report, previous: Report | None = None, history: History |
 
 def _present(known: tuple[str, ...], found: set[str]) -> list[str]:
     return [*(word for word in known if word in found), *sorted(word for word in found - {*known} if word)]
-
-
-def _level_words() -> list[str]:
-    """The legend of a plot of errors: ``right``, ``up to 2x``, ..., ``more``."""
-    return ["right", *(f"up to {level:,.0f}x" for level in LEVELS[1:]), "more, NaN"]
 
 
 def markdown_summary(report: Report, previous: Report | None = None, history: History | None = None) -> str:

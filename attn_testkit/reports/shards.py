@@ -8,9 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..registry import UsageError
-from ..results import CaseResult, RunHeader, Selection
+from ..results.case_result import CaseResult
+from ..results.run_header import RunHeader, Selection
 from .record import Report, read_report
-from .verdict import MUST_AGREE, conclude
+from .verdict import MUST_AGREE, conclude, refuse_other_code
 
 __all__ = [
     "Shard",
@@ -160,6 +161,7 @@ def _refuse_other_run(first: str, wanted: RunHeader, name: str, found: RunHeader
             key = next(key for key in {**one, **other} if one.get(key) != other.get(key))
             what, one, other = f"{what}, {key}", one.get(key, "absent"), other.get(key, "absent")
         raise UsageError(f"{name} is of another run than {first}: {what} is {other!r} there and {one!r} in {first}")
+    refuse_other_code(name, found, f"in {first}", wanted)
 
 
 def _joined(files: Sequence[tuple[str, Report]]) -> tuple[CaseResult, ...]:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..results import MODES, RAN, CaseResult, Status, emulated_parts
+from ..results.case_result import RAN, CaseResult, Status, emulated_parts
+from ..results.names import MODES
 
 __all__ = ["DIAGNOSIS", "Row", "rows", "seconds_of", "text_table", "where_it_ran"]
 
@@ -60,7 +61,7 @@ def seconds_of(result: CaseResult) -> float:
 def rows(results: Iterable[CaseResult]) -> list[Row]:
     """Make one row per backend, mode and execution, in the order in which a server uses the modes.
 
-    What is not declared has no row: ``not_declared_lines`` names it, and ``undeclared_line`` on pages.
+    What is not declared has no row: ``not_declared_lines`` names it, on terminals and on pages.
     """
     groups: dict[tuple[str, str, str], list[CaseResult]] = {}
     for result in results:

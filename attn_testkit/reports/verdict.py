@@ -8,26 +8,24 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ..registry import UsageError
-from ..results import (
-    BAD,
-    CUT,
-    EXECUTIONS,
-    FUZZ,
-    MODES,
-    RAN,
-    CaseResult,
-    RunHeader,
-    Selection,
-    Status,
-    emulated_parts,
-    exit_code,
-)
+from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
+from ..results.names import EXECUTIONS, FUZZ, MODES
+from ..results.run_header import CUT, RunHeader, Selection, exit_code
 
-__all__ = ["MUST_AGREE", "Verdict", "conclude", "narrowed", "refuse_another_run", "verdict"]
+__all__ = [
+    "MUST_AGREE",
+    "Verdict",
+    "conclude",
+    "narrowed",
+    "other_code",
+    "refuse_another_run",
+    "refuse_other_code",
+    "verdict",
+]
 
 
 @dataclass(frozen=True)
@@ -235,6 +233,26 @@ def refuse_another_run(name: str, header: RunHeader, other_name: str, other: Run
         ours, theirs = getattr(header, what), getattr(other, what)
         if ours != theirs:
             raise UsageError(f"{name} is of another run: its {what} is {ours!r}, {other_name} {theirs!r}")
+    refuse_other_code(name, header, other_name, other)
+
+
+def refuse_other_code(name: str, header: RunHeader, other_name: str, other: RunHeader) -> None:
+    """Raise ``UsageError`` if a backend's files have other contents in one of two runs."""
+    for spec in header.sources.keys() & other.sources.keys():
+        if other_code(header.sources[spec], other.sources[spec]):
+            ours, theirs = (
+                f"{each['file']} ({each['code'][:12]})" for each in (header.sources[spec], other.sources[spec])
+            )
+            raise UsageError(
+                f"{name} is of other code: {spec} was {ours} there, {other_name} {theirs}, or a module that it uses; "
+                "run everything again"
+            )
+
+
+def other_code(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Report whether two entries of ``RunHeader.sources`` are of different code; not where one is not known."""
+    ours, theirs = one.get("code", ""), other.get("code", "")
+    return bool(ours and theirs) and ours != theirs
 
 
 def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:

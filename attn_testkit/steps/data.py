@@ -126,6 +126,8 @@ class StepData:
     """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
     selected: torch.Tensor | None = None
     """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
+    index: object = None
+    """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
     @property
     def keys(self) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..cases.case import Case
-from ..contract import Capabilities
+from ..contract import Capabilities, ForwardMode
 
 __all__ = ["MODEL", "Numerics", "numerics_of"]
 
@@ -25,6 +25,8 @@ class Numerics:
     q_scale: str = "none"
     """Scale of queries before they are rounded to FP8 (``Capabilities.q_scale``); ``none`` if the backend does not
     multiply in FP8."""
+    state_products: str = "fp32"
+    """Format of the factors of products in layers with states (``State.products``); ``fp32`` outside of extend."""
 
 
 MODEL = Numerics()
@@ -43,4 +45,7 @@ def numerics_of(case: Case, declared: Capabilities) -> Numerics:
         new_rows_as_given=in_fp8 and case.mode in declared.new_rows_as_given,
         lse_dtype="model" if lse_in_model else "fp32",
         q_scale=declared.q_scale if in_fp8 else "none",
+        state_products=declared.state.products
+        if declared.state is not None and case.state is not None and case.mode is ForwardMode.EXTEND
+        else "fp32",
     )

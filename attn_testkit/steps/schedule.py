@@ -447,7 +447,8 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
     if case.chunks > 1:
         steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
     *replays, last = steps
-    stored, other_strides = case.derived("second-step-stored") == 1, case.derived("second-step-memory") == 1
+    stored = case.state is None and case.derived("second-step-stored") == 1
+    other_strides = case.derived("second-step-memory") == 1
     second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
     oversized = replace(last, name="oversized")
     return Schedule(

@@ -97,7 +97,7 @@ class Launches:
         self._installed = False
 
     def install(self) -> None:
-        """Start to count. Call it before the backend is imported, whose namespaces of operators are its own."""
+        """Start counting. Call it before the import of the backend: later namespaces of operators are its own."""
         if not self._installed:
             self._installed = True
             _WRAPPED.enter()

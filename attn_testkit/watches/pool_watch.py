@@ -99,7 +99,7 @@ class PoolWatch:
     def written(
         self, due: npt.NDArray[np.int64], found: Sequence[Bytes]
     ) -> tuple[npt.NDArray[np.int64], Bytes, tuple[int, ...]]:
-        """Slots that changed [n] ascending, and bytes and shape of what they hold, [L, 2 or 1, n, Hk, Dqk] as ``bits``.
+        """Changed slots [n], ascending, and their contents as ``bits`` [L, 2 or 1, n, Hk, Dqk], as bytes and a shape.
 
         ``found``: results of ``look`` for ``due``, on the host. If others changed too, they are copied now.
         """

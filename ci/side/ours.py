@@ -23,7 +23,7 @@ sys.path[:0] = [str(HERE.parents[1]), str(HERE.parents[2] / "tests" / "bridges")
 from attn_testkit.cases.case import parse_case  # noqa: E402
 from attn_testkit.cases.declared import not_declared  # noqa: E402
 from attn_testkit.contract import Capabilities  # noqa: E402
-from attn_testkit.results import RAN, CaseResult, Status  # noqa: E402
+from attn_testkit.results.case_result import RAN, CaseResult, Status  # noqa: E402
 from attn_testkit.running.planning.candidate import Candidate  # noqa: E402
 from attn_testkit.running.planning.request import Item, Judge, Options, Plan, Request  # noqa: E402
 from attn_testkit.running.processes.judge_process import JudgeProcess  # noqa: E402

@@ -14,7 +14,7 @@ from in_process import check_backend
 from attn_testkit.backends.flashinfer import FlashInferBackend
 from attn_testkit.backends.vendor.warmup import families_of
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.steps.data import DTYPES, make_layers
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shuffled-gauss-cap1.5-b5prod"

@@ -14,7 +14,7 @@ from attn_testkit.backends.flashinfer_ragged import FlashInferRaggedBackend
 from attn_testkit.backends.vendor.warmup import families_of
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.steps.data import DTYPES, make_layers
 
 CHUNKS = "extend-gqa8x2-d64-bf16-p16-k32.128.64.16-n6a1x3.19-chunks3-reversed-gauss-cap1.5-b7stale"

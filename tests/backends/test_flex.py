@@ -11,7 +11,9 @@ import pytest
 import torch
 from in_process import check_backend
 
-from attn_testkit.results import NOT_COMPILED, Status, emulated_parts, format_failure
+from attn_testkit.results.case_result import Status, emulated_parts
+from attn_testkit.results.failure_text import format_failure
+from attn_testkit.results.names import NOT_COMPILED
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it imports Inductor

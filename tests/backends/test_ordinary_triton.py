@@ -12,7 +12,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from in_process import check_backend
 
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 CASES = [
     "decode-gqa4x2-d64-bf16-p16-k3.9.6-shuffled-gauss-b4prod",

@@ -15,7 +15,7 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionLayer, DraftDecodeInput, ForwardMode, KernelPlan
 from attn_testkit.contract.kernel_plan import KernelStep
 from attn_testkit.examples.slot_index import SlotIndexBackend
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 LAYER = AttentionLayer(0, 4, 2, 64, 64, 1.0, k_scale=0.25, v_scale=2.0)
 TABLE = torch.tensor([[8, 9, 10, 11, 0, 1], [12, 13, 14, 15, 4, 5]], dtype=torch.int32)

@@ -10,7 +10,7 @@ pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed"
 
 from in_process import check_backend
 
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 XQA = "attn_testkit.backends.trtllm_mha:XQABackend"
 needs_tokenspeed = pytest.mark.skipif(

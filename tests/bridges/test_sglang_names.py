@@ -111,6 +111,8 @@ def test_the_script_that_messages_name_makes_an_environment_of_each_version(vers
         (
             "known_failures.toml",
             {
+                "sglang:dsa",
+                "sglang:dsa_fused",
                 "sglang:triton",
                 "sglang_bugs:FP8",
                 "sglang_bugs:WindowsInDecode",

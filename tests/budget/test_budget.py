@@ -14,15 +14,10 @@ from attn_testkit.cli import main
 from attn_testkit.reports.outcome import Results, verdict
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
-from attn_testkit.results import (
-    CUT,
-    NOT_STARTED,
-    CaseResult,
-    RunHeader,
-    Status,
-    exit_code,
-    left_lines,
-)
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.names import NOT_STARTED
+from attn_testkit.results.remarks import left_lines
+from attn_testkit.results.run_header import CUT, RunHeader, exit_code
 from attn_testkit.running.case_runs import loop
 from attn_testkit.running.case_runs.lane import Lane, Work
 from attn_testkit.running.case_runs.loop import Runner

@@ -7,7 +7,7 @@ from by_hand import CAPABILITIES
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS, NUMERIC, REPORTED_INSTEAD, Stage, evaluated
-from attn_testkit.contract import Execution, LogSumExp
+from attn_testkit.contract import Execution, Indexer, LogSumExp, Sparse
 
 EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 ALONE = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
@@ -15,6 +15,8 @@ FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
 EXACT = CAPABILITIES.with_changes(
     deterministic=True, batch_invariant=True, needs_cpu_seq_lens=False, lse=LogSumExp("e", whole={"decode"})
 )
+SELECTS = CAPABILITIES.with_changes(sparse=Sparse(topk={16}, indexer=Indexer(heads={4})))
+SELECTING = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-sel16-idx4-b1prod")
 
 
 def test_every_check_says_all_that_is_asked_of_it() -> None:
@@ -40,6 +42,14 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "reads-own-kv",
         "writes-own-kv",
         "inputs-unchanged",
+        "reads-own-state",
+        "writes-own-state",
+        "conv-window-exact",
+        "state-matches-oracle",
+        "state-counts-tokens",
+        "index-stored",
+        "selection-well-formed",
+        "selects-best",
         "graph-matches-eager",
         "captures-cleanly",
         "replay-follows-batch",
@@ -77,8 +87,38 @@ GRAPH_ALONE = {
 
 
 def test_a_check_applies_eagerly_or_in_graphs_or_in_both() -> None:
-    assert {id_ for id_, check in CHECKS.items() if not check.applies(EXACT, GRAPH)} == EAGER_ALONE
-    assert {id_ for id_, check in CHECKS.items() if not check.applies(EXACT, EAGER)} == GRAPH_ALONE
+    def not_applied(execution: Execution) -> set[str]:
+        return {
+            id_ for id_, check in CHECKS.items() if not any(check.applies(each, execution) for each in (EXACT, SELECTS))
+        }
+
+    assert not_applied(GRAPH) == EAGER_ALONE
+    assert not_applied(EAGER) == GRAPH_ALONE
+
+
+def test_checks_of_an_indexer_apply_where_one_is_declared_and_the_case_has_it() -> None:
+    indexer = {"index-stored", "selection-well-formed", "selects-best"}
+    assert {id_ for id_ in indexer if CHECKS[id_].applies(SELECTS, EAGER)} == indexer
+    assert not any(CHECKS[id_].applies(EXACT, EAGER) for id_ in indexer)
+    assert indexer <= set(evaluated(SELECTS, EAGER, Stage.COMPLETED, (), SELECTING)[0])
+    assert not indexer & set(evaluated(SELECTS, EAGER, Stage.COMPLETED, (), ALONE)[0])
+    fused = parse_case(SELECTING.id.replace("idx4", "idx4fused"))
+    assert indexer & set(evaluated(SELECTS, EAGER, Stage.COMPLETED, (), fused)[0]) == {"index-stored"}
+
+
+@pytest.mark.parametrize(
+    ("failed", "hidden"),
+    [
+        ("index-stored", {"selection-well-formed", "selects-best"}),
+        ("selection-well-formed", {"selects-best"}),
+        ("selects-best", set()),
+    ],
+)
+def test_a_wrong_selection_hides_what_follows_from_it(failed: str, hidden: set[str]) -> None:
+    done, missing = evaluated(SELECTS, EAGER, Stage.COMPLETED, {failed}, SELECTING)
+    assert failed in done
+    assert hidden | set(NUMERIC) - {"keys-counted-once"} <= set(missing)
+    assert not {"index-stored", "selection-well-formed"} - hidden - {failed} & set(missing)
 
 
 def test_what_is_not_declared_is_not_listed_at_all() -> None:

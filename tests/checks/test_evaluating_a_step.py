@@ -9,7 +9,7 @@ import torch
 from by_hand import CAPABILITIES, DECODE, LIMIT, expected_zeros, observation, right_outputs, schedule_of, zeros_like
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_testkit.checks import CHECKS, NUMERIC, Comparison
+from attn_testkit.checks import BEFORE_OUTPUTS, CHECKS, NUMERIC, Comparison
 from attn_testkit.checks.observation import Outputs, copies_of
 from attn_testkit.checks.step import _ORDER, evaluate_step
 from attn_testkit.contract import Capabilities
@@ -82,6 +82,9 @@ def test_with_right_attention_outputs_everything_is_evaluated() -> None:
         assert "graph-matches-eager" not in ids(wrong_in_everything(LIMIT / 4), CAPABILITIES.with_changes(**half))
 
 
+OF_STATES = {"writes-own-state", "state-counts-tokens", "conv-window-exact", "state-matches-oracle"}
+
+
 def test_every_finding_names_its_step() -> None:
     exact = CAPABILITIES.with_changes(deterministic=True, batch_invariant=True)
     evaluated = [wrong_in_everything(value) for value in (4 * LIMIT, torch.inf, LIMIT / 4)]
@@ -94,8 +97,9 @@ def test_every_finding_names_its_step() -> None:
     )
     evaluated.append(Comparison(apart, expected))
     found = [finding for each in evaluated for finding in evaluate_step(each, SCHEDULE, exact)]
-    # Cases with parts, and those of codes, have tests of their own: test_log_sum_exp.py, test_key_counts.py.
-    elsewhere = {"log-sum-exp", "keys-counted-once"}
+    # Cases with parts, codes, states and indexers have tests of their own: test_log_sum_exp.py, test_key_counts.py,
+    # test_states_by_hand.py.
+    elsewhere = {"log-sum-exp", "keys-counted-once", *BEFORE_OUTPUTS} | OF_STATES
     assert {finding.check for finding in found} == set(_ORDER) - elsewhere, "each is asked for once at least"
     assert {finding.step for finding in found} == {"a step"}
 
@@ -103,9 +107,11 @@ def test_every_finding_names_its_step() -> None:
 def test_every_check_that_judges_a_step_is_run_and_the_first_finding_is_the_cause() -> None:
     assert set(_ORDER) == {check.id for check in CHECKS.values() if check.run}
     assert len(_ORDER) == len(set(_ORDER))
-    assert _ORDER[0] == "writes-own-kv", "wrong writes make wrong numbers"
-    assert _ORDER[1] == "log-sum-exp", "a wrong one makes a wrong merge"
-    assert _ORDER[2:6] == NUMERIC
+    assert _ORDER[:2] == ("writes-own-state", "state-counts-tokens"), "wrong writes make wrong numbers"
+    assert _ORDER[2] == "writes-own-kv", "wrong writes make wrong numbers"
+    assert _ORDER[3:6] == BEFORE_OUTPUTS, "a wrong index key makes a wrong selection, and that wrong numbers"
+    assert _ORDER[6] == "log-sum-exp", "a wrong one makes a wrong merge"
+    assert _ORDER[7:11] == NUMERIC
 
 
 class Operations(TorchDispatchMode):

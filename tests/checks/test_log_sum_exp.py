@@ -16,7 +16,7 @@ from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import LogSumExp
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.oracle.expect import Expected, expect
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_layers
 
 PREFIX = schedule_of("decode-gqa2x2-d32-fp32-p4-k9.0.6-shuffled-gauss-lseprefix-b3prod")

@@ -22,7 +22,7 @@ from by_hand import (
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.outputs import mode_outputs
 from attn_testkit.oracle.expect import Expected
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import draft_topk
 
 SLACK = 2 * LIMIT

@@ -12,7 +12,8 @@ from attn_testkit.cli import main
 from attn_testkit.cluster.judge import Cluster
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import read_report
-from attn_testkit.results import KIT_ERROR, Status
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.names import KIT_ERROR
 from attn_testkit.running.planning.request import Options, Request
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from attn_testkit.cli import main
 from attn_testkit.cluster.tasks import Collector, architecture_of
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,20 @@ def test_the_number_of_tokens_from_which_on_it_is_wrong_is_found(most: int, foun
     assert asked_of(lambda case: longest(case) > most).right_up_to == found
 
 
+@pytest.mark.parametrize(
+    ("right", "wrong", "found", "runs"),
+    [(0, 0, 20, 18), (18, 34, 20, 16), (18, 21, 20, 14), (34, 18, 0, 0), (0, 16, 0, 0)],
+)
+def test_requests_of_the_wrong_step_bound_the_search(right: int, wrong: int, found: int, runs: int) -> None:
+    backend = Backend(lambda case: longest(case) > 20)
+    schedule = make_schedule(parse_case(CASE))
+    asked = ChangedCases(backend, schedule, right=right, wrong=wrong)  # type: ignore[arg-type]
+    assert asked.right_up_to == found
+    assert len(backend.asked) == runs
+    elsewhere = ChangedCases(Backend(lambda case: longest(case) > 40), schedule, right=18, wrong=34)  # type: ignore[arg-type]
+    assert elsewhere.right_up_to == 0, "other draws are right and wrong elsewhere"
+
+
 def test_a_number_of_tokens_is_no_boundary_where_more_are_right_again() -> None:
     assert asked_of(lambda case: longest(case) % 16 > 0 or longest(case) == 64).right_up_to == 0
 

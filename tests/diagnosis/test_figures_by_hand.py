@@ -13,7 +13,7 @@ import torch
 from attn_testkit.checks.comparison import Ratios
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.figures import error_map, key_map
-from attn_testkit.results import KeyMap
+from attn_testkit.results.finding import KeyMap
 
 
 def evaluated(element: torch.Tensor, row: torch.Tensor | None = None, requests: list[int] | None = None) -> Any:

@@ -10,10 +10,9 @@ from functools import lru_cache
 import pytest
 from in_process import plan_run, run_item
 
-from attn_testkit.faults import all_faults
-from attn_testkit.results import Finding
+from attn_testkit.faults.catalogue import entry_of
+from attn_testkit.results.finding import Finding
 
-FAULTS = {fault.slug: fault for fault in all_faults()}
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
 LONG = "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan"
 BRANCHES = "draft-decode-mha2-d64-bf16-p4-k0.1.8-topk3steps6-reversed-peaked-w4-b3prod"
@@ -36,7 +35,7 @@ ONE = "target-verify-gqa2x2-d64-bf16-p16-k300-chain4-shuffled-gauss-b1prod"
 @lru_cache
 def findings(slug: str, case: str, execution: str) -> tuple[Finding, ...]:
     """Of one case-run, in this process."""
-    plan = plan_run(backends=[FAULTS[slug].spec], device="cpu", cases=[case], executions=[execution])
+    plan = plan_run(backends=[entry_of(slug).spec], device="cpu", cases=[case], executions=[execution])
     (item,) = (item for item in plan.items if item.execution == execution)
     return run_item(item, plan).findings
 

@@ -19,7 +19,7 @@ from attn_testkit.diagnosis import questions, root_cause
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
 from attn_testkit.oracle.expect import expect
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))

@@ -486,6 +486,10 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
 
     assert read() == read(others=1.0) == reported([3, 9], [1]), "a stride of the capture leads to others"
     assert read(page0=0.1) == read(unowned=0.1) == "", "what is too short reads too little, and not what is nobody's"
+    first = Of(elsewhere={}, used=frozenset({0}), wanted=frozenset({0, 1}))
+    assert batch.length_threshold(evidence([1, 9], [1], in_graph=True, attended=first)) == "", "the length of a capture"
+    more = Of(elsewhere={}, used=frozenset({0, 1}), wanted=frozenset({0, 1}))
+    assert batch.length_threshold(evidence([1, 9], [1], in_graph=True, attended=more)) != ""
     assert reported([3, 9], [1]).endswith("requests of up to 3 KV tokens are right, of 9 and more are wrong")
     assert reported([3, 9], [1], in_graph=False) == ""
     assert reported([3, 9], [0]) == ""

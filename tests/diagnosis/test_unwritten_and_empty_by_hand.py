@@ -148,7 +148,7 @@ def test_what_a_branch_of_a_draft_reads_is_reported_by_its_own_pages() -> None:
     wanted = (*range(7), 12)
     tail = attended(DRAFT, 0, 5, used=range(6), wanted=wanted, elsewhere_of={"tail": 0.25})
     found = evidence(DRAFT, right(DRAFT), attended=tail)
-    assert elsewhere(found).startswith("slots of its draft's pages are read that hold no KV token of this branch")
+    assert elsewhere(found).startswith("slots that hold no KV token of this branch are read in pages of its draft")
     assert key_range(found).startswith("KV tokens 6, 12 are missing, which a branch has in its own pages")
     for used in ((*range(5), 12), (*range(6), 12)):
         other = attended(DRAFT, 0, 5, used=used, wanted=wanted)

@@ -17,7 +17,12 @@ from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.diagnosis.hints.keys import stored_elsewhere
 from attn_testkit.diagnosis.hints.numbers import computed_nan
-from attn_testkit.diagnosis.hints.values import nothing_computed, one_row_each, rows_of_other_layers
+from attn_testkit.diagnosis.hints.values import (
+    nan_became_zero,
+    nothing_computed,
+    one_row_each,
+    rows_of_other_layers,
+)
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import new_kv
@@ -55,6 +60,25 @@ def test_rows_of_zeros_are_computed_by_nothing_and_the_text_says_how_far_that_go
     other = out.clone()
     other[0, 2] += 9.0
     assert nothing_computed(evidence(other)) == "", "another wrong row has numbers"
+
+
+@pytest.mark.parametrize(("place", "read"), [("tail", True), ("unowned", True), ("others", False)])
+def test_zeros_of_a_row_that_reads_nan_are_no_missing_work(place: str, read: bool) -> None:
+    keys, out = frozenset(range(4)), right()
+    out[:, 1] = 0.0
+    attended = AttendedKeys(1, 0, keys, keys, frozenset(), keys, 4, {place: 0.1}, 1.0)
+    found = replace(evidence(out), attended=attended)
+    assert (nothing_computed(found) == "") is read
+    assert nan_became_zero(found).startswith("the zeros come from a NaN that was read") is read
+    first = hints(found)[0]
+    assert first.startswith("nothing computed") is not read
+    if place == "tail":
+        assert first.startswith("slots after the last KV token are read")
+    assert nan_became_zero(evidence(out)) == "", "nothing else was read"
+    other = right() + 9.0
+    assert nan_became_zero(replace(evidence(other), attended=attended)) == "", "the rows have numbers"
+    later = replace(found, right_when_fresh=True)
+    assert nothing_computed(later) != "", "it was asked on a fresh instance, where it is right"
 
 
 def test_zeros_at_every_replay_are_a_counter_that_no_replay_resets() -> None:

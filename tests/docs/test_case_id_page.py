@@ -13,6 +13,7 @@ from attn_testkit.cases.case import DATA, LAYOUTS, PADDINGS, WORDS, parse_case
 from attn_testkit.cases.fields import DEFAULTS
 from attn_testkit.cases.rows import Rows
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
+from attn_testkit.cases.state import STATE_DATA
 from attn_testkit.contract import ForwardMode
 
 PAGE = (ROOT / "docs" / "reference" / "case-ids.md").read_text()
@@ -24,6 +25,8 @@ PLAIN = {
     "extend": "extend-gqa4x2-d64-bf16-p8-k0.15.32-n13a17.1x2-shuffled-gauss-b5prod",
     "draft-decode": "draft-decode-gqa4x2-d64-bf16-p8-k33-topk2steps3-shuffled-gauss-b5prod",
 }
+STATES = "decode-gdn4x2-d64-bf16-p8-k33-shuffled-mild_decay-k32w2s32-b5prod"
+"""A case whose layers keep a state."""
 
 
 def table(heading: str) -> list[list[str]]:
@@ -40,6 +43,11 @@ def words(cell: str) -> list[str]:
 EVERYWHERE = [(word, "decode") for row in table("Always there") for word in words(row[0]) if word not in PLAIN]
 OF_MODES = [(w, mode) for row in table("Of a mode") for w in words(row[0]) for mode in row[1].split(", ")]
 OPTIONAL = [(word, "decode") for row in table("Optional") for word in words(row[0])]
+OF_STATES = [
+    (word, STATES.replace("gdn4x2-", "lightning4-").replace("w2", "w1") if word.startswith("lightning") else STATES)
+    for row in table("Of layers that keep a state")
+    for word in words(row[0])
+]
 
 
 def kinds() -> list[re.Pattern[str]]:
@@ -74,6 +82,17 @@ def test_every_word_of_the_page_parses(word: str, mode: str) -> None:
     assert parse_case(case_id).id == case_id
 
 
+@pytest.mark.parametrize(("word", "case_id"), OF_STATES)
+def test_every_word_of_a_state_parses(word: str, case_id: str) -> None:
+    changed = with_word(case_id, word)
+    assert f"-{word}" in changed
+    assert parse_case(changed).id == changed
+
+
+def test_every_pattern_of_states_is_on_the_page() -> None:
+    assert [row[0].strip("`") for row in table("Data patterns of states")] == list(STATE_DATA)
+
+
 def test_the_example_of_the_page_parses() -> None:
     (example,) = re.findall(r"^extend-\S+$", PAGE, re.M)
     assert parse_case(example).id == example
@@ -85,7 +104,7 @@ def test_every_mode_is_on_the_page_and_parses() -> None:
 
 
 def test_every_word_that_the_parser_knows_is_on_the_page() -> None:
-    shown = [word for word, _ in (*EVERYWHERE, *OF_MODES, *OPTIONAL)]
+    shown = [word for word, _ in (*EVERYWHERE, *OF_MODES, *OPTIONAL, *OF_STATES)]
     assert [kind.pattern for kind in kinds() if not any(kind.fullmatch(word) for word in shown)] == []
 
 
@@ -103,5 +122,7 @@ def test_every_field_of_a_case_can_be_said_by_a_word_of_the_page() -> None:
     for word, mode in (*EVERYWHERE, *OF_MODES, *OPTIONAL):
         one, other = parse_case(with_word(PLAIN[mode], word)), parse_case(PLAIN[mode])
         said |= {name for name, value in one.values.items() if value != other.values[name]}
+    of_states = [(parse_case(with_word(each, word)), parse_case(each)) for word, each in OF_STATES]
+    said |= {"state" for one, other in of_states if one.state != other.state}
     of_rows = {field.name for rows in get_args(Rows) for field in fields(rows)}
     assert said | {"v2"} == DEFAULTS.keys() - {"rows"} | of_rows

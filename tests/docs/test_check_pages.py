@@ -44,7 +44,7 @@ def test_every_fault_stands_on_the_page_of_the_check_that_must_catch_it_first() 
 
 def test_the_catalogue_names_controls_and_what_is_scaled_down() -> None:
     page = check_pages()["reference/checks/catalogue.md"]
-    assert all(f"| `{control.name}` |" in page for control in all_controls())
+    assert all(f"| `{control.slug}` |" in page for control in all_controls())
     assert all(f"* `{fault.slug}`: " in page for fault in all_faults() if fault.modelled)
 
 

@@ -17,7 +17,10 @@ from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.reports import verdict
 from attn_testkit.reports.tally import text_table
-from attn_testkit.results import CHECK_IDS, EXECUTIONS, MODES, CaseResult, Finding, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.names import CHECK_IDS, EXECUTIONS, MODES
 from attn_testkit.running.planning.request import TIERS
 
 BANNED = re.compile(

@@ -52,6 +52,12 @@ def add_to_descriptor(x, target, M: tl.constexpr, N: tl.constexpr):
 
 
 @triton.jit
+def fill_descriptor(target, M: tl.constexpr, N: tl.constexpr):
+    i, j = tl.program_id(0) * M, tl.program_id(1) * N
+    tl.store_tensor_descriptor(target, [i, j], tl.full([M, N], 1.0, tl.float32))
+
+
+@triton.jit
 def shape_of_descriptor(source, out):
     at = tl.program_id(0)
     tl.store(out + at * 4, source.shape[0])

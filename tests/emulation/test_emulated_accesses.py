@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 
 import numpy as np
@@ -81,19 +82,28 @@ def test_the_error_travels_between_processes():
     assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
-@pytest.mark.parametrize(("bytes_off", "raises"), [(1 << 20, False), ((1 << 20) + 4, True)])
-def test_a_load_may_be_a_mebibyte_off(bytes_off, raises):
+@pytest.mark.parametrize("look", [triton_bounds.look_at_load, triton_bounds.look_at_store], ids=["load", "store"])
+@pytest.mark.parametrize(("bytes_off", "raises"), [(0, False), (4, True)])
+def test_the_last_element_of_the_storage_is_the_last_that_may_be_used(look, bytes_off, raises):
     x, out = torch.zeros(1 << 20, device="cuda"), torch.zeros(1, device="cuda")
     inside = x[(1 << 19) : (1 << 19) + 4]
-    parts = (np.array([inside.untyped_storage().data_ptr() + inside.untyped_storage().nbytes() + bytes_off - 4]),)
-    with triton_bounds.looking_at_accesses("k", {"x": inside, "out": out}):
-        if raises:
-            with pytest.raises(StrayAccessError, match=r"a load of triton kernel k .* up to 1048580 bytes behind"):
-                triton_bounds.look_at_load(parts, 4)
-        else:
-            triton_bounds.look_at_load(parts, 4)
-        with pytest.raises(StrayAccessError, match=r"a store of triton kernel k .* would write"):
-            triton_bounds.look_at_store(parts, 4)
+    end = inside.untyped_storage().data_ptr() + inside.untyped_storage().nbytes()
+    parts = (np.array([end + bytes_off - 4]),)
+    expected = pytest.raises(StrayAccessError, match=r"of triton kernel k .* up to 4 bytes behind")
+    with (
+        triton_bounds.looking_at_accesses("k", {"x": inside, "out": out}),
+        expected if raises else contextlib.nullcontext(),
+    ):
+        look(parts, 4, inside.data_ptr())
+
+
+def test_memory_of_another_argument_is_out_of_bounds_too():
+    """A bad row of the pool may lie in the table that lies behind it."""
+    x = torch.zeros(64, device="cuda")
+    pool, table = torch.zeros(8, device="cuda"), torch.zeros(8, device="cuda")
+    expected = pytest.raises(StrayAccessError, match=r"the memory of pool, float32 \[8\]: other")
+    with triton_bounds.looking_at_accesses("k", {"pool": pool, "table": table, "x": x}), expected:
+        triton_bounds.look_at_load((np.array([table.data_ptr()]),), 4, pool.data_ptr())
 
 
 def test_an_offset_in_32_bits_is_reported_and_does_not_end_the_process():

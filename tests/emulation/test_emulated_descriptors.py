@@ -188,7 +188,10 @@ def test_a_descriptor_that_says_more_than_there_is_is_found():
         whole = Descriptor(out, [32, 64], [64, 1], [16, 32])
         kernels.add_to_descriptor[(2, 2)](out, whole, M=16, N=32)
         longer = Descriptor(out, [33, 64], [64, 1], [16, 32])
-        with pytest.raises(StrayAccessError, match="a store of triton kernel add_to_descriptor"):
+        kernels.fill_descriptor[(2, 2)](whole, M=16, N=32)
+        with pytest.raises(StrayAccessError, match="a store of triton kernel fill_descriptor"):
+            kernels.fill_descriptor[(3, 2)](longer, M=16, N=32)
+        with pytest.raises(StrayAccessError, match="a load of triton kernel add_to_descriptor"):
             kernels.add_to_descriptor[(3, 2)](torch.zeros(48, 64).cuda(), longer, M=16, N=32)
         with pytest.raises(StrayAccessError, match="a load of triton kernel copy_by_descriptors"):
             kernels.copy_by_descriptors[(2, 2)](out, out, 2**20, 64, 64, 2**19, 0, 16, 32, "zero")

@@ -18,7 +18,7 @@ from attn_testkit.contract import ForwardMode
 from attn_testkit.contract.head_layout import HEAD_LAYOUTS, HeadLayout, register_head_layout
 from attn_testkit.families.table import FAMILIES, family_of, meaningful, meaningless, register
 from attn_testkit.fuzz.strategies import random_cases
-from attn_testkit.results import CaseResult
+from attn_testkit.results.case_result import CaseResult
 
 WINDOWED = "decode-mean2-d64-fp32-p16-k300.70.12-interleaved-shifted-w11-b3prod"
 CODES = "decode-mean2-d64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod"

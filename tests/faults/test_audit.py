@@ -23,7 +23,7 @@ from attn_testkit.cli import main
 from attn_testkit.contract import BackendContext, Execution, ForwardMode
 from attn_testkit.examples.off_by_one import OffByOneBackend
 from attn_testkit.faults import all_controls, all_faults, catalogue
-from attn_testkit.faults.catalogue import Control, Fault
+from attn_testkit.faults.catalogue import CorpusEntry
 from attn_testkit.faults.parent import PlannedBackend
 from attn_testkit.registry import UsageError
 from attn_testkit.running.case_runs.loop import Runner
@@ -42,16 +42,18 @@ def planted() -> Iterator[None]:
     """Faults and controls that are none, in the catalogue for a while."""
     kept = all_faults(), all_controls()
     for slug, backend in (("healthy", PlannedBackend), ("asserting", AssertingBackend)):
-        catalogue._FAULTS[slug] = Fault(
-            slug, "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), ("matches-oracle",), backend
+        catalogue._CORPUS[slug] = CorpusEntry(
+            "fault", slug, backend, "nobody", (ForwardMode.DECODE,), (Execution.EAGER,), ("matches-oracle",)
         )
-    catalogue._CONTROLS["broken"] = Control("broken", OffByOneBackend)
-    catalogue._CONTROLS["asserting-control"] = Control("asserting-control", AssertingBackend)
+    for slug, backend in (("broken", OffByOneBackend), ("asserting-control", AssertingBackend)):
+        catalogue._CORPUS[slug] = CorpusEntry(
+            "control", slug, backend, "", tuple(ForwardMode), tuple(Execution), healthy=backend
+        )
     all_faults.cache_clear()
     all_controls.cache_clear()
     yield
-    del catalogue._FAULTS["healthy"], catalogue._FAULTS["asserting"]
-    del catalogue._CONTROLS["broken"], catalogue._CONTROLS["asserting-control"]
+    for slug in ("healthy", "asserting", "broken", "asserting-control"):
+        del catalogue._CORPUS[slug]
     all_faults.cache_clear()
     all_controls.cache_clear()
     assert (all_faults(), all_controls()) == kept
@@ -138,6 +140,18 @@ def test_faults_and_controls_run_in_processes_and_the_record_and_the_page_show_t
     page = Path(files[1]).read_text()
     assert "rows are packed" in " ".join(page.split())
     assert "http" not in page.replace("http-equiv", ""), "a page needs nothing else"
+
+
+def test_field_bugs_of_a_folder_run_with_their_parents_on_the_case_of_each(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, page = Path(__file__).parents[1] / "field_bugs", tmp_path / "audit.html"
+    asked = ["audit", "--device", "cpu", "--jobs", "1", "--fault", "field-window-one-more"]
+    assert main([*asked, "--field-bugs", str(folder), "--html", str(page)]) == 0
+    assert "1 of 1 faults caught; 0 false alarms in 1 healthy controls; 2 case-runs" in capsys.readouterr().out
+    assert "field bugs · 1" in page.read_text()
+    assert main([*asked, "--field-bugs", str(tmp_path)]) == 4
+    assert "no fault matches" in capsys.readouterr().err
 
 
 def test_a_wrong_name_is_answered_with_the_right_one() -> None:

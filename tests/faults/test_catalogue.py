@@ -12,7 +12,7 @@ from attn_testkit.audit.verdicts import Audit, FaultVerdict, Settings
 from attn_testkit.checks import CHECKS
 from attn_testkit.contract import AttentionBackend, ForwardMode
 from attn_testkit.faults import all_controls, all_faults
-from attn_testkit.faults.catalogue import CLASSES, Fault, control, fault
+from attn_testkit.faults.catalogue import CLASSES, CorpusEntry, bug, control, fault
 from attn_testkit.faults.parent import PlannedBackend
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,19 +72,19 @@ def test_no_fault_and_no_control_is_made_of_an_adapter() -> None:
 def test_what_is_wrong_is_written_once_in_the_docstring_of_the_class_and_the_page_shows_it() -> None:
     found = Audit(Settings())
     for entry in all_faults():
-        assert entry.mechanism.endswith("."), entry.slug
+        assert entry.about.endswith("."), entry.slug
         found.faults.append(FaultVerdict(entry.slug, entry.bug_class, entry.source, entry.checks))
     page = audit_page(found)
     assert (
         "Replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture." in page
     )
-    assert all(entry.why.endswith(".") for entry in all_controls())
+    assert all(entry.about.endswith(".") for entry in all_controls())
 
 
 def test_a_docstring_of_a_parent_is_no_mechanism_and_no_reason() -> None:
     bare = type("Bare", (PlannedBackend,), {"__module__": "attn_testkit.faults.a_query_offsets"})
-    assert Fault("bare", "general", (), (), (), bare).mechanism == ""
-    with pytest.raises(ValueError, match="docstring of its class is missing"):
+    assert CorpusEntry("fault", "bare", bare).about == ""
+    with pytest.raises(ValueError, match="docstring of its class says what is wrong or unusual, and is missing"):
         control("bare")(bare)
 
 
@@ -101,7 +101,7 @@ def broken(**changes: object) -> type[AttentionBackend]:
         ({"checks": ()}, broken(), "at least one check"),
         ({}, broken(__module__="attn_testkit.faults.z_nothing"), "begins with no letter of A, B"),
         ({}, broken(__module__="attn_testkit.faults.parent"), "begins with no letter of A, B"),
-        ({}, broken(__doc__=None), "says what is wrong, and is missing"),
+        ({}, broken(__doc__=None), "says what is wrong or unusual, and is missing"),
         ({"slug": "Not A Slug"}, broken(), "lower-case words"),
         ({"slug": "qlens-packed-vs-uniform-stride"}, broken(), "taken"),
         ({"modes": ()}, broken(), "none of its modes"),
@@ -120,6 +120,21 @@ def test_an_entry_that_cannot_be_audited_is_refused(
     }
     with pytest.raises(ValueError, match=message):
         fault(**{**entry, **changes})(backend)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"check": "matches-orakle"}, "unknown checks"),
+        ({"execution": "graph"}, "none of its modes"),
+        ({"source": ""}, "source is missing"),
+    ],
+)
+def test_a_field_bug_that_cannot_be_audited_is_refused(changes: dict[str, str], message: str) -> None:
+    entry = {"source": "sglang #1", "case": "extend-mha2-d64-bf16-p16-k9-n3a3-shuffled-gauss-b1prod"}
+    declared = PlannedBackend.capabilities.with_changes(graph={"decode"})
+    with pytest.raises(ValueError, match=message):
+        bug(**{**entry, **changes})(broken(capabilities=declared))
 
 
 def test_every_control_stands_in_a_file_of_controls_which_are_all_that_is_imported_to_list_them() -> None:

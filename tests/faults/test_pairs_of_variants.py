@@ -10,11 +10,12 @@ from in_process import check_backend
 from attn_testkit.cases.case import Case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, ForwardMode
-from attn_testkit.faults import all_faults
+from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.faults.controls_of_masks import PaddedRowsOfBlocks
-from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
 
-(FAULT,) = (fault for fault in all_faults() if fault.slug == "last-request-ends-where-padded-rows-do")
+FAULT = entry_of("last-request-ends-where-padded-rows-do")
 BOTH = frozenset({"padded_tokens", "noncausal"})
 
 

@@ -8,17 +8,18 @@ import pytest
 from in_process import check_backend
 
 from attn_testkit.contract import AttentionBackend
-from attn_testkit.faults import all_controls, all_faults
+from attn_testkit.faults import all_controls
+from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.faults.g_narrow_numbers import Fp8Probabilities
-from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
 
 UNEVEN = "decode-gqa2x2-d64-bf16-p1-k17.4.5-reversed-large_and_small_queries-kvfp8e4m3-b4prod"
 VERIFY = "target-verify-gqa2x2-d64-bf16-p1-k17.4.5-chain2-interleaved-large_and_small_queries-kvfp8e4m3-b4prod"
 PADDED = "decode-gqa2x2-d64-bf16-p1-k17.4.5-shuffled-gauss-kvfp8e4m3-b4nan"
 USUAL = "decode-gqa2x2-d64-bf16-p16-k30.90-shuffled-{}-kvfp8e4m3-b3prod"
 EVEN = tuple(USUAL.format(data) for data in ("peaked", "rising_logits", "plus_minus_one", "mean", "large_queries"))
-FAULTS = {fault.slug: fault for fault in all_faults()}
-CONTROLS = {each.name: each.backend for each in all_controls() if each.name.startswith("fp8-queries-scaled")}
+CONTROLS = {each.slug: each.backend for each in all_controls() if each.slug.startswith("fp8-queries-scaled")}
 DRAFT = "fp8-queries-scaled-in-drafts"
 DRAFTS = "draft-decode-mha2-d64-bf16-p1-k17.4.5-topk2steps2-reversed-{}-kvfp8e4m3-b4prod"
 
@@ -42,7 +43,7 @@ def run(backend: type[AttentionBackend], *cases: str, graph: bool = True) -> lis
     ],
 )
 def test_a_wrong_scale_is_caught_by_its_check_and_named(slug: str, case: str, graph: bool) -> None:
-    fault = FAULTS[slug]
+    fault = entry_of(slug)
     (result,) = run(fault.backend, case, graph=graph)
     assert result.status is Status.FAILED
     assert result.findings[0].check in fault.checks

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import WithoutCausalMask, declared
 from plain_splits import WithKVSplits
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("sglang #39703", "extend-gqa2x2-d64-bf16-p16-k0x3-n31a20.1.70-shuffled-gauss-b3prod-noncausal")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_varlen import Varlen
 from plain_backends import Tiled, declared
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("aiter #3062", "extend-gqa2x2-d64-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-layers1from0-b4prod-bigpool")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bug_table import bug
 from fifth_parents_triton import Packed
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("vllm #57614", "decode-gqa2x2-d64-fp16-p32-k7x2-reversed-gauss-w11-sink-b2prod", execution="graph")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_varlen import Varlen
 from fifth_parents_work import WorkList
 from plain_backends import Rows, Tiled, declared
+
+from attn_testkit.faults.catalogue import bug
 
 TREES = {"max_topk": 4, "max_q_rows": 16}
 

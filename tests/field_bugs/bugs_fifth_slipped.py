@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fifth_parents_varlen import Varlen
 from fifth_parents_wrapper import HostPlanned
 from plain_splits import WithKVSplits
 from third_parents import FP8, Latent, mla_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("vllm #46952", "decode-mla32-d512r64-bf16-p16-k70.33.1-shuffled-gauss-kvfp8e4m3-layers1from0-b3prod")

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_work import WorkList
 from plain_backends import LOWEST, Tiled, declared
 from plain_splits import WithKVSplits
 from third_parents import FP8, SPEC, Latent, mla_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("FlashMLA-ETAP #2", "target-verify-mla16-d512r64-bf16-p1-k31.127.63.15-chain2-reversed-peaked-b5stale", "finite")

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_varlen import Varlen
 from fifth_parents_wrapper import HostPlanned, Wrapper
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug(

@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fourth_parents import SPEC, WIDE, Known
 from plain_backends import declared
 from third_parents import Latent, mla_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("LMCache #3092", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod", "reads-own-kv")

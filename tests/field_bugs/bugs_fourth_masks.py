@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fourth_parents import WIDE, Known, windowed
 from plain_backends import declared
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("sparkinfer #4", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")

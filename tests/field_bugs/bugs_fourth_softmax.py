@@ -6,13 +6,13 @@ import math
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fourth_parents import FP8, WIDE, Known, windowed
 from plain_backends import WithoutCausalMask, declared
 from plain_splits import WithKVSplits
 from third_parents import Latent, Workspace, mla_capabilities
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("vllm #48364", "decode-gqa4x2-d64-bf16-p64-k7x2-reversed-gauss-w11-b2prod", "finite", execution="graph")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fourth_parents import WIDE, Known, OwnSlots, OwnStart
 from plain_backends import Planned, Rows, declared
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug(

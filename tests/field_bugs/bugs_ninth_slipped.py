@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from plain_backends import LOWEST, SMALLEST, Rows, Tiled, declared
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.faults.catalogue import bug
 
 VERIFY = {"target-verify", "decode"}
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from plain_backends import Tiled, declared
+
+from attn_testkit.faults.catalogue import bug
 
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 EXTEND_GQA4 = "extend-gqa4x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Tiled, TwoParts, WithoutCausalMask, declared
 from torch.nn.functional import pad
+
+from attn_testkit.faults.catalogue import bug
 
 TWICE = 0.6931471805599453
 """ln 2: a key with this bias counts twice."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from bug_table import MADE_LATER, bug
 from plain_backends import SMALLEST, Parts, Tiled, TwoParts, WithLse, declared
+
+from attn_testkit.faults.catalogue import bug
 
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod"
 NEGATIVE = "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small"
@@ -252,7 +253,11 @@ class LseOfOneSplitNotWritten(WithLse):
         return torch.where(splits > 1, lse, self.buffer[: len(lse)])
 
 
-@bug(MADE_LATER, "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-beyond_fp16-b2prod", "finite")
+@bug(
+    "none: made after the set",
+    "decode-gqa2x2-d64-bf16-p16-k70.20-interleaved-beyond_fp16-b2prod",
+    "finite",
+)
 class Bf16RowsMadeFp16(Tiled):
     """Rows of bf16 are made fp16 for the kernel, which does not hold large ones."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Planned, Tiled, declared
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Planned, Tiled, declared
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("pegainfer #291", "decode-gqa2x2-d64-bf16-p16-k15.16.17-shared-negative-b6small", "reads-own-kv")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Tiled, WithoutCausalMask, declared
 from plain_splits import WithKVSplits
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("FastDeploy #3514", "target-verify-gqa2x2-d64-bf16-p1-k29.125.61.13-t0.0.1.1.3-reversed-peaked-b5stale")

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Planned, Tiled, WithLse, declared
 from plain_splits import RowByRow, WithKVSplits
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 
 @bug(

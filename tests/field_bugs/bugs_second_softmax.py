@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from plain_backends import LOWEST, SMALLEST, Tiled, declared
 from plain_splits import InChunks, RowsAsGiven
+
+from attn_testkit.faults.catalogue import bug
 
 FP8 = {"fp8_e4m3"}
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_varlen import Varlen
+
+from attn_testkit.faults.catalogue import bug
 
 _MASK = 2048
 _BITS_31 = 1 << 31

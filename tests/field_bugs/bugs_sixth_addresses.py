@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_varlen import Varlen
 from plain_backends import Tiled, declared
 from third_parents import Latent, mla_capabilities, wide_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("sglang-jax #1557", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod", "reads-own-kv")

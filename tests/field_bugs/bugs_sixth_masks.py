@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_varlen import Varlen
 from plain_backends import Tiled, declared
@@ -11,6 +10,7 @@ from plain_splits import WithKVSplits
 from third_parents import Latent, mla_capabilities
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 _EXTENDS = Varlen.capabilities.with_changes(
     eager={"extend"}, graph=(), windows=(),

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fifth_parents_varlen import Varlen
 from plain_splits import WithKVSplits
+
+from attn_testkit.faults.catalogue import bug
 
 _SPLIT_FROM = 256
 """Keys of a request beyond which the kernel splits them."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fifth_parents_split import SplitKV
 from fifth_parents_work import LOG2E, WorkList
 from plain_backends import LOWEST, Parts, Tiled, declared
 from third_parents import FP8
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("vllm #27491", "decode-mqa5-d64-bf16-p1-k5.0.1x2.70-interleaved-gauss-lsepages3merged-b6prod", "log-sum-exp")

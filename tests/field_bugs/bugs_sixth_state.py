@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from fifth_parents_varlen import Varlen
 from fifth_parents_wrapper import HostPlanned
 from plain_backends import Tiled
 from sixth_parents import Counted, FullMask, Pinned
 from third_parents import Latent, mla_capabilities, wide_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 def _of(*modes):

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from bug_table import bug
 from plain_backends import Tiled
 from third_parents import FP8, SPEC, Latent, mla_capabilities, wide_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("TileOPs #1787", "decode-gqa2x2-d64-bf16-p192-k7x2-reversed-gauss-b2prod", execution="graph")

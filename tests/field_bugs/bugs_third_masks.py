@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Tiled, declared
 from third_parents import FP8, SPEC, Latent, mla_capabilities, wide_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("sglang-jax #1297", "decode-mha2-d64-bf16-p16-k15.16.17-shared-negative-b6small", "reads-own-kv")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Parts, Tiled, declared
 from third_parents import FP8, wide_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug(

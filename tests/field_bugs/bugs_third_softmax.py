@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import SMALLEST, Tiled
 from third_parents import FP8, Latent, LatentLse, Workspace, mla_capabilities, wide_capabilities
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("tt-metal #56171", "decode-gqa2x2-d64-bf16-p16-k300.70.12-interleaved-shifted-b3prod")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from plain_backends import Planned, WithoutCausalMask
 from third_parents import FP8, SPEC, Latent, Owned, mla_capabilities, wide_capabilities
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug("flashinfer #5176", "decode-gqa2x2-d128-bf16-p1-k0.1.8-contiguous-mean-b3prod", "completes", execution="graph")

@@ -7,8 +7,9 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
-from bug_table import bug
 from plain_backends import Tiled, WithoutCausalMask, declared
+
+from attn_testkit.faults.catalogue import bug
 
 
 @bug(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import torch
-from bug_table import bug
 from fourth_parents import Known
 from plain_backends import declared
 from plain_splits import WithKVSplits
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 INF = float("inf")
 

@@ -5,114 +5,82 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 
-import bugs_eleventh_slipped  # noqa: F401
-import bugs_fifth_addresses  # noqa: F401
-import bugs_fifth_masks  # noqa: F401
-import bugs_fifth_slipped  # noqa: F401
-import bugs_fifth_softmax  # noqa: F401
-import bugs_fifth_state  # noqa: F401
-import bugs_fourth_addresses  # noqa: F401
-import bugs_fourth_masks  # noqa: F401
-import bugs_fourth_slipped  # noqa: F401
-import bugs_fourth_softmax  # noqa: F401
-import bugs_fourth_state  # noqa: F401
-import bugs_ninth_slipped  # noqa: F401
-import bugs_of_addresses  # noqa: F401
-import bugs_of_masks  # noqa: F401
-import bugs_of_softmax  # noqa: F401
-import bugs_of_state  # noqa: F401
-import bugs_second_addresses  # noqa: F401
-import bugs_second_masks  # noqa: F401
-import bugs_second_slipped  # noqa: F401
-import bugs_second_softmax  # noqa: F401
-import bugs_second_state  # noqa: F401
-import bugs_seventh_slipped  # noqa: F401
-import bugs_sixth_addresses  # noqa: F401
-import bugs_sixth_masks  # noqa: F401
-import bugs_sixth_slipped  # noqa: F401
-import bugs_sixth_softmax  # noqa: F401
-import bugs_sixth_state  # noqa: F401
-import bugs_tenth_slipped  # noqa: F401
-import bugs_third_addresses  # noqa: F401
-import bugs_third_masks  # noqa: F401
-import bugs_third_slipped  # noqa: F401
-import bugs_third_softmax  # noqa: F401
-import bugs_third_state  # noqa: F401
-import bugs_thirteenth_slipped  # noqa: F401
-import bugs_twelfth_slipped  # noqa: F401
 import pytest
-from bug_table import BUGS, MADE_LATER, Bug
-from in_process import plan_run, run
+from in_process import plan_run
 
-from attn_testkit.cases.case import parse_case
-from attn_testkit.contract import AttentionBackend, Capabilities
-from attn_testkit.results import CaseResult, Status, format_failure
+from attn_testkit.audit import Settings
+from attn_testkit.audit.tasks import run_task
+from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
+from attn_testkit.contract import Capabilities, Execution
+from attn_testkit.faults.catalogue import CorpusEntry, field_bugs_in
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.request import Options
 
 KERNELS_RUN = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
-if KERNELS_RUN:
-    import bugs_fifth_kernels  # noqa: F401
-
+BUGS = field_bugs_in(str(Path(__file__).parent), r"bugs_\w+" if KERNELS_RUN else r"bugs_(?!fifth_kernels)\w+")
+SETTINGS = Settings(device="cpu")
+LATER = "none: made after the set"
 THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
 """A repository with a number, or with a commit where there is no thread."""
 
 
-def result_of(backend: type[AttentionBackend], case: str, execution: str) -> tuple[CaseResult, str]:
-    plan = plan_run(backends=[backend], device="cpu", tier="core", cases=[case], executions=[execution])
-    # Which check fails is asked here, and not why: that takes longer than all else.
-    plan = replace(plan, explains="check")
-    (result,) = (result for result in run(plan) if result.status is not Status.UNSUPPORTED)
-    return result, format_failure(result, plan.header) if result.findings else result.status.name
+def runner() -> Runner:
+    return Runner(Options(in_process=True, diagnose="all"))
 
 
 @cache
-def result_without(parent: type[AttentionBackend], declared: Capabilities, case: str, execution: str) -> Status | str:
-    """Passed, or the text of the failure. Bugs of one parent are often caught by one case."""
-    healthy = type(f"Without{parent.__name__}", (parent,), {"capabilities": declared})
-    result, text = result_of(healthy, case, execution)
-    return result.status if result.status is Status.PASSED else text
+def alarms_without_bug(parent: type, declared: Capabilities, case: str, execution: Execution) -> tuple[str, ...]:
+    """Texts of failures of the parent. Bugs of one parent are often caught by one case."""
+    bug = next(bug for bug in BUGS if key_of(bug) == (parent, declared, case, execution))
+    verdict = run_task(Task("control", bug.slug, bug.modes[0].value, execution.value), SETTINGS, runner())
+    assert isinstance(verdict, ControlVerdict)
+    assert verdict.case_runs == 1
+    return verdict.texts
 
 
-def by_capabilities() -> list[Bug]:
+def key_of(bug: CorpusEntry) -> tuple[type, Capabilities, str, Execution]:
+    return bug.backend.__bases__[0], bug.backend.capabilities, bug.case, bug.executions[0]
+
+
+def by_capabilities() -> list[CorpusEntry]:
     """Bugs of the same capabilities one after another: their cases are remembered, and what runs without them."""
-    found: dict[Capabilities, list[Bug]] = {}
+    found: dict[Capabilities, list[CorpusEntry]] = {}
     for each in BUGS:
         found.setdefault(each.backend.capabilities, []).append(each)
-    return [each for same in found.values() for each in sorted(same, key=lambda bug: (bug.case, bug.execution))]
+    return [each for same in found.values() for each in sorted(same, key=lambda bug: (bug.case, bug.executions))]
 
 
 @pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
-def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: Bug) -> None:
-    wrong, text = result_of(bug.backend, bug.case, bug.execution)
-    assert wrong.status is Status.FAILED, text
-    assert wrong.findings[0].check == bug.check, text
-    (parent,) = bug.backend.__bases__
-    assert result_without(parent, bug.backend.capabilities, bug.case, bug.execution) is Status.PASSED
+def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: CorpusEntry) -> None:
+    verdict = run_task(Task("fault", bug.slug), SETTINGS, runner())
+    assert isinstance(verdict, FaultVerdict)
+    assert verdict.case_runs == 1
+    assert verdict.first == bug.checks[0], verdict.text
+    assert alarms_without_bug(*key_of(bug)) == ()
 
 
 @pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
-def test_a_run_tries_the_case_that_catches_a_bug(bug: Bug) -> None:
+def test_a_run_tries_the_case_that_catches_a_bug(bug: CorpusEntry) -> None:
     plans = (
         plan_run(
-            backends=[bug.backend], device="cpu", tier=tier, executions=[bug.execution],
-            modes=[parse_case(bug.of_a_tier).mode.value],
+            backends=[bug.backend], device="cpu", tier=tier, executions=[bug.executions[0].value],
+            modes=[bug.modes[0].value],
         )
         for tier in ("smoke", "core")
     )  # fmt: skip
-    assert any(bug.of_a_tier == item.case for plan in plans for item in plan.items)
+    assert any(bug.case_of_tier == item.case for plan in plans for item in plan.items)
 
 
 def test_every_bug_of_six_sets_and_what_slipped_through_of_later_ones_is_here_once_with_its_thread() -> None:
-    assert len({bug.backend for bug in BUGS}) == len({bug.backend.__name__ for bug in BUGS}) == len(BUGS)
     of_sets = Counter(bug.backend.__module__.split("_")[1] for bug in BUGS)
-    of_sets["of"] -= sum(bug.threads == MADE_LATER for bug in BUGS if bug.backend.__module__.startswith("bugs_of"))
+    of_sets["of"] -= sum(bug.source == LATER for bug in BUGS if bug.backend.__module__.startswith("bugs_of"))
     assert of_sets == {
         "of": 55, "second": 50, "third": 47, "fourth": 50, "fifth": 45 if KERNELS_RUN else 40, "sixth": 47,
         "seventh": 5, "ninth": 3, "tenth": 4, "eleventh": 2, "twelfth": 3, "thirteenth": 2,
     }  # fmt: skip
     for bug in BUGS:
-        assert bug.threads == MADE_LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.threads)
-        assert bug.backend.__doc__
+        assert bug.source == LATER or re.fullmatch(f"{THREAD}(, {THREAD})*", bug.source)

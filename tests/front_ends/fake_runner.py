@@ -16,7 +16,9 @@ from pathlib import Path
 
 from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.reports.record import Record
-from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.request import (
     Item,

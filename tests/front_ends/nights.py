@@ -7,7 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from attn_testkit.reports.record import Report
-from attn_testkit.results import CHECK_IDS, CaseResult, ErrorMap, Finding, KeyMap, RunHeader, Status, exit_code
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import ErrorMap, Finding, KeyMap
+from attn_testkit.results.names import CHECK_IDS
+from attn_testkit.results.run_header import RunHeader, exit_code
 
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2")
 BACKENDS = ("torch_native", "triton", "flashinfer", "my_company.serving.attention:PagedBackend")

@@ -20,7 +20,8 @@ from fake_runner import known
 from attn_testkit.cli import commands, main
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import read_report, schema
-from attn_testkit.results import MODES, Status
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.names import MODES
 
 HERE = Path(__file__).parent
 
@@ -434,7 +435,7 @@ def test_every_verb_has_one_screen_of_help_with_examples(call, verb):
 
 def test_checks_are_spelled_as_they_are_defined_and_in_their_order():
     from attn_testkit.checks import CHECKS
-    from attn_testkit.results import CHECK_IDS
+    from attn_testkit.results.names import CHECK_IDS
 
     assert tuple(CHECKS) == CHECK_IDS
 

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attn_testkit.reports.grouping import Causes, Group, group_failures, without_numbers
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 
 NUMBER = "request {n} differs from the oracle, {n}x over the limit"
 
@@ -177,6 +178,23 @@ def test_what_one_line_raises_is_one_cause_in_whatever_phase():
     assert len(causes(raised("capture", "out[layer 0] = 1"), raised("capture", "out[layer 1] = 2"))) == 1
 
 
+def test_stray_accesses_of_one_kernel_and_the_wrong_numbers_of_the_same_case_are_one_cause():
+    def stray(where: str, case: str = "decode-a", kind: str = "StrayAccessError") -> CaseResult:
+        headline = f"forward raised {kind}: a store of triton kernel f"
+        return failed(wrong(headline=headline, check="completes", where=where), case=case)
+
+    first, second = stray("k.py:169 in f: tl.store(a)"), stray("k.py:174 in f: tl.store(b)")
+    assert causes(first, second) == [(2, first.findings[0].headline)]
+    assert len(causes(first, stray("k.py:174 in g: tl.store(b)"))) == 2, "another kernel"
+    assert len(causes(stray("k.py:1 in f: a", kind="KeyError"), stray("k.py:2 in f: b", kind="KeyError"))) == 2
+    numbers = failed(wrong("the KV tokens of the last page are missing"))
+    assert [count for count, _ in causes(numbers, replace(first, execution="graph"), second)] == [3]
+    assert [count for count, _ in causes(numbers, replace(stray("k.py:1 in f: a", "decode-b"), execution="graph"))] == [
+        1,
+        1,
+    ]
+
+
 def test_what_died_is_grouped_by_what_it_said_first_and_where_it_stood():
     said = "no result after 300 s"
     frame = '\n  File "/home/me/{}.py", line {}, in forward'
@@ -203,6 +221,11 @@ def test_what_died_is_grouped_by_what_it_said_first_and_where_it_stood():
             "request 2 was computed with KV tokens 0..3 of request 1, request 3 row 1 was computed with KV tokens 0..4 "
             "of request 2 and so on: offsets",
             "request N was computed with KV tokens N of request N: offsets",
+        ),
+        (
+            "offsets are wrong: request 4 was computed with KV tokens 0..9 of request 1, request 5 was computed with "
+            "KV tokens 0..9 of request 4",
+            "offsets are wrong: request N was computed with KV tokens N of request N",
         ),
         ("request 0 row 2 holds that of request 0 row 0: order", "request N holds that of request N: order"),
         ("wrong weights: look at scale, soft cap", "wrong weights"),

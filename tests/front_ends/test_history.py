@@ -13,7 +13,7 @@ from attn_testkit.cli import main
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.history import Age, age_of, key_of, last_night, night_of, read_history
 from attn_testkit.reports.record import Record, Report
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 CASE = "decode-mha2-d64-bf16-p1-k1-shuffled-gauss-b1prod"
 OTHER = CASE.replace("k1", "k2")

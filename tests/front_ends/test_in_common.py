@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from attn_testkit.reports.in_common import in_common
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 CASE = "decode-gqa2x2-d64-bf16-{}-shuffled-gauss{}-b2prod"
 

@@ -12,7 +12,8 @@ import pytest
 
 import attn_testkit
 from attn_testkit.cli import main
-from attn_testkit.results import PYTHON_VARIABLE, CaseResult, Status, program, repro_command
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import PYTHON_VARIABLE, program, repro_command
 
 CASE = "decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod"
 

@@ -11,7 +11,9 @@ import pytest
 
 from attn_testkit.registry import UsageError
 from attn_testkit.reports.verdict import conclude
-from attn_testkit.results import CaseResult, Finding, Selection, Status, exit_code
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.run_header import Selection, exit_code
 from attn_testkit.running.planning import known_failures
 from attn_testkit.running.planning.known_failures import KnownFailure, Ledger, load_known
 from attn_testkit.running.planning.request import kit_error

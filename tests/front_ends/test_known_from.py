@@ -10,7 +10,8 @@ import pytest
 
 from attn_testkit.cli import main
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.planning.known_failures import Ledger, parse_known
 from attn_testkit.running.planning.known_from import entries_from
 from attn_testkit.running.planning.request import kit_error
@@ -145,7 +146,11 @@ def test_a_red_run_is_green_with_the_file_that_was_made_of_it(call, tmp_path):
         (("--from", "red.json", "--issue", ISSUE, "--until", "2001-01-01"), "which has passed"),
         (("--from", "red.json", "--issue", "here", "--until", "{soon}"), "issue = 'here' is not an address"),
         (("--from", "green.json", "--issue", ISSUE, "--until", "{soon}"), "nothing failed that an entry could excuse"),
-        (("--from", "red.json", "known.toml"), "leave out the file"),
+        (
+            ("--from", "red.json", "green.json", "--issue", ISSUE, "--until", "{soon}"),
+            "red.json is not a shard of a run",
+        ),
+        (("--from", "red.json", "--backend", "fake:ok"), "leave out --backend"),
         (("--issue", ISSUE, "known.toml"), "belong to --from"),
         ((), "name a file of known failures, or --from"),
     ],
@@ -157,3 +162,38 @@ def test_a_wrong_use_is_one_line(call, given, message):
     assert (code, out) == (4, "")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_entries_for_the_shards_of_a_run_are_those_for_the_whole_run(call):
+    words = "fake:ok,wrong,ok,wrong,ok,segfault"
+    call("run", "--backend", words, "--json", "whole.json")
+    for number in (1, 2, 3):
+        call("run", "--backend", words, "--shard", f"{number}/3", "--json", f"shard-{number}.json")
+    rest = ("--issue", ISSUE, "--until", soon())
+    _, whole, _ = call("known", "--from", "whole.json", *rest)
+    shards = [f"shard-{number}.json" for number in (1, 2, 3)]
+    code, expanded, err = call("known", *rest, "--from", *shards)
+    assert code == 0
+    assert "only shard" not in err
+    assert sorted(expanded.split("\n\n")) == sorted(whole.split("\n\n"))
+    repeated = call("known", *rest, *(word for shard in shards for word in ("--from", shard)))[1]
+    assert repeated == expanded
+
+
+def test_entries_for_one_shard_come_with_a_warning(call):
+    for number in (1, 2):
+        call("run", "--backend", "fake:wrong,wrong,wrong,wrong", "--shard", f"{number}/2", "--json", f"{number}.json")
+    code, _, err = call("known", "--issue", ISSUE, "--until", soon(), "--from", "1.json")
+    assert code == 0
+    assert "only shard 1/2 was read: an entry may cover what passed in another; give all shards" in err
+
+
+def test_several_files_of_known_failures_are_checked_and_one_expired_entry_is_red(call, tmp_path):
+    for name, until in (("good", soon()), ("old", "2001-01-01")):
+        (tmp_path / f"{name}.toml").write_text(
+            f'[[known]]\ncases = "decode-*"\nkind = "tolerated"\ncheck = "finite"\nissue = "{ISSUE}"\nuntil = {until}\n'
+        )
+    assert call("known", "good.toml", "good.toml")[0] == 0
+    code, out, _ = call("known", "good.toml", "old.toml")
+    assert code == 1
+    assert out.count("decode-*") == 3, "both entries, and the problem"

@@ -18,7 +18,7 @@ from attn_testkit.plugin.session import Session
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, Report, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
-from attn_testkit.results import not_covered_lines
+from attn_testkit.results.remarks import not_covered_lines
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.known_failures import Ledger
 from attn_testkit.running.planning.request import Prepared, Request, param_id

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,6 +66,47 @@ def test_a_failure_is_the_text_that_the_command_line_prints_and_no_traceback(own
     for inside in ("plugin/own_tests", "Traceback", "def test_conformance", "CaseFailed"):
         assert inside not in text
     found.stdout.fnmatch_lines(["FAILED *test_conformance?graph-decode-wrong-k0? - request 3 differs*"])
+
+
+@XDIST
+def test_a_shard_makes_tests_of_its_case_runs_and_all_shards_make_each_once(own, workers):
+    ids: list[str] = []
+    for number in (1, 2, 3):
+        found = own("'fake:ok,ok,ok,ok,ok'", "-v", f"--attn-shard={number}/3", *workers)
+        assert found.ret == 0
+        passed = [line for line in found.outlines if "PASSED" in line]
+        here = sorted({name for line in passed for name in re.findall(r"test_conformance\[(.+?)\]", line)})
+        eager, graph = ([n.partition("-")[2] for n in here if n.startswith(each)] for each in ("eager", "graph"))
+        assert eager == graph, "a case's executions stay together"
+        found.stdout.fnmatch_lines([
+            f"SHARD {number}/3: tests of {len(here)} of 20 case-runs of conformance_cases; all shards have to pass"
+        ])  # fmt: skip
+        ids += here
+    assert len(ids) == len({*ids}) == 20
+
+
+def test_a_shard_without_any_of_its_case_runs_is_a_skipped_test_that_says_so(own):
+    codes = [
+        own("'fake:ok', modes=['decode'], executions=['eager']", "-rs", f"--attn-shard={number}/2") for number in (1, 2)
+    ]
+    (empty,) = [found for found in codes if "SHARD" in found.stdout.str() and "tests of 0 of 1" in found.stdout.str()]
+    assert [found.ret for found in codes] == [0, 0]
+    assert empty.parseoutcomes().keys() == {"skipped"}
+    empty.stdout.fnmatch_lines(["SKIPPED*shard ?/2 has none of its 1 case-runs"])
+
+
+def test_a_failure_is_in_one_shard_and_a_backend_that_cannot_run_in_all(own):
+    codes = [own("'fake:ok,wrong', modes=['decode']", f"--attn-shard={n}/2").ret for n in (1, 2)]
+    assert sorted(codes) == [0, 1]
+    assert [own("'fake:'", f"--attn-shard={n}/2").ret for n in (1, 2)] == [1, 1]
+
+
+def test_the_environment_of_a_ci_shards_no_test_of_an_author_by_itself(own, monkeypatch):
+    monkeypatch.setenv("SHARD_INDEX", "1")
+    monkeypatch.setenv("SHARD_COUNT", "2")
+    found = own("'fake:ok,ok,ok'", "-v")
+    assert "SHARD" not in found.stdout.str()
+    assert found.parseoutcomes()["passed"] == 12
 
 
 def test_one_process_judges_all_of_them(own, pytester):

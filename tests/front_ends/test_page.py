@@ -27,7 +27,8 @@ from attn_testkit.reports.page import (
     shares,
 )
 from attn_testkit.reports.render import html_page, markdown_summary
-from attn_testkit.results import CaseResult, Status, repro_command
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import repro_command
 
 PASSED = CaseResult("b", "decode", "eager", "decode-a", Status.PASSED, device="cuda", margin=0.25)
 

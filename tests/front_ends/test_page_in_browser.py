@@ -13,7 +13,7 @@ from browser import DoesNotStart, Page, installed, page_in
 
 from attn_testkit.reports.history import History, night_of
 from attn_testkit.reports.render import html_page
-from attn_testkit.results import BAD, Status
+from attn_testkit.results.case_result import BAD, Status
 
 pytestmark = pytest.mark.skipif(
     not installed(), reason="no Chromium or Chrome on the path; name one in ATTN_BROWSER (ci/browser.sh installs one)"

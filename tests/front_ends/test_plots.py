@@ -7,7 +7,7 @@ import re
 import pytest
 
 from attn_testkit.reports.plots import LEVELS, error_plot, keys_plot, level_of, margin_plot, nights_plot
-from attn_testkit.results import ErrorMap, KeyMap
+from attn_testkit.results.finding import ErrorMap, KeyMap
 
 
 @pytest.mark.parametrize(

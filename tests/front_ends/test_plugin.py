@@ -12,7 +12,7 @@ import pytest
 from fake_runner import ISSUE, crash_record, known
 
 from attn_testkit.reports.record import read_report, schema
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 HERE = Path(__file__).parent
 SUITE = ("--pyargs", "attn_testkit.suite")

@@ -8,7 +8,7 @@ import fake_runner
 import pytest
 
 from attn_testkit.cli import show
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from attn_testkit.registry import BackendNotFound, load_backend, origin_of, registered_backends
+from attn_testkit.registry import BackendNotFound, _import_failed, load_backend, origin_of, registered_backends
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options
 
@@ -120,6 +120,7 @@ def test_a_registered_name_is_found_with_its_distribution():
         ("authored:OlderUnheard", "implements init_forward_metadata_capture_cuda_graph, which is called only thr"),
         ("authored:OlderHalf", "does not implement init_forward_metadata_replay_cuda_graph, init_forward_metadata ("),
         ("broken_dependency:X", "failed: ModuleNotFoundError: No module named 'no_such_library' (at "),
+        ("broken_dependency:X", "); install no_such_library, or use a Python that has it: attn-testkit --python"),
         ("broken_code:X", "RuntimeError: libcudart.so.12: cannot open shared object (at "),
         ("broken_code:X", "broken_code.py:3)"),
         ("ends:X", "importing ends failed: SystemExit: no GPU"),
@@ -129,6 +130,17 @@ def test_anything_else_is_one_clear_line(spec, message):
     with pytest.raises(BackendNotFound, match=re.escape(message)) as caught:
         load_backend(spec)
     assert "\n" not in str(caught.value)
+
+
+def test_a_missing_package_comes_with_the_way_to_install_it(monkeypatch):
+    missing = ModuleNotFoundError("No module named 'triton'", name="triton.language")
+    present = ModuleNotFoundError("No module named 'pytest.gone'", name="pytest.gone")
+    monkeypatch.delitem(sys.modules, "triton", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "; install triton with pip install 'triton>=3.6" in _import_failed("m:B", "m", missing)
+    monkeypatch.undo()
+    assert "install" not in _import_failed("m:B", "m", present), "another version of it has that module"
+    assert "install" not in _import_failed("m:B", "m", ImportError("libcudart", name="gone"))
 
 
 @pytest.mark.parametrize("name", ["OlderHooks", "OlderInAKernel", "OlderEagerOnly"])

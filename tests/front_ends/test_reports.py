@@ -23,16 +23,11 @@ from attn_testkit.reports.page import MOST_NAMED, MOST_OF_A_CAUSE
 from attn_testkit.reports.record import Record, Report, plain, read_report, schema
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.reports.tally import rows, text_table
-from attn_testkit.results import (
-    NO_ROOM,
-    NOT_STARTED,
-    CaseResult,
-    Status,
-    exit_code,
-    format_failure,
-    printed_lines,
-    undeclared_line,
-)
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
+from attn_testkit.results.names import NO_ROOM, NOT_STARTED
+from attn_testkit.results.remarks import printed_lines
+from attn_testkit.results.run_header import exit_code
 
 
 def run_of(words: str, **header) -> Report:
@@ -555,18 +550,17 @@ def test_what_the_backend_printed_is_shown_with_its_failure_and_counted():
     assert printed_lines([replace(failed, printed="\n")]) == []
 
 
-def test_modes_that_are_not_declared_are_one_line(capsys):
-    def absent(mode: str, execution: str, backend: str = "b") -> CaseResult:
-        return CaseResult(backend, mode, execution, "", Status.UNSUPPORTED, reason="not declared")
+def test_terminal_and_pages_name_what_is_not_declared_in_one_wording(capsys):
+    def absent(mode: str, execution: str) -> CaseResult:
+        return CaseResult("b", mode, execution, "", Status.UNSUPPORTED, reason="not declared")
 
     table = [CaseResult("b", "decode", "eager", "decode-a", Status.PASSED), absent("extend", "eager")]
     table += [absent("extend", "graph"), absent("decode", "graph")]
-    assert undeclared_line(table) == ["not declared: extend, decode graph"]
-    # On a terminal the header's line says it, with the rest that is not declared: once.
     assert [line.split()[:3] for line in text_table(table)[1:]] == [["b", "decode", "eager"]]
-    header = replace(run_of("ok").header, not_declared={"b": ("graph for decode", "extend")})
-    print_summary(header, table, problems=[], interrupted=False, code=0)
-    said = [line for line in capsys.readouterr().out.splitlines() if "not declared" in line]
-    assert said == ["not declared: graph for decode; extend"]
-    assert undeclared_line([*table, absent("decode", "eager", "c")])[1] == "not declared (c): decode eager"
-    assert undeclared_line(table[:1]) == []
+    run = run_of("ok", not_declared={"b": ("graph for decode", "extend")})
+    report, want = replace(run, results=tuple(table)), "not declared: graph for decode; extend"
+    print_summary(report.header, table, problems=[], interrupted=False, code=0)
+    for text in (capsys.readouterr().out, Page(html_page(report)).text, markdown_summary(report)):
+        assert text.count("not declared:") == text.count(want) == 1
+    all_declared = replace(report, header=replace(report.header, not_declared={}))
+    assert not any("not declared:" in page(all_declared) for page in (html_page, markdown_summary))

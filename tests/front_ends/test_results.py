@@ -13,7 +13,8 @@ import pytest
 from attn_testkit import NotConformant, Results, assert_conformant, check_backend
 from attn_testkit.cli import main
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Status, emulated_parts, exit_code
+from attn_testkit.results.case_result import CaseResult, Status, emulated_parts
+from attn_testkit.results.run_header import exit_code
 
 
 def known(word: str) -> str:

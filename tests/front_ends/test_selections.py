@@ -17,7 +17,8 @@ from attn_testkit.registry import UsageError
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.reports.verdict import MUST_AGREE, conclude, narrowed, refuse_another_run, verdict
-from attn_testkit.results import CaseResult, RunHeader, Selection, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.run_header import RunHeader, Selection
 
 HERE = Path(__file__).parent
 HEADER = RunHeader("1", "", "run", "core", 0, "cuda", "GPU", {"torch": "2"}, {"m:B": "1"}, 50, selection=Selection(
@@ -140,6 +141,21 @@ def test_runs_that_differ_do_not_mix_and_both_values_are_named(what):
     with pytest.raises(UsageError) as error:
         refuse_another_run("a.json", HEADER, "in b.json", other)
     assert f"its {what} is {getattr(HEADER, what)!r}, in b.json {getattr(other, what)!r}" in str(error.value)
+
+
+def of_code(code: str, file: str = "/a/m.py") -> RunHeader:
+    return replace(HEADER, sources={"m:B": {"file": file, "sha256": "1" * 64, "code": code, "kernels": ""}})
+
+
+def test_runs_of_other_code_do_not_mix_and_both_are_named():
+    with pytest.raises(UsageError) as error:
+        refuse_another_run("a.json", of_code("1" * 64), "here", of_code("2" * 64))
+    assert str(error.value).startswith(
+        "a.json is of other code: m:B was /a/m.py (111111111111) there, here /a/m.py (222222222222), or a module"
+    )
+    for other in (of_code("1" * 64, "/elsewhere/m.py"), of_code(""), HEADER):
+        refuse_another_run("a.json", of_code("1" * 64), "here", other)
+        refuse_another_run("a.json", other, "here", of_code("1" * 64))
 
 
 def test_the_failures_of_a_record_stay_failures_in_the_verdict_on_its_rest(call):

@@ -15,7 +15,7 @@ from attn_testkit.registry import UsageError
 from attn_testkit.reports.record import Report, read_report, schema
 from attn_testkit.reports.shards import Shard, merge_reports, parse_shard, requested_shard
 from attn_testkit.reports.verdict import conclude
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.running.planning.request import Item
 from attn_testkit.running.planning.shards import durations_of, shard_of, shards_of
 
@@ -286,3 +286,14 @@ def test_a_page_is_of_one_run_and_a_summary_of_each(call):
     assert (code, err) == (4, "attn-testkit: the files are of 2 runs, and a page is of one: give those of one run\n")
     _, out, _ = call("report", "smoke.json", "full.json", "--markdown")
     assert out.count("CONFORMANT") == 2
+
+
+def test_shards_of_other_code_are_not_merged():
+    def of(number: int, code: str) -> tuple[str, Report]:
+        return f"{number}.json", shard_report(WORDS, number, 2, sources={WORDS: {"file": f"/{number}", "code": code}})
+
+    assert merge_reports([of(1, "a" * 64), of(2, "a" * 64)]).exit_code == 0, "the same code in another place"
+    with pytest.raises(
+        UsageError, match=r"2\.json is of other code: .* was /2 \(b{12}\) there, in 1\.json /1 \(a{12}\)"
+    ):
+        merge_reports([of(1, "a" * 64), of(2, "b" * 64)])

@@ -12,7 +12,10 @@ from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.reports.outcome import Results
 from attn_testkit.reports.record import Record, read_report
 from attn_testkit.reports.verdict import conclude
-from attn_testkit.results import FUZZ, CaseResult, RunHeader, Status, not_declared_lines
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.names import FUZZ
+from attn_testkit.results.remarks import not_declared_lines
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning.narrow import not_declared_here
 
 HERE = Path(__file__).parent

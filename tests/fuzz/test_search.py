@@ -21,7 +21,8 @@ from attn_testkit.contract import Capabilities, Execution, ForwardMode
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.fuzz.search import Found, Search, TimeUp
 from attn_testkit.fuzz.strategies import random_cases
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 
 CAPABILITIES = TorchNativeBackend.capabilities
 Fails = Callable[[Case, str], str]

@@ -34,7 +34,7 @@ def test_every_dimension_is_that_of_some_case() -> None:
     seen |= set(odd_dimensions(by_id("decode-mha2-d64-bf16-p1-k0-contiguous-gauss-usualscale-b1prod"), DECODE))
     prefixed = by_id("draft-decode-mha2-d64-bf16-p1-k1-topk1steps2-prefixed-contiguous-gauss-b1prod")
     seen |= set(odd_dimensions(prefixed, minimal_case(CAPABILITIES, prefixed.mode)))
-    seen |= set(odd_dimensions(by_id("decode-mha2-d64-bf16-p1-k9-contiguous-gauss-sel4-b1prod"), DECODE))
+    seen |= set(odd_dimensions(by_id("decode-mha2-d64-bf16-p1-k9-contiguous-gauss-sel4-idx4-b1prod"), DECODE))
     assert list(DIMENSIONS) == [name for name in DIMENSIONS if name in seen]
 
 

@@ -12,7 +12,8 @@ from attn_testkit.cases.declared import not_declared
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.minimize.search import Search, TimeUp
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 
 CAPABILITIES = TorchNativeBackend.capabilities
 Fails = Callable[[Case], str]

@@ -21,7 +21,9 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.cli import main
-from attn_testkit.results import CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning.request import Item, Plan
 
 PACKED = "attn_testkit.faults.a_query_offsets:QlensPackedVsUniformStride"

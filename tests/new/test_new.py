@@ -132,7 +132,7 @@ def test_it_writes_beside_what_is_there(call, tmp_path):
         (["a" * 41], "has 41 characters; the name of a module may have 40"),
         (["mine", "--into", "a_file"], "a_file is a file; name another folder with --into"),
         (["mine", "--into", "/proc/nope"], "cannot make /proc/nope: No such file or directory"),
-        ([], "Missing argument 'NAME'"),
+        ([], "Missing argument 'NAME'. Usage: attn-testkit new [OPTIONS] NAME"),
     ],
 )
 def test_what_cannot_be_is_one_line_and_four(call, tmp_path, argv, message):

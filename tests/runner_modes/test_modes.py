@@ -22,7 +22,7 @@ from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, L
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.oracle.expect import expect
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"

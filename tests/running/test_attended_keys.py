@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import pytest
 from in_process import check_backend
 
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 DECODE = "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-b4prod"
 SOFT_CAP = "decode-gqa3x2-d32-fp16-p4-k3.9.6-shuffled-gauss-cap1.5-b4prod"

@@ -15,7 +15,9 @@ from test_worker_process import results_of
 from attn_testkit.cli import main
 from attn_testkit.contract import Execution
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Finding, Status, format_failure, repro_command
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure, repro_command
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.case_runs.between_cases import ENOUGH, MOST_PREDECESSORS, explained_by_what_was_kept
 from attn_testkit.running.case_runs.lane import Lane
 from attn_testkit.running.case_runs.loop import Runner

@@ -8,7 +8,8 @@ import pytest
 from attn_testkit.runner_modes.messages import RunCase
 
 from attn_testkit.contract import Execution
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.case_runs.between_cases import MOST_PREDECESSORS, explained_by_what_was_kept
 
 FAILED = CaseResult("m:A", "decode", "eager", "c", Status.FAILED, findings=(Finding("finite", "NaN", hint="a hint"),))

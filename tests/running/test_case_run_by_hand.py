@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
 from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.graphs import GraphRun
+from attn_testkit.runner_modes.messages import RunCase, RunRecord
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import Stage
-from attn_testkit.contract import Unsupported
+from attn_testkit.contract import Execution, Unsupported
 from attn_testkit.running.case_runs import case_run
 from attn_testkit.running.case_runs.case_run import _CaseRun, with_other_requests
 from attn_testkit.steps.schedule import make_schedule
@@ -187,3 +189,49 @@ def test_ctrl_c_in_a_constructor_is_the_users(notes: Notes) -> None:
     notes.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         case_run._run_eager(TorchNativeBackend, setup_of([make_schedule(parse_case(PLAIN))]), HERE)
+
+
+CUBLAS = RuntimeError("CUDA error: CUBLAS_STATUS_INTERNAL_ERROR when calling `cublasCreate(handle)`")
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
+
+
+@pytest.mark.parametrize(
+    ("then", "emulated", "lost"),
+    [
+        (RuntimeError(f"{ILLEGAL}\nmore"), False, ILLEGAL),
+        (None, False, ""),
+        (RuntimeError("CUDA error: operation not permitted when stream is capturing"), False, ""),
+        (RuntimeError(ILLEGAL), True, ""),
+    ],
+    ids=["lost", "a device that works", "another error", "no device"],
+)
+def test_a_library_that_could_not_begin_because_the_context_is_lost_is_a_crash(monkeypatch, then, emulated, lost):
+    def synchronize(index: int) -> None:
+        assert index == 1
+        if then:
+            raise then
+
+    monkeypatch.setattr(case_run.torch.cuda, "synchronize", synchronize)
+    environment: Any = Of(
+        emulated=emulated,
+        index=1,
+        active=contextlib.nullcontext,
+        kind="cuda",
+        device="a device",
+        poisons_fresh_memory=False,
+    )
+
+    def raises(*_: object) -> RunRecord:
+        raise RunError("forward", "") from CUBLAS
+
+    monkeypatch.setattr(case_run, "_run_eager", raises)
+    request = RunCase(PLAIN, Execution.EAGER)
+    record = case_run.run_case(TorchNativeBackend, request, environment, TorchNativeBackend.capabilities)
+    assert record.lost == lost
+    (finding,) = record.findings
+    assert (f"({lost})" in finding.hint) == bool(lost)
+
+
+def test_an_error_that_says_that_the_context_is_lost_asks_no_device(monkeypatch):
+    monkeypatch.setattr(case_run.torch.cuda, "synchronize", lambda *_: pytest.fail("asked"))
+    assert case_run._lost_context(RuntimeError(ILLEGAL), Of(emulated=False, index=0)) == ILLEGAL

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.request import Options, Request
 

@@ -5,7 +5,9 @@ from broken_backends import DeclaresWhatNoCaseCanMeet, Healthy
 from in_process import check_backend, plan_run, run
 
 from attn_testkit.reports.outcome import verdict
-from attn_testkit.results import MODES, CaseResult, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
+from attn_testkit.results.names import MODES
 
 FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)
 NAN = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4nan",)

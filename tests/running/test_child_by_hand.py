@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 from attn_testkit.running.processes import child
 from attn_testkit.running.processes.child import Child, ChildLost
 

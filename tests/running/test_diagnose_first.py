@@ -12,7 +12,9 @@ from attn_testkit import check_backend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Execution
 from attn_testkit.registry import UsageError
-from attn_testkit.results import CaseResult, Finding, Status, format_failure
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.failure_text import format_failure
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.case_runs.diagnosed import Diagnosed
 from attn_testkit.running.planning.request import Options
 

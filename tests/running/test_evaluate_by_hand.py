@@ -17,7 +17,8 @@ from attn_testkit.checks import Stage
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Execution, Requires
 from attn_testkit.environment import resolve
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.case_runs import evaluate
 from attn_testkit.running.case_runs.case_run import CaseRun, request_to_isolate, schedule_for, schedules_of
 from attn_testkit.running.case_runs.evaluate import _Outcome, evaluate_item

@@ -24,7 +24,7 @@ PYTEST = (
 SCRIPT = """
 import sys
 from attn_testkit import check_backend
-from attn_testkit.results import exit_code
+from attn_testkit.results.run_header import exit_code
 found = check_backend({spec!r}, device="cpu", executions=["eager"], cases={cases!r}, {options})
 print(found)
 sys.exit(exit_code(1, found))

@@ -6,7 +6,8 @@ import pytest
 from in_process import check_backend
 
 from attn_testkit.checks.describe import times
-from attn_testkit.results import Finding, Status
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.finding import Finding
 
 HERE = "confused_backends:"
 GAUSS = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from multiprocessing import util
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
+
+from attn_testkit.running.processes import judge_process
 
 PRELOAD = """
 import gc, importlib, sys
@@ -94,3 +98,47 @@ def test_what_workers_are_forked_from_is_a_fork_of_the_judge_and_has_none_of_its
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["True False True True", "0"]
     assert not done.stderr
+
+
+UNCOLLECTED = """
+import gc
+gc.disable()
+from attn_testkit.running.processes.child import Child
+from attn_testkit.running.processes.forking import fork_off
+fork_off()
+child = Child("test_forking")
+child.wait_until_started()
+print(child.ask("is garbage collected?", 60.0))
+child.close()
+"""
+
+
+def serve(connection: Connection) -> None:
+    connection.recv()
+    connection.send(gc.isenabled())
+
+
+class Runner:
+    """In the place of the judge's: its device is whether it collects garbage."""
+
+    def __init__(self, options: object) -> None:
+        pass
+
+    def device_name(self, device: str) -> str:
+        return str(gc.isenabled())
+
+    def close(self) -> None:
+        pass
+
+
+def test_what_imports_without_the_garbage_collector_has_it_when_it_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", UNCOLLECTED], capture_output=True, text=True, check=False, cwd=Path(__file__).parent
+    )
+    assert (done.stdout, done.stderr) == ("True\n", "")
+    monkeypatch.setattr(judge_process, "RUNNER", __name__)
+    judge = judge_process.JudgeProcess(device="cpu")
+    try:
+        assert judge.device_name("cpu") == "True"
+    finally:
+        judge.close()

@@ -11,9 +11,9 @@ from in_process import plan_run, run_item
 
 from attn_testkit.emulation import Policy, emulated_cuda
 from attn_testkit.environment import Environment
-from attn_testkit.faults import all_faults
+from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.graphs.poison import FreshMemory, fresh_memory
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0xBC])
@@ -57,7 +57,7 @@ def test_unwritten_rows_are_reported_from_nan_also_where_memory_comes_with_old_n
 
     monkeypatch.setattr(Environment, "active", like_a_device)
     monkeypatch.setattr(Environment, "poisons_fresh_memory", False)
-    fault = next(fault for fault in all_faults() if fault.slug == slug)
+    fault = entry_of(slug)
     plan = plan_run(
         backends=[fault.spec], modes=[fault.modes[0].value], executions=["eager"], device="cpu", tier="core"
     )

@@ -3,7 +3,8 @@
 import pytest
 from in_process import check_backend, plan_run, run
 
-from attn_testkit.results import Status, format_failure, repro_command
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.failure_text import format_failure, repro_command
 
 DECODE = "decode-gqa2x2-d64-fp16-p16-k300.12-reversed-peaked-b2prod"
 V1 = "draft-extend-gqa2x2-d64-bf16-p16-k5.9-n4a1.3-shuffled-gauss-b2prod"

@@ -7,7 +7,7 @@ from in_process import check_backend
 
 from attn_testkit.faults import a_graphs_alone as faults
 from attn_testkit.faults.parent import PlannedBackend
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k5.9.14.2-shuffled-gauss-b6prod"
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 from test_worker_process import THREE, TWO, alive
 
-from attn_testkit.results import KIT_ERROR, CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.names import KIT_ERROR
 from attn_testkit.running.case_runs import lane_process
 from attn_testkit.running.case_runs.between_cases import Afresh
 from attn_testkit.running.case_runs.lane import Lane, Work

@@ -9,7 +9,9 @@ import torch
 
 from attn_testkit import check_backend
 from attn_testkit.reports.outcome import Results
-from attn_testkit.results import CaseResult, RunHeader, Status, launch_lines
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.remarks import launch_lines
+from attn_testkit.results.run_header import RunHeader
 
 CASES = [f"decode-mha2-d64-bf16-p{page}-k33-shuffled-gauss-b1prod" for page in (1, 16)]
 

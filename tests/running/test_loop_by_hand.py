@@ -16,7 +16,10 @@ from attn_testkit.runner_modes.messages import Described, Rerun, RunCase, RunRec
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.registry import UsageError
-from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.names import KIT_ERROR
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.case_runs import lane, loop, worker_main, worker_slot
 from attn_testkit.running.case_runs.between_cases import Afresh
 from attn_testkit.running.case_runs.case_run import CaseRun
@@ -209,6 +212,22 @@ def test_all_workers_of_a_run_start_while_its_plan_is_made_and_no_more(judging: 
     assert len(FakeWorker.made) == 3, "the run uses those"
     runner.close()
     assert FakeWorker.alive == 0
+
+
+def test_all_workers_import_the_backend_before_the_first_one_is_asked_what_it_declares(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+
+    def describe(self: FakeWorker) -> Described:
+        started.append(len(FakeWorker.made))
+        return Described(CAPABILITIES)
+
+    monkeypatch.setattr(FakeWorker, "describe", describe)
+    runner = Runner(Options(jobs=3))
+    runner.plan(asked("torch_native", modes=("decode",)))
+    assert started == [3]
+    runner.close()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import pytest
 from in_process import check_backend
 
-from attn_testkit.results import CaseResult, Status
+from attn_testkit.results.case_result import CaseResult, Status
 
 _CASE = "target-verify-gqa2x2-d64-fp16-p16-k29.125.61-{tree}-reversed-gauss-b5{padding}"
 TREES = {

@@ -11,7 +11,10 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Requires
 from attn_testkit.environment import Environment
 from attn_testkit.registry import UsageError
-from attn_testkit.results import KIT_ERROR, CaseResult, Finding, RunHeader, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
+from attn_testkit.results.names import KIT_ERROR
+from attn_testkit.results.run_header import RunHeader
 from attn_testkit.running.planning import plan as planning
 from attn_testkit.running.planning.candidate import Candidate
 from attn_testkit.running.planning.plan import _unsatisfiable, plan_run

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from attn_testkit.running.hygiene import process_state
-from attn_testkit.running.hygiene.process_state import ProcessState, changes, restore, take_state, unchanged
+from attn_testkit.running.hygiene.process_state import ProcessState, accepted, changes, restore, take_state, unchanged
 
 
 @pytest.fixture
@@ -278,6 +278,27 @@ def test_modules_of_backends_may_keep_state(monkeypatch: pytest.MonkeyPatch, pac
     before = take_state()
     module.LIMIT = 2  # type: ignore[attr-defined]
     assert changes(before) == []
+
+
+def test_a_state_is_that_of_its_moment_and_of_nobody_else(
+    watched: types.ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = take_state()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "allclose", _new)
+        assert take_state().owners["torch"][1]["allclose"] is _new
+        for_itself = accepted(first).into(first)
+        assert changes(for_itself) == []
+    second = take_state()
+    watched.count = 4  # type: ignore[attr-defined]
+    assert changes(second) == []
+    assert take_state().owners[watched.__name__][1]["count"] == 4
+    assert changes(first) == changes(take_state()) == []
+    assert changes(for_itself) == ["torch.allclose was replaced"]
+    assert unchanged(take_state()), "what another did with its own is not seen"
+    other = types.ModuleType("attn_testkit.of_another_test")
+    monkeypatch.setitem(sys.modules, other.__name__, other)
+    assert other.__name__ in take_state().owners
 
 
 def test_public_functions_of_torch_are_watched(before: ProcessState, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import pytest
 from test_worker_process import THREE
 
 from attn_testkit.reports.record import plain
-from attn_testkit.results import CaseResult, Finding, Status
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options, Request
 

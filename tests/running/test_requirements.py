@@ -9,7 +9,7 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, Requires
 from attn_testkit.environment import Environment, missing_here
 from attn_testkit.examples.minimal import MinimalBackend
-from attn_testkit.results import Status
+from attn_testkit.results.case_result import Status
 
 CONTEXT_ONLY = Requires(sm=(100, 103), why="no such kernel below SM100")
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import importlib
 import importlib.util
 import os
 import py_compile
@@ -12,6 +14,10 @@ import pytest
 
 from attn_testkit import check_backend
 from attn_testkit.registry import UsageError
+from attn_testkit.results.case_result import Status
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.hygiene.tested_file import tested_file as source_of
+from attn_testkit.running.planning.request import Options, Request
 
 SOURCE = """
 from attn_testkit.examples import MinimalBackend
@@ -95,3 +101,31 @@ def test_byte_code_without_a_source_is_noted(mine):
     assert results.ok
     (note,) = results.header.notes[spec]
     assert note == f"{path.with_suffix('.pyc')} is byte code without a source: nobody can read what was tested"
+
+
+def test_a_file_that_is_edited_while_the_run_goes_on_fails_what_its_new_text_runs(mine):
+    path, spec = mine
+    with contextlib.closing(Runner(Options())) as runner:
+        plan = runner.plan(Request((spec,), device="cpu", cases=tuple(CASES)))
+        eager, graph = plan.items
+        (before,) = runner.run(plan, [eager])
+        path.write_text(SOURCE.format(2))
+        (by_the_same_process,) = runner.run(plan, [graph])
+    assert {before.status, by_the_same_process.status} == {Status.PASSED}, "it has the text that was planned"
+    with contextlib.closing(Runner(Options())) as runner:
+        (after,) = runner.run(plan, [eager])
+    assert after.status is Status.CRASHED
+    assert after.reason.startswith(f"{path} or a module that it uses is other code than the run was planned for")
+
+
+def test_the_hash_of_the_code_holds_the_modules_that_a_backend_uses(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "kernels_of_mine.py").write_text("def attend(): pass\n")
+    (tmp_path / "uses_kernels.py").write_text("from kernels_of_mine import attend\nclass Mine: pass\n")
+    found = importlib.import_module("uses_kernels").Mine
+    before = source_of(found)
+    (tmp_path / "kernels_of_mine.py").write_text("def attend(): return 1\n")
+    after = source_of(found)
+    assert before["sha256"] == after["sha256"]
+    assert before["code"] != after["code"]
+    assert after == source_of(found)

@@ -9,7 +9,8 @@ from in_process import check_backend
 from test_worker_process import THREE, results_of
 
 from attn_testkit import check_backend as check_in_processes
-from attn_testkit.results import Status, exit_code
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.run_header import exit_code
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options, Request
 
@@ -32,7 +33,7 @@ def test_a_broken_backend_gets_no_green_whatever_it_does_to_its_process(name: st
         ("ReplacesAnEntryOfATable", "attn_testkit.runner_modes.mode_runners.MODE_RUNNERS was modified"),
         ("ReplacesAMethodOfTheHarness", "attn_testkit.runner_modes.harness.ServerHarness.load was replaced"),
         ("ReplacesAFunctionOfTorch", "torch.allclose was replaced"),
-        ("WrongAndReplacesJudge", "attn_testkit.results.BAD was replaced"),
+        ("WrongAndReplacesJudge", "attn_testkit.results.case_result.BAD was replaced"),
         ("LeavesDefaultDtype", "the default dtype: torch.float32 -> torch.float64"),
         ("LeavesGradModeInConstructor", "the grad mode"),
         ("LeavesSeed", "torch's random state: seed "),

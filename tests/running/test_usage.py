@@ -5,7 +5,8 @@ from in_process import check_backend, plan_run, run
 
 from attn_testkit.cli import main as command
 from attn_testkit.registry import UsageError
-from attn_testkit.results import Status, exit_code
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.run_header import exit_code
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"
 

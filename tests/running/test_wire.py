@@ -15,7 +15,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.checks.lossless import GeneratedTokens, TokenAttention
 from attn_testkit.checks.observation import Copies
 from attn_testkit.contract import Capabilities, Requires
-from attn_testkit.results import Finding
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.processes.wire import Unreadable, read
 
 

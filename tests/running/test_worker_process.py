@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 from attn_testkit.registry import BackendNotFound
-from attn_testkit.results import KIT_ERROR, CaseResult, Status, exit_code
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.results.names import KIT_ERROR
+from attn_testkit.results.run_header import exit_code
 from attn_testkit.running.case_runs import lane
 from attn_testkit.running.case_runs.loop import Runner
 from attn_testkit.running.planning.request import Options, Plan, Request

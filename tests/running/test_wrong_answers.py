@@ -3,7 +3,8 @@
 import pytest
 from in_process import plan_run, run
 
-from attn_testkit.results import Finding, Status
+from attn_testkit.results.case_result import Status
+from attn_testkit.results.finding import Finding
 from attn_testkit.running.planning.request import final_code
 
 DECODE = "decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod"

@@ -102,14 +102,15 @@ class WrongAndReplacesJudge(Wrong):
         super().__init__(context)
         import attn_testkit.checks.numeric
         import attn_testkit.checks.step
-        import attn_testkit.results
+        import attn_testkit.results.case_result
+        import attn_testkit.results.run_header
         import attn_testkit.running.case_runs.evaluate
 
         attn_testkit.checks.step.evaluate_step = lambda *args: []
         attn_testkit.running.case_runs.evaluate.evaluate_step = lambda *args: []
         attn_testkit.checks.numeric.matches_oracle = lambda *args: []
-        attn_testkit.results.BAD = frozenset()
-        attn_testkit.results.exit_code = lambda *args, **more: 0
+        attn_testkit.results.case_result.BAD = frozenset()
+        attn_testkit.results.run_header.exit_code = lambda *args, **more: 0
 
 
 class ReplacesAFunctionOfTheHarness(TorchNativeBackend):

@@ -8,6 +8,7 @@ capabilities of each backend, and the places in SGLang that document them: ``dec
 from __future__ import annotations
 
 import importlib
+import os
 
 from attn_testkit.contract import AttentionBackend
 
@@ -38,6 +39,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
     if name not in of_version:
         raise LookupError(f"the kit runs {', '.join(of_version)} of SGLang {version}, and {name} of {CURRENT}")
     declared = of_version[name]
+    os.environ.update(declared.environment)
     # Before SGLang's modules are imported, which ask what the machine has.
     from . import fakes, imports
 

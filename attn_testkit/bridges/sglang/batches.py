@@ -9,6 +9,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from sglang.srt.model_executor import forward_batch_info as fbi
 from sglang.srt.speculative.eagle_info import EagleDraftExtendInput, EagleDraftInput, EagleVerifyInput
 
@@ -68,6 +69,10 @@ def _batch(batch: ForwardBatch, width: int, algorithm: Any, forward: bool) -> An
         forward_mode=MODES[batch.forward_mode], spec_info=spec_of(batch.spec_info, width), spec_algorithm=algorithm,
         capture_hidden_mode=fbi.CaptureHiddenMode.NULL, **{name: getattr(batch, name) for name in SAME_FIELDS},
     )  # fmt: skip
+    if made.seq_lens_cpu is None and batch.extend_seq_lens_cpu is not None and batch.extend_prefix_lens_cpu is not None:
+        # The scheduler makes an extend on the host: it has these, whatever a backend says that it needs.
+        both = zip(batch.extend_prefix_lens_cpu, batch.extend_seq_lens_cpu, strict=True)
+        made.seq_lens_cpu = torch.tensor([prefix + new for prefix, new in both], dtype=torch.int64)
     spec = batch.spec_info
     if isinstance(spec, DraftDecodeInput) and not forward:
         made.out_cache_loc = spec.out_cache_loc

@@ -7,9 +7,10 @@ declared here, and described in docs/evidence/findings-sglang.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
-from attn_testkit.contract import SGLANG, Requires
+from attn_testkit.contract import SGLANG, Requires, Sparse
 
 from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
@@ -31,6 +32,10 @@ class BridgeCapabilities(bridged.BridgeCapabilities):
     there is one backend object per scale."""
     rope_apart: bool = False
     """MLA: SGLang's model gives q and k without their rope columns, and the rope columns separately."""
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Server arguments of SGLang for this name, in addition to those of ``runner``."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables of SGLang for this name, which its modules read at each call."""
 
 
 _TRITON = "layers/attention/triton_backend.py"
@@ -43,6 +48,7 @@ _TRTLLM_MLA = "layers/attention/trtllm_mla_backend.py"
 _CUTEDSL = "layers/attention/cutedsl_mla_backend.py"
 _FLASH = "layers/attention/flashattention_backend.py"
 _NATIVE = "layers/attention/torch_native_backend.py"
+_DSA = "layers/attention/dsa_backend.py"
 _POOLS = "mem_cache/memory_pool.py"
 
 _FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
@@ -68,6 +74,26 @@ _OF_TRTLLM_MLA = (
     Line("requires", _OF_SM100, f"{_TRTLLM_MLA}:TRTLLMMLABackend.__init__"),
 )
 """CuteDslMLABackend inherits them from TRTLLMMLABackend."""
+
+_OF_DSA = (
+    Line("families", {"mla"}, f"{_POOLS}:DSATokenToKVPool"),
+    Line("dtypes", {"bf16"}, "../kernels/ops/attention/dsa/triton_sparse_mla.py:_validate_input_dtypes"),
+    Line("head_dims", {512}, f"{_DSA}:DeepseekSparseAttnBackend._forward_triton_decode"),
+    Line("mla_rope_dims", {64}, f"{_DSA}:DeepseekSparseAttnBackend._forward_triton_decode"),
+    Line("page_sizes", {64}, f"{_POOLS}:DSATokenToKVPool.__init__"),
+    Line("gqa_ratios", {16, 64}, f"{_DSA}:_validate_triton_sparse_mla_backend"),
+    Line("needs_cpu_seq_lens", False, f"{_DSA}:DeepseekSparseAttnBackend"),
+    Line("server.eager_without_waits", False, f"{_DSA}:DeepseekSparseAttnBackend.init_forward_metadata"),
+    _MLA_POOL,
+    _SERVER,
+)
+_DSA_TOPK = {64, 2048}
+"""Widths of ``topk_indices``. 2,048 is that of all models, and has a kernel of its own in ``transform_index``."""
+_DSA_OPTIONS = {"dsa_prefill_backend": "triton_sparse_mla", "dsa_decode_backend": "triton"}
+_DSA_ENVIRONMENT = {
+    "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",  # the schedule of the indexer's scores without DeepGEMM
+    "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # an extend of short requests is sparse, too
+}
 
 CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "torch_native": BridgeCapabilities(
@@ -240,6 +266,47 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         ),
         rope_apart=True,
     ),
+    # Its indices are positions, which ``transform_index`` maps to slots. A draft is not declared: its table of slots
+    # ends with the keys before it.
+    "dsa": BridgeCapabilities(
+        "dsa",
+        (
+            Line("eager", {D, V, V2, X}, f"{_DSA}:DeepseekSparseAttnBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2}, f"{_DSA}:DeepseekSparseAttnBackend._apply_cuda_graph_metadata"),
+            Line("max_q_rows", 8, f"{_DSA}:DeepseekSparseAttnBackend._build_forward_metadata_cuda_graph"),
+            Line("max_topk", 1, f"{_DSA}:DeepseekSparseAttnBackend.forward_extend"),
+            Line(
+                "sparse",
+                Sparse(topk=_DSA_TOPK),
+                "../kernels/ops/attention/dsa/transform_index.py:transform_index_page_table_decode",
+            ),
+            *_OF_DSA,
+        ),
+        fakes="dsa",
+        rope_apart=True,
+        options={**_DSA_OPTIONS, "dsa_topk_backend": "torch"},
+        environment={**_DSA_ENVIRONMENT, "SGLANG_DSA_FUSE_TOPK": "0"},
+    ),
+    # The indexer gives slots.
+    "dsa_fused": BridgeCapabilities(
+        "dsa",
+        (
+            Line("eager", {D, V, V2, X, DD}, f"{_DSA}:DeepseekSparseAttnMultiStepBackend.init_forward_metadata"),
+            Line("graph", {D, V, V2, DD}, f"{_DSA}:DeepseekSparseAttnMultiStepBackend.init_forward_metadata_out_graph"),
+            Line("max_q_rows", 8, f"{_DSA}:DeepseekSparseAttnBackend._build_forward_metadata_cuda_graph"),
+            Line("max_topk", 1, f"{_DSA}:DeepseekSparseAttnBackend.forward_extend"),
+            Line(
+                "sparse",
+                Sparse(topk=_DSA_TOPK, index_space="slots"),
+                f"{_DSA}:DeepseekSparseAttnBackend._get_fused_topk_page_table",
+            ),
+            *_OF_DSA,
+        ),
+        fakes="dsa",
+        rope_apart=True,
+        options={**_DSA_OPTIONS, "dsa_topk_backend": "flashinfer"},
+        environment={**_DSA_ENVIRONMENT, "SGLANG_DSA_FUSE_TOPK": "1"},
+    ),
     "fa3": BridgeCapabilities(
         "fa3",
         (
@@ -288,7 +355,7 @@ CAPABILITIES_OF_OLDER: Mapping[str, BridgeCapabilities] = {
 """Capabilities in 0.5.12.post1, with places in it."""
 
 OF_SGLANG = (
-    "aiter", "ascend", "dsa", "dsv4", "fa4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",
+    "aiter", "ascend", "dsv4", "fa4", "flashmla", "flex_attention", "hpc_ops", "intel_amx", "intel_xpu",
     "llada2_cfg_flashinfer", "minicpm_flashattn", "minicpm_flashinfer", "nsa", "qsa", "wave",
 )  # fmt: skip
 """The other names of SGLang's registry: for hardware or models that the kit does not have."""

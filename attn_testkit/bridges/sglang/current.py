@@ -51,7 +51,7 @@ class SGLangBackend(OfSGLang):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         scales = {layer.scaling for layer in context.layers} if self.declared.one_scale else {context.layers[0].scaling}
-        runners = {scale: make_runner(self.declared.registered, context, scale) for scale in sorted(scales)}
+        runners = {scale: make_runner(self.declared, context, scale) for scale in sorted(scales)}
         self.runner = next(iter(runners.values()))
         self.real: Any = None
         """Backend that SGLang's registry made."""
@@ -126,6 +126,7 @@ class SGLangBackend(OfSGLang):
         layer: AttentionLayer,
         batch: ForwardBatch,
         save_kv_cache: bool = True,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hand on, as ``RadixAttention.forward`` does what SGLang's models give it."""
         spec = batch.spec_info
@@ -141,6 +142,8 @@ class SGLangBackend(OfSGLang):
             rank = layer.kv_lora_rank
             given["q_rope"], given["k_rope"] = q[..., rank:], None if new_k is None else new_k[..., rank:]
             q, new_k = q[..., :rank], None if new_k is None else new_k[..., :rank]
+        if selected is not None:
+            given["topk_indices"] = selected
         with _capturing(batch):
             out: torch.Tensor = real.forward(
                 q, new_k, new_v, self.layers[layer.layer_id], self._forward(batch), save_kv_cache=save_kv_cache, **given

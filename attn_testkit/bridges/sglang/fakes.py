@@ -32,6 +32,8 @@ class FakeSet:
     """``module:name`` in the package, as SGLang looks it up -> its replacement."""
     platform: Mapping[str, bool] = field(default_factory=dict)
     """Answers to SGLang's questions about the machine, for the emulated device."""
+    answers: Mapping[str, bool] = field(default_factory=dict)
+    """Answers of functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
 
 
 _WRAPPERS = MappingProxyType(
@@ -45,6 +47,29 @@ _WRAPPERS = MappingProxyType(
 )
 _OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
 
+_KERNELS = "sglang.kernels.ops.attention"
+_OF_DSA = {
+    each.path: each
+    for each in (
+        EntryPoint(f"{_KERNELS}.dsv4:get_paged_mqa_logits_metadata", ((90, 103),), f"{__name__}:no_schedule", "sglang"),
+        *(
+            EntryPoint(f"{_KERNELS}.dsa.fused_metadata_copy:{name}", ((90, 103),), f"{__name__}:not_compiled", "sglang")
+            for name in ("fused_metadata_copy_cuda", "fused_metadata_copy_multi_cuda")
+        ),
+    )
+}
+
+
+def no_schedule(seq_lens: torch.Tensor, page_size: int, num_sm: int) -> torch.Tensor:
+    """Schedule of the kernel that scores index keys, which the bridge does not run."""
+    return torch.zeros(num_sm + 1, 2, dtype=torch.int32, device=seq_lens.device)
+
+
+def not_compiled(*_: object) -> None:
+    """A CUDA kernel that SGLang compiles at its first call. Without it the class copies each tensor itself."""
+    raise ImportError("SGLang compiles this kernel for a GPU")
+
+
 SETS: Mapping[str, FakeSet] = {
     "wrappers": FakeSet(_OF_WRAPPERS, _WRAPPERS),
     "xqa": FakeSet(
@@ -52,6 +77,8 @@ SETS: Mapping[str, FakeSet] = {
         {**_WRAPPERS, "flashinfer.decode:trtllm_batch_decode_with_kv_cache": DECODE_XQA},
         {"is_sm90": True},
     ),
+    # The class asks at each call, and plans with its Triton kernels on CUDA only.
+    "dsa": FakeSet(("dsa_backend",), _OF_DSA, answers={"dsa_backend:is_cuda": True}),
 }
 """Name -> set. ``declared.Claims.fakes`` says which."""
 _ATTENTION = "sglang.srt.layers.attention"
@@ -80,6 +107,9 @@ def put_in_place(name: str) -> None:
     for path, fake in fakes.items():
         module, _, attribute = path.partition(":")
         setattr(importlib.import_module(module), attribute, fake)
+    for path, answer in chosen.answers.items():
+        module, _, attribute = path.partition(":")
+        setattr(importlib.import_module(f"{_ATTENTION}.{module}"), attribute, lambda answer=answer: answer)
     if chosen.platform:
         from sglang.srt.runtime_context import override_platform
 

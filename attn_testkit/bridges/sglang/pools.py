@@ -6,18 +6,25 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.mem_cache.memory_pool import DSATokenToKVPool, MHATokenToKVPool, MLATokenToKVPool
+from sglang.srt.runtime_context import get_parallel
 
 from attn_testkit.contract import KVLayer, KVPool, KVPoolSpec
 
 __all__ = ["lay_out", "pool_of"]
 
+_RANKS = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
+_SIZES = ("attn_tp_size", "attn_cp_size", "attn_dcp_size")
+_INDEX_DIM = 128
+"""Numbers of an index key, in the pool next to the KV rows. No other size exists."""
 _made: weakref.WeakKeyDictionary[KVLayer, Any] = weakref.WeakKeyDictionary()
 """First layer of a pool -> SGLang's pool. The kit keeps that layer object as long as its pool exists."""
 
 
 def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
     """Construct SGLang's pool of this size. ``AttentionBackend.lay_out_kv_pool`` of every backend of the bridge."""
+    # Pools ask first. One GPU: there is one rank of each kind.
+    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
     first = spec.layers[0]
     common: dict[str, Any] = {
         "size": (spec.pages - 1) * spec.page_size, "page_size": spec.page_size, "dtype": spec.dtype,
@@ -26,7 +33,11 @@ def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
     }  # fmt: skip
     if first.is_mla:
         rope = first.head_dim - first.kv_lora_rank
-        pool = MLATokenToKVPool(kv_lora_rank=first.kv_lora_rank, qk_rope_head_dim=rope, **common)
+        common |= {"kv_lora_rank": first.kv_lora_rank, "qk_rope_head_dim": rope}
+        if first.topk:
+            pool = DSATokenToKVPool(kv_cache_dim=first.head_dim, index_head_dim=_INDEX_DIM, **common)
+        else:
+            pool = MLATokenToKVPool(**common)
         rows = [KVLayer(buffer.view(spec.dtype), buffer=buffer) for buffer in pool.kv_buffer]
     else:
         pool = MHATokenToKVPool(

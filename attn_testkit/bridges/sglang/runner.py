@@ -8,17 +8,17 @@ from typing import Any
 import torch
 from sglang.srt.configs.model_config import AttentionArch
 from sglang.srt.mem_cache.kv_index_translator import KVIndexTranslator
-from sglang.srt.runtime_context import get_context, get_parallel
+from sglang.srt.runtime_context import get_context
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from attn_testkit.contract import BackendContext, ForwardMode
 
+from .capabilities import BridgeCapabilities
 from .pools import pool_of
 
 __all__ = ["make_runner"]
 
 _SPECULATIVE = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
-_RANKS = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
 _KV_SPLITS = 8
 """The default of ``--triton-attention-num-kv-splits``."""
 _published: list[Any] = []
@@ -28,13 +28,13 @@ def _window_of(context: BackendContext) -> int | None:
     return None if context.sliding_window_size < 0 else context.sliding_window_size
 
 
-def _publish(name: str, context: BackendContext) -> None:
+def _publish(declared: BridgeCapabilities, context: BackendContext) -> None:
     """Set SGLang's configuration of the process, which is that of the last instance."""
     while _published:
         _published.pop().restore()
     speculates = bool(context.modes & _SPECULATIVE)
     override = get_context().override_server_args(
-        attention_backend=name,
+        attention_backend=declared.registered,
         page_size=context.page_size,
         chunked_prefill_size=-1,
         speculative_algorithm="EAGLE" if speculates else None,
@@ -42,10 +42,10 @@ def _publish(name: str, context: BackendContext) -> None:
         speculative_num_draft_tokens=context.num_draft_tokens if speculates else None,
         speculative_num_steps=context.speculative_num_steps if speculates else None,
         triton_attention_num_kv_splits=_KV_SPLITS,
+        **declared.options,
     )
     override.install()
     _published.append(override)
-    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0))
 
 
 class _ModelConfig:
@@ -69,7 +69,8 @@ class _ModelConfig:
         self.sliding_window_size = window
         self.is_hybrid_swa = self.is_local_attention_model = window is not None
         self.hf_config = self.hf_text_config = SimpleNamespace(
-            architectures=["TinyForCausalLM"], hidden_size=self.hidden_size, head_dim=self.head_dim,
+            architectures=["DeepseekV32ForCausalLM" if first.topk else "TinyForCausalLM"],
+            index_topk=first.topk or None, hidden_size=self.hidden_size, head_dim=self.head_dim,
             num_attention_heads=heads, num_key_value_heads=kv_heads,
         )  # fmt: skip
         self.hf_config.get_text_config = lambda: self.hf_text_config
@@ -93,12 +94,13 @@ class _Runner(SimpleNamespace):
         return self.verify_width
 
 
-def make_runner(name: str, context: BackendContext, scaling: float) -> Any:
+def make_runner(declared: BridgeCapabilities, context: BackendContext, scaling: float) -> Any:
     """Make the argument of the constructors in SGLang's registry, and configure the process.
 
     ``scaling``: the model's, for backends that plan by it and not by the layer's.
     """
-    _publish(name, context)
+    _publish(declared, context)
+    name = declared.registered
     device, page, pool = context.device.type, context.page_size, pool_of(context.kv_pool)
     window, first = _window_of(context), context.layers[0]
     rows, columns = context.req_to_token.shape

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_testkit.contract import VLLM, LogSumExp, Requires
+from attn_testkit.contract import VLLM, LogSumExp, Requires, Sparse
 
 from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
@@ -46,6 +46,7 @@ _FLEX = "v1/attention/backends/flex_attention.py"
 _FLASH = "v1/attention/backends/flash_attn.py"
 _FLASHINFER = "v1/attention/backends/flashinfer.py"
 _TRITON_MLA = "v1/attention/backends/mla/triton_mla.py"
+_SPARSE_MLA = "v1/attention/backends/mla/xpu_mla_sparse.py"
 _MLA = "model_executor/layers/attention/mla_attention.py"
 _LAYER = "model_executor/layers/attention/attention.py"
 _INPUTS = "v1/worker/gpu/input_batch.py"
@@ -160,6 +161,30 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             Line("max_q_rows", 16, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
             # In the dtype of the queries, as it is made there.
             Line("lse", _LSE, f"{_TRITON_MLA}:TritonMLAImpl.forward_mqa"),
+            *_RUNNER,
+        ),
+        compiled_store=True,  # concat_and_cache_mla
+    ),
+    # Registered for Intel's GPUs; all of it is Python and Triton. It reads ``topk_indices_buffer``, like the sparse
+    # classes of FlashMLA and FlashInfer, whose kernels are compiled.
+    "xpu_mla_sparse": BridgeCapabilities(
+        "XPU_MLA_SPARSE",
+        (
+            # AttentionCGSupport.NEVER, and no update of its metadata between the forwards of a draft. Host offsets make
+            # the list of rows: no ragged batch whose lengths are only on the device.
+            Line("eager", {D, V, V2, X}, f"{_SPARSE_MLA}:XPUMLASparseMetadataBuilder.build"),
+            Line("families", {"mla"}, f"{_SPARSE_MLA}:XPUMLASparseBackend.is_mla"),
+            Line("dtypes", {"bf16"}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
+            Line("head_dims", {512}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
+            Line("mla_rope_dims", {64}, f"{_SPARSE_MLA}:XPUMLASparseBackend.get_supported_head_sizes"),
+            Line("gqa_ratios", {16, 64}, f"{_SPARSE_MLA}:XPUMLASparseImpl._forward_bf16_kv"),
+            Line("page_sizes", {16, 64}, f"{_SPARSE_MLA}:XPUMLASparseBackend.customize_spec"),
+            Line("max_q_rows", 16, f"{_SPARSE_MLA}:XPUMLASparseImpl.forward_mqa"),
+            Line(
+                "sparse",
+                Sparse(topk={128, 2048}, holes=True, empty_rows=True),
+                "v1/attention/backends/mla/sparse_utils.py:triton_convert_req_index_to_global_index",
+            ),
             *_RUNNER,
         ),
         compiled_store=True,  # concat_and_cache_mla

@@ -19,12 +19,14 @@ from vllm.config import (
     SchedulerConfig,
 )
 
-from attn_testkit.contract import BackendContext, ForwardMode
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode
 
 from .capabilities import BridgeCapabilities
 
-__all__ = ["make_config", "width_of"]
+__all__ = ["NOPE", "make_config", "width_of"]
 
+NOPE = 128
+"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
 _LARGEST_CAPTURE = 512
 """``max_cudagraph_capture_size`` of a server, in tokens."""
 
@@ -54,6 +56,15 @@ def _speculation(drafts: int) -> Any:
     return SimpleNamespace(num_speculative_tokens=drafts, parallel_drafting=False, enable_adaptive_verification=False)
 
 
+def _text_config(first: AttentionLayer) -> SimpleNamespace:
+    """Attributes of a model that builders of sparse MLA read."""
+    rope = first.head_dim - first.kv_lora_rank if first.is_mla else 0
+    return SimpleNamespace(
+        index_topk=first.topk, q_lora_rank=None, kv_lora_rank=first.kv_lora_rank, qk_nope_head_dim=NOPE,
+        qk_rope_head_dim=rope, v_head_dim=NOPE,
+    )  # fmt: skip
+
+
 def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: int, layout: str) -> Any:
     """The configuration of a server with these layers, ``blocks`` KV blocks and the flags of ``declared``.
 
@@ -80,7 +91,7 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
             get_num_kv_heads=lambda parallel: first.tp_k_head_num,
             get_head_size=lambda: max(layer.head_dim for layer in context.layers),
             max_model_len=context.max_context_len, dtype=context.dtype, is_mm_prefix_lm=False, is_diffusion=False,
-            rswa_window=None, hf_config=SimpleNamespace(model_type="tiny"),
+            rswa_window=None, hf_config=SimpleNamespace(model_type="tiny"), hf_text_config=_text_config(first),
         ),
         parallel_config=ParallelConfig(),
         scheduler_config=scheduler,

@@ -142,8 +142,11 @@ class VLLMLatentBackend(VLLMBackend):
         batch: ForwardBatch,
         save_kv_cache: bool = True,
         out: torch.Tensor | None = None,
+        selected: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Store the latent rows, and attend them by ``forward_mqa``."""
+        if selected is not None:
+            self.layers[name_of(layer)].selected[: len(selected)].copy_(selected)
         found, _ = self._attend(q, k, layer, batch, save_kv_cache)
         output = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         output[: found.shape[0]] = found

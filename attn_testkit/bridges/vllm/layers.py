@@ -14,10 +14,9 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec, get_kv_quant_mode
 
 from attn_testkit.contract import AttentionLayer, BackendContext
 
-__all__ = ["make_layers", "name_of"]
+from .config import NOPE
 
-_NOPE = 128
-"""``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
+__all__ = ["make_layers", "name_of"]
 
 
 def name_of(layer: AttentionLayer) -> str:
@@ -30,7 +29,7 @@ def make_layers(real: Any, config: Any, context: BackendContext) -> dict[str, An
     made: dict[str, Any] = {}
     with set_current_vllm_config(config):
         for layer in context.layers:
-            found = _latent(real, config, layer) if layer.is_mla else _attention(real, config, layer)
+            found = _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer)
             found.bind_kv_cache(_as_vllm_has_it(context, layer, found.kv_cache_dtype))
             _set_scales(found, layer, context.device)
             made[name_of(layer)] = found
@@ -48,8 +47,8 @@ def _attention(real: Any, config: Any, layer: AttentionLayer) -> Any:
     )  # fmt: skip
 
 
-def _latent(real: Any, config: Any, layer: AttentionLayer) -> Any:
-    made = _LatentLayer(real, config, layer)
+def _latent(real: Any, config: Any, layer: AttentionLayer, device: torch.device) -> Any:
+    made = _LatentLayer(real, config, layer, device)
     config.compilation_config.static_forward_context[name_of(layer)] = made
     return made
 
@@ -57,20 +56,24 @@ def _latent(real: Any, config: Any, layer: AttentionLayer) -> Any:
 class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
     """``MLAAttention`` without the projections on both sides of it: the kit's rows are absorbed ones."""
 
-    def __init__(self, real: Any, config: Any, layer: AttentionLayer) -> None:
+    def __init__(self, real: Any, config: Any, layer: AttentionLayer, device: torch.device) -> None:
         super().__init__()
         self.real, self.kv_cache_dtype = real, config.cache_config.cache_dtype
         self.num_heads, self.num_kv_heads, self.head_size = layer.tp_q_head_num, 1, layer.head_dim
         self.q_lora_rank, self.kv_lora_rank = None, layer.kv_lora_rank
-        self.qk_nope_head_dim = self.v_head_dim = _NOPE
+        self.qk_nope_head_dim = self.v_head_dim = NOPE
         self.qk_rope_head_dim = layer.head_dim - layer.kv_lora_rank
         self.prefill_backend = _NoPrefill()
+        self.selected = _indices(config, layer, device)
+        """Indices of selected keys, which vLLM's indexer writes and the implementation reads; None without any."""
+        sparse = {} if self.selected is None else {"topk_indices_buffer": self.selected}
         self.impl = real.get_impl_cls()(
             num_heads=self.num_heads, head_size=self.head_size, scale=layer.scaling, num_kv_heads=1,
             alibi_slopes=None, sliding_window=None, kv_cache_dtype=self.kv_cache_dtype, logits_soft_cap=None,
             attn_type=AttentionType.DECODER, kv_sharing_target_layer_name=None, q_lora_rank=None,
-            kv_lora_rank=self.kv_lora_rank, qk_nope_head_dim=_NOPE, qk_rope_head_dim=self.qk_rope_head_dim,
-            qk_head_dim=_NOPE + self.qk_rope_head_dim, v_head_dim=_NOPE, kv_b_proj=None,
+            kv_lora_rank=self.kv_lora_rank, qk_nope_head_dim=NOPE, qk_rope_head_dim=self.qk_rope_head_dim,
+            qk_head_dim=NOPE + self.qk_rope_head_dim, v_head_dim=NOPE, kv_b_proj=None,
+            **sparse,
         )  # fmt: skip
 
     def bind_kv_cache(self, kv_cache: torch.Tensor) -> None:
@@ -88,6 +91,13 @@ class _LatentLayer(torch.nn.Module, AttentionLayerBase):  # type: ignore[misc]
             dtype=self.kv_cache.dtype, cache_dtype_str=self.kv_cache_dtype,
             kv_quant_mode=get_kv_quant_mode(self.kv_cache_dtype),
         )  # fmt: skip
+
+
+def _indices(config: Any, layer: AttentionLayer, device: torch.device) -> torch.Tensor | None:
+    if not layer.topk:
+        return None
+    rows = config.scheduler_config.max_num_batched_tokens
+    return torch.full((rows, layer.topk), -1, dtype=torch.int32, device=device)
 
 
 class _NoPrefill(SimpleNamespace):

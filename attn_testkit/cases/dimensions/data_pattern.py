@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..state import STATE_DATA
 from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
 
 __all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA"]
@@ -24,7 +25,7 @@ EQUAL_LOGITS = ("mean", "negative")
 """Patterns that show no error of a query or a key: their cases cover nothing that is declared."""
 _COMBINED = ("gauss", "shifted", "peaked", "one_hot")
 """Each shows a wrong key, position or head."""
-_ALL = (*DATA, *EXTREME_DATA, CODES)
+_ALL = (*DATA, *EXTREME_DATA, CODES, *STATE_DATA)
 
 DATA_PATTERN = Dimension(
     name="data",

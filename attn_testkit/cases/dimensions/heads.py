@@ -8,7 +8,7 @@ from typing import Any
 from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS
 from ..fields import Changes, Fields, Heads
-from ..head_layouts import as_many, latent, latent_heads, plain_layout
+from ..head_layouts import as_many, latent, latent_heads, plain_layout, state_heads
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
@@ -23,7 +23,7 @@ _MOST_HEADS = 64
 def typical_heads(declared: Capabilities) -> list[Heads]:
     """The layouts that a covering array tries."""
     ratios = sorted(declared.gqa_ratios - {1})
-    heads: list[Heads] = []
+    heads: list[Heads] = state_heads(declared)
     heads += [Heads(layout.name, 2, 2) for layout in as_many(declared)]
     if "gqa" in declared.families and ratios:
         # The smallest, one that is not a power of two, and one large enough to matter.
@@ -42,6 +42,7 @@ def smallest_heads_first(declared: Capabilities) -> list[Heads]:
     """Layouts of few KV heads, the simplest first; empty if a family is declared without its numbers."""
     groups = [ratio for ratio in sorted(declared.gqa_ratios) if ratio > 1]
     found = [Heads(layout.name, count, count) for layout in as_many(declared) for count in (2, 1, 4)]
+    found += state_heads(declared)
     if "gqa" in declared.families:
         found += [Heads("gqa", ratio * count, count) for ratio in groups for count in (2, 4)]
     if "mqa" in declared.families:
@@ -74,7 +75,7 @@ def _with(declared: Capabilities, case: Fields, heads: Heads, **changes: Any) ->
 
 
 def of_mla(declared: Capabilities, case: Fields, **changes: Any) -> Changes:
-    """``changes``, and heads of MLA if the case has others."""
+    """``changes``, plus heads of MLA if the case has none."""
     return _with(
         declared, case, case.heads if case.heads.layout.values_in_keys else fewest_latent_heads(declared), **changes
     )

@@ -22,7 +22,7 @@ __all__ = [
 MOST_REQUESTS = 1 << 17
 """Requests of a batch in a case id; the largest case of a catalogue has 1,009."""
 _FEW = 8
-"""Declared values below the case's own that are all tried; of more, powers of two and the two largest."""
+"""Most declared values below the case's own that are all tried. Of more: powers of two, and the two largest."""
 _MOST_LISTED = 8
 """Longer lists of numbers are shortened to so many runs."""
 

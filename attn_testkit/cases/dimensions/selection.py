@@ -17,12 +17,14 @@ __all__ = ["SELECTION"]
 _LONGER = 5
 """A case that tries a top-k has about so many keys for each that a row selects: with fewer keys all are selected, and a
 backend that ignores the selection is right."""
+_WIDE, _MORE = 512, 64
+"""Smallest top-k for which one request has only a few keys more than its rows select, and how many: 2,112 for 2,048."""
 
 
 def _words(case: Fields) -> str:
     each = case.selection
     if each is None:
-        return "layers that attend all keys"
+        return "layers that attend to all keys"
     more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
     return f"{each.topk} selected keys a row as {'slots' if each.slots else 'positions'}{more}"
 
@@ -77,12 +79,18 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
 
 def _tried(declared: Capabilities, case: Fields) -> int | None:
     """The top-k of a case in which some row has more keys than it selects."""
-    return case.selection.topk if case.selection and max(case.prefixes) >= 2 * case.selection.topk else None
+    if case.selection is None:
+        return None
+    topk = case.selection.topk
+    return topk if max(case.prefixes) >= (topk + _MORE if topk >= _WIDE else 2 * topk) else None
 
 
 def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
     selection = case.selection or _fit(declared, case)["selection"]
-    keys = tuple(value * _LONGER + 3 * place + each for place, each in enumerate(case.prefixes))
+    if value >= _WIDE:
+        keys = (value + _MORE, *case.prefixes[1:])
+    else:
+        keys = tuple(value * _LONGER + 3 * place + each for place, each in enumerate(case.prefixes))
     return {"selection": replace(selection, topk=value), "prefixes": keys}
 
 

@@ -11,6 +11,7 @@ from .dtype import DTYPE
 from .greedy_loop import GREEDY_LOOP
 from .head_dim import HEAD_DIM
 from .heads import HEADS
+from .indexer import INDEXER
 from .kv_dtype import KV_DTYPE
 from .kv_layout import KV_LAYOUT
 from .kv_splits import KV_SPLITS
@@ -31,14 +32,15 @@ from .selection import SELECTION
 from .server_variant import SERVER_VARIANT
 from .sinks import SINKS
 from .slot_order import SLOT_ORDER
+from .state import STATE
 from .window import WINDOW
 
 __all__ = ["DIMENSIONS", "forgotten"]
 
 DIMENSIONS: tuple[Dimension, ...] = (
     MODE, REQUESTS, HEADS, HEAD_DIM, DTYPE, PAGE_SIZE, KEYS, ROWS, PREFIXED, GREEDY_LOOP, CHUNKS, SLOT_ORDER,
-    DATA_PATTERN, KV_DTYPE, KV_LAYOUT, WINDOW, SCALING, LOGIT_CAP, SINKS, SELECTION, LAYERS, KV_SPLITS, PADDED_REQUESTS,
-    PADDING, MULTI_MODE, SERVER_VARIANT, SEED, CONTEXT,
+    DATA_PATTERN, KV_DTYPE, KV_LAYOUT, WINDOW, SCALING, LOGIT_CAP, SINKS, SELECTION, INDEXER, STATE, LAYERS, KV_SPLITS,
+    PADDED_REQUESTS, PADDING, MULTI_MODE, SERVER_VARIANT, SEED, CONTEXT,
 )  # fmt: skip
 
 

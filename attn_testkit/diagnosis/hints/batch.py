@@ -112,6 +112,8 @@ def length_threshold(e: Evidence) -> str:
         return ""
     if e.attended is not None and e.attended.wanted < e.attended.used:
         return ""  # it reads all that it should and more
+    if max(right) == 1 and e.attended is not None and e.attended.used == {0}:
+        return ""  # the length of a capture, which ``key_range`` names
     return (
         "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
         f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong"

@@ -112,8 +112,8 @@ def _of_counts(e: Evidence) -> str:
     case = e.schedule.case
     counts = ", ".join(str(request.new) for request in e.step.requests)
     return (
-        f"rows or lengths are computed as if all requests had the most: right if every request has {most_rows(case)} "
-        f"new rows, and wrong with {counts}"
+        "rows or lengths are computed as if all requests had as many rows as the largest: right if every request has "
+        f"{most_rows(case)} new rows, and wrong with {counts}"
     )
 
 
@@ -153,7 +153,7 @@ def right_with_fewer_requests(e: Evidence) -> str:
     bs = e.schedule.case.bs
     return (
         f"the kernel choice and the plan probably change at different numbers of requests: right with {bs - 1} "
-        f"requests, and wrong with {bs}, the last of them like others"
+        f"requests, and wrong with {bs}, although the last one is like others"
     )
 
 

@@ -170,7 +170,7 @@ def elsewhere(e: Evidence) -> str:
     whole = "" if e.schedule.case.page_size == 1 else ", or a last page that counts as full"
     if place == "tail" and attended.used & attended.wanted and e.step.requests[attended.request].draft is not None:
         return (
-            "slots of its draft's pages are read that hold no KV token of this branch: probably a page of another "
+            "slots that hold no KV token of this branch are read in pages of its draft: probably a page of another "
             f"branch, or one that was never filled{whole}"
         )
     if place == "tail" and attended.used & attended.wanted:

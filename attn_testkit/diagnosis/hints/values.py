@@ -77,7 +77,7 @@ def nothing_computed(e: Evidence) -> str:
     """Wrong rows are all zeros, which no attention over the values of a case gives."""
     wrong = e.comparison.wrong.flatten(2).any(-1)
     zero = (e.comparison.out == 0).flatten(2).all(-1)
-    if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e):
+    if not wrong.any() or not zero[wrong].all() or row_tile(e) or length_threshold(e) or _computed_with_nan(e):
         return ""
     if widths := with_a_window_alone(e):
         return (
@@ -127,6 +127,24 @@ def nothing_computed(e: Evidence) -> str:
         "nothing computed the wrong rows, which are all zeros: probably a grid or a number of tiles that is too "
         "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
         "kernel begins"
+    )
+
+
+def _computed_with_nan(e: Evidence) -> bool:
+    """True if a row gives weight to slots that hold NaN: then its zeros do not show that nothing was computed."""
+    return e.attended is not None and not {"others"}.issuperset(e.attended.elsewhere) and e.before is None
+
+
+@hint(Level.REMARK)
+def nan_became_zero(e: Evidence) -> str:
+    """Wrong rows are all zeros, and have weights once foreign slots hold no NaN."""
+    wrong = e.comparison.wrong.flatten(2).any(-1)
+    zero = (e.comparison.out == 0).flatten(2).all(-1)
+    if not wrong.any() or not zero[wrong].all() or not _computed_with_nan(e):
+        return ""
+    return (
+        "the zeros come from a NaN that was read: with zeros instead of NaN in foreign slots these rows are not zero. "
+        "Probably a comparison such as sum > 0, which is false for NaN, selects 0"
     )
 
 

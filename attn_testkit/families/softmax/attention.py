@@ -203,7 +203,8 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     total = weights.sum(-1, keepdim=True)
     if sinks is not None:
         total = total + torch.exp(sinks - top)
-    elif data.allowed is not None:
+    lse = top + total.log()
+    if sinks is None and data.allowed is not None:
         # A row that selects no key has weights of 0, and not of 0 / 0.
         total = total.masked_fill_(total == 0, 1.0)
     p = weights.div_(total).flatten(3, 4)
@@ -223,7 +224,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         mass=packed(p @ sizes),
         logit_noise=packed(noise.flatten(3, 4)),
         keys=visible.sum(-1)[data.row_request, data.row_offset],
-        lse=packed((top + total.log()).flatten(3, 4)).squeeze(-1),
+        lse=packed(lse.flatten(3, 4)).squeeze(-1),
         top=packed(top.flatten(3, 4)).squeeze(-1),
         flat=everything,
         factors=factors,

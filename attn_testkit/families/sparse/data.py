@@ -19,6 +19,7 @@ from cachetools import LRUCache, cached
 from ...cases.selection import Selection
 from ...cases.server_variants import variant_of
 from ...steps.data import KEPT_BYTES, StepData, make_step_data, numbers_of
+from ...steps.index_data import make_index_data
 from ...steps.kv_groups import slot_map
 from ...steps.schedule import Schedule, Step
 
@@ -97,7 +98,13 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
 
 def make_sparse_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StepData:
     """Draw a step's numbers, as ``make_step_data`` does, with ``allowed`` and ``selected``."""
-    data, keys = make_step_data(schedule, step, pattern), _selected_keys(schedule, step)
+    data, indexer = make_step_data(schedule, step, pattern), schedule.case.indexer
+    if indexer and indexer.is_exact:
+        # The backend selects, and only the answer knows what (``index_scores.py``).
+        assert schedule.case.selection is not None
+        none = torch.full((schedule.case.layers.count, len(data.positions), schedule.case.selection.topk), -1)
+        return replace(data, selected=none.to(torch.int32), index=make_index_data(schedule, step))
+    keys = _selected_keys(schedule, step)
     return replace(data, allowed=attended_by(data, keys), selected=_indices(schedule, step, data, keys))
 
 

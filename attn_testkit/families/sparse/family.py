@@ -9,30 +9,41 @@ from dataclasses import replace
 import torch
 
 from ...cases.dimensions.greedy_loop import GREEDY_LOOP
-from ...cases.dimensions.kv_splits import KV_SPLITS
 from ...cases.dimensions.table import DIMENSIONS
 from ...cases.dimensions.window import WINDOW
 from ...steps.data import StepData, make_layers
+from ...steps.index_data import IndexData
 from ...steps.schedule import Schedule
 from ..family import Answer, Family, Supposition
 from ..softmax import answer as softmax
 from .data import attended_by, make_sparse_data
+from .index_scores import best_keys
 from .memory import SPARSE_POOL
 
 __all__ = ["SPARSE"]
 
-_NOT_HERE = (KV_SPLITS, WINDOW, GREEDY_LOOP)
+_NOT_HERE = (WINDOW, GREEDY_LOOP)
 
 
 def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
     """The answer for a step's numbers. The output of a row that selects no key may be any finite number."""
+    data = _with_selection(schedule, data)
     found = softmax.answer(schedule, data, given)
     assert data.allowed is not None
     empty = ~data.allowed.any(-1)[:, data.row_request, data.row_offset]
     return replace(found, limit=found.limit.masked_fill(empty[..., None, None], math.inf)) if empty.any() else found
 
 
-_TILE = 16
+def _with_selection(schedule: Schedule, data: StepData) -> StepData:
+    """The data with the keys that each row attends: those that are given, or those of the best scores."""
+    if not isinstance(data.index, IndexData):
+        return data
+    keys = best_keys(schedule, data, data.index)
+    return replace(data, allowed=attended_by(data, keys), selected=keys)
+
+
+_TILE, _TILES = 16, 16
+"""Narrowest tile of columns, and most tiles of a selection, that a lost tile is looked for in."""
 
 
 def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Tensor]]:
@@ -52,12 +63,14 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
         "the keys of a row behind its largest index are not attended, as if indices ascended",
         keys.masked_fill(behind, -1),
     )
-    for tile in range(_TILE, selection.topk, _TILE):
+    wide = max(_TILE, selection.topk // _TILES)
+    for tile in range(wide, selection.topk, wide):
         text = f"only the first {tile} of {selection.topk} columns of `selected` are attended"
         yield text, keys.masked_fill(column >= tile, -1)
 
 
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
+    data = _with_selection(schedule, data)
     allowed = data.allowed
     assert allowed is not None
     visible = data.visible.expand_as(allowed)
@@ -92,5 +105,7 @@ SPARSE = Family(
     answer=answer,
     supposed=_supposed,
     poisoned="unowned slots and keys that no row selects",
+    unread="keys that no row selects",
+    with_unread_finite=lambda step: replace(step, index=0, part_of=None),
     counts_keys=True,
 )

@@ -1,6 +1,6 @@
 """The KV pool of sparse attention: keys that a live request owns and no row selects.
 
-In the first step of a schedule they hold their own numbers: a backend that attends the wrong keys gives numbers, by
+In the first step of a schedule they hold their own numbers: a backend that attends to the wrong keys gives numbers, by
 which ``SPARSE.supposed`` finds the mistake. In all others they hold NaN, which finds a kernel that reads them and masks
 them later.
 """
@@ -23,7 +23,9 @@ __all__ = ["SPARSE_POOL"]
 
 def _not_selected(schedule: Schedule, step: Step, data: StepData) -> npt.NDArray[np.bool_]:
     """[L, slots] bool: slots that are to hold NaN, of keys before the step that no row selects."""
-    assert data.allowed is not None
+    if data.allowed is None:
+        # The backend selects, so all keys may be attended.
+        return np.zeros((schedule.case.layers.count, (schedule.num_pages + 1) * schedule.case.page_size), np.bool_)
     slots = (schedule.num_pages + 1) * schedule.case.page_size
     found = np.zeros((len(data.allowed), slots), np.bool_)
     if (step.part_of[0] if step.part_of else step).index == 0:

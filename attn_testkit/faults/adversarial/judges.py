@@ -29,8 +29,8 @@ class ReplacesTheJudge(AdversarialBackend):
             ("checks.numeric", "matches_oracle", lambda *_: []),
             ("running.case_runs.evaluate", "evaluate_step", lambda *_: []),
             ("reports.verdict", "exit_code", lambda *_, **__: 0),
-            ("results", "exit_code", lambda *_, **__: 0),
-            ("results", "BAD", frozenset()),
+            ("results.run_header", "exit_code", lambda *_, **__: 0),
+            ("results.case_result", "BAD", frozenset()),
         ]
         for module, name, value in places:
             before = getattr(_kit(module), name)

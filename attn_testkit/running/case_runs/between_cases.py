@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ...results import CaseResult, Finding
+from ...results.case_result import CaseResult
+from ...results.finding import Finding
 from ...runner_modes.messages import RunCase
 
 __all__ = ["ENOUGH", "Afresh", "Fails", "explained_by_what_was_kept", "named"]

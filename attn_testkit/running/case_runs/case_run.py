@@ -15,13 +15,14 @@ from ...cases.co_residents import co_resident_of, declared_co_residents
 from ...cases.server_variants import variant_of
 from ...checks import Stage
 from ...checks.capabilities import refuses_undeclared
-from ...checks.failures import context_lost, first_line, from_exception, is_ctrl_c
+from ...checks.failures import LOST_HINT, context_lost, first_line, from_exception, is_ctrl_c
 from ...checks.lossless import GeneratedTokens
 from ...checks.observation import Observation
 from ...contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
 from ...environment import Environment, compiled_regions_run, missing_here
 from ...graphs.compilers import make_room, room_left
-from ...results import NO_ROOM, NOT_COMPILED, Finding
+from ...results.finding import Finding
+from ...results.names import NO_ROOM, NOT_COMPILED
 from ...runner_modes.clock import Clock
 from ...runner_modes.co_resident import EagerCoResident
 from ...runner_modes.compiling import compiles_once
@@ -179,11 +180,12 @@ def run_case(
         if variant_of(case).pool_elements and out_of_memory(cause):
             left = f"in addition to a KV pool of more than 2^31 elements: {first_line(cause)}"
             return RunRecord(not_here=f"{NO_ROOM}{left}")
-        if context_lost(cause):
-            lost = first_line(cause)
+        lost = _lost_context(cause, environment)
         # Of a way something else may be None.
         needs = declared.needs_cpu_seq_lens or variant_of(case).gives_none
         found = from_exception(cause, error.phase, error.label, needs_cpu_lengths=needs)
+        if lost and not context_lost(cause):
+            found = replace(found, hint=f"{LOST_HINT} ({lost})")
         if room_left() <= 0:
             found = replace(found, hint="\n".join(filter(None, (found.hint, _GIVEN_UP))))
         drive.findings.append(found)
@@ -199,6 +201,23 @@ def run_case(
         kernels=NOT_COMPILED if drive.kernels == "real" and compiled_regions_run() > compiled else drive.kernels,
         records=record.records if drive.stage is Stage.COMPLETED else drive.records(drive.observed),
     )
+
+
+def _lost_context(error: BaseException, environment: Environment) -> str:
+    """The reason why the device is unusable for the rest of the process; empty if it is not.
+
+    After an illegal access, a library may only say that it could not begin: ``cublasCreate`` gives
+    CUBLAS_STATUS_INTERNAL_ERROR. So the device is asked.
+    """
+    if context_lost(error):
+        return first_line(error)
+    if environment.emulated:
+        return ""
+    try:
+        torch.cuda.synchronize(environment.index)
+    except RuntimeError as later:
+        return first_line(later) if context_lost(later) else ""
+    return ""
 
 
 _GIVEN_UP = (
@@ -374,5 +393,5 @@ def rerun(
         if is_ctrl_c(error):
             raise
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
-        return RunRecord(lost=first_line(cause) if context_lost(cause) else "")
+        return RunRecord(lost=_lost_context(cause, environment))
     return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))

@@ -15,7 +15,7 @@ from ...cases.case import Case
 from ...checks import NUMERIC
 from ...contract import Execution
 from ...diagnosis.changed_case import FEATURES
-from ...results import Finding
+from ...results.finding import Finding
 from ...runner_modes.messages import RunCase
 from .between_cases import named
 

@@ -18,6 +18,7 @@ from ...checks.graphs import at_capture
 from ...checks.lossless import lossless, ran_to_its_end
 from ...checks.observation import Observation, StepInputs
 from ...checks.sameness import batch_invariant, repeatable
+from ...checks.states import state_margin
 from ...checks.step import evaluate_step
 from ...contract import Capabilities, Execution, ForwardMode
 from ...diagnosis.raised import explain_raised
@@ -29,7 +30,8 @@ from ...environment import Environment, resolve
 from ...families.table import family_of
 from ...model import pack
 from ...oracle.expect import expect, expect_of
-from ...results import CaseResult, Finding, Status
+from ...results.case_result import CaseResult, Status
+from ...results.finding import Finding
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import StepData
@@ -271,7 +273,7 @@ def _evaluate_step(outcome: _Outcome, observed: Observation, declared: Capabilit
     given = replace(observed, inputs=step_inputs(observed.schedule, observed.step, declared))
     comparison = Comparison(given, expect(observed.schedule, observed.step))
     found = evaluate_step(comparison, observed.schedule, declared)
-    outcome.margin = max(outcome.margin or 0.0, min(comparison.margin, 1e9))
+    outcome.margin = max(outcome.margin or 0.0, min(max(comparison.margin, state_margin(comparison)), 1e9))
     for finding in found:
         outcome.failed.setdefault(finding.check, []).append(observed)
     if not found:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 from ...cases.case import parse_case
 from ...contract import Execution
 from ...registry import UsageError
-from ...results import CaseResult, Status
+from ...reports.verdict import other_code
+from ...results.case_result import CaseResult, Status
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error
@@ -110,6 +111,11 @@ class Lane:
         slot.before, slot.next, slot.printed = None, self._following(work, asked), ""
         try:
             described = slot.take(candidate, plan.device).describe()
+            if other_code(plan.header.sources.get(item.backend, {}), described.source):
+                raise UsageError(
+                    f"{described.source['file']} or a module that it uses is other code than the run was planned for: "
+                    "it was edited meanwhile, or differs on this machine; run everything again"
+                )
             result = evaluate_item(self._noted_drive(item), described, self._to_explain(plan, item), asked)
         except WorkerLost as error:
             result = bare_result(item, error.status, error.reason, plan.header.device)

@@ -21,7 +21,7 @@ from ...cases.case import Case
 from ...catalogue.tiers import generate
 from ...contract import Capabilities, ForwardMode
 from ...registry import BackendNotFound
-from ...results import CaseResult
+from ...results.case_result import CaseResult
 from ...runner_modes.messages import Described
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, kit_error

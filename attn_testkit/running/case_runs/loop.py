@@ -14,7 +14,7 @@ from ...cases.case import parse_case
 from ...contract import Capabilities
 from ...environment import resolve
 from ...registry import UsageError, capabilities_line
-from ...results import CaseResult
+from ...results.case_result import CaseResult
 from ...runner_modes.messages import Described
 from ..planning.candidate import Candidate
 from ..planning.plan import plan_run
@@ -69,14 +69,17 @@ class Runner:
         )
 
     def _capabilities_for(self, candidate: Candidate, request: Request) -> Capabilities:
-        """Return what it declares. The other workers of the run import it while the plan is made."""
+        """Return what it declares. All workers of the run import it at once, and the plan is made meanwhile."""
+        alone = len(request.candidates) == 1 and not request.cases and not self.options.in_process
+        if alone and self.options.jobs > 1:
+            for index in range(self.options.jobs):
+                try:
+                    self._lane(index).start(candidate, request.device)
+                except WorkerStartError:
+                    break  # the run will ask for one again, and say what is in the way
+            # The plan names the device, and the first question to a GPU takes a second.
+            _ = resolve(request.device).name
         declared = self.declared(candidate, request.device)
-        alone = len(request.candidates) == 1 and not request.cases
-        for index in range(1, self.options.jobs) if alone and not self.options.in_process else ():
-            try:
-                self._lane(index).start(candidate, request.device)
-            except WorkerStartError:
-                break  # the run will ask for one again, and say what is in the way
         if alone and self._apart and request.tier != "smoke":
             lanes = [self._lane(index) for index in range(self.options.jobs)]
             draw_in_lanes([lane for lane in lanes if isinstance(lane, LaneProcess)], declared, request)

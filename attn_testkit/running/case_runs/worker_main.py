@@ -17,7 +17,7 @@ from ...contract import AttentionBackend, Capabilities
 from ...environment import Environment, resolve
 from ...graphs.capture import settle
 from ...registry import UsageError
-from ...results import message_of
+from ...results.texts import message_of
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ...steps.data import forget_data
 from ...steps.schedule import forget_schedules
@@ -71,7 +71,7 @@ class LocalWorker:
             declared = _plain(candidate, self.backend_class)
             broken = broken_packages(declared)
         before = self._servers.accept_into(before)
-        changed = tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
+        changed = () if unchanged(before) else tuple(changes(before, skip=_FIRST_SEEN_AT_IMPORT))
         if changed:
             restore(before)
         self._state: ProcessState = take_state()

@@ -48,7 +48,7 @@ class WorkerSlot:
         return worker
 
     def take(self, candidate: Candidate, device: str) -> Worker | LocalWorker:
-        """A worker of this backend that lives, and has run what every process runs first."""
+        """A live worker of this backend, which has run what every new process runs first."""
         worker = self.of(candidate, device)
         for request in () if worker.history else self._first:
             worker.history.append(request)

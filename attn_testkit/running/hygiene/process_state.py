@@ -45,12 +45,26 @@ class ProcessState:
     """Values when they were last looked at one by one."""
 
 
-def _owners() -> dict[str, Any]:
-    """Modules and classes whose attributes are watched: of torch the public ones, of the kit all but backends."""
-    watched: dict[str, Any] = {name: sys.modules[name] for name in _TORCH if name in sys.modules}
-    watched |= {f"torch.{'' if cls is torch.Tensor else 'cuda.'}{cls.__qualname__}": cls for cls in _CLASSES}
+_taken: list[tuple[dict[str, ModuleType], ProcessState]] = []
+"""The state that was taken last, as it was then, with the modules that were watched. A list, as this module is one."""
+
+
+def _modules() -> dict[str, ModuleType]:
+    """Modules whose attributes are watched: of torch the public ones, of the kit all but backends."""
+    watched = {name: sys.modules[name] for name in _TORCH if name in sys.modules}
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == _KIT and not name.startswith(_JUDGED) and module is not None:
+        of_kit = name == _KIT or name.startswith(f"{_KIT}.")
+        if of_kit and not name.startswith(_JUDGED) and module is not None:
+            watched[name] = module
+    return watched
+
+
+def _owners(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
+    """Modules and their classes, of torch a few."""
+    watched: dict[str, Any] = {name: module for name, module in modules.items() if not name.startswith(_KIT)}
+    watched |= {f"torch.{'' if cls is torch.Tensor else 'cuda.'}{cls.__qualname__}": cls for cls in _CLASSES}
+    for name, module in modules.items():
+        if name.startswith(_KIT):
             watched[name] = module
             classes = [value for value in vars(module).values() if isinstance(value, type)]
             watched |= {f"{name}.{cls.__qualname__}": cls for cls in classes if cls.__module__ == name}
@@ -59,7 +73,16 @@ def _owners() -> dict[str, Any]:
 
 def take_state() -> ProcessState:
     """The state of this process now. To be taken where no emulation is active, which replaces functions of torch."""
-    owners = {name: (owner, dict(vars(owner))) for name, owner in _owners().items()}
+    modules = _modules()
+    # Of many workers in one process, as of `--in-process`, most find what the one before has found.
+    if not _taken or _taken[0][0] != modules or not unchanged(_taken[0][1]):
+        _taken[:] = [(modules, _all_of(modules))]
+    _, kept = _taken[0]
+    return replace(kept, seen=list(kept.seen))
+
+
+def _all_of(modules: Mapping[str, ModuleType]) -> ProcessState:
+    owners = {name: (owner, dict(vars(owner))) for name, owner in _owners(modules).items()}
     tables = {
         f"{name}.{key}": (value, dict(value))
         for name, (_, attributes) in owners.items()
@@ -132,11 +155,12 @@ class Accepted:
         """
         now = {setting.name: setting.read() for setting in SETTINGS if setting.name in self.values}
         held = {name: value for name, value in self.values.items() if now[name] == value}
+        owners = dict(state.owners)
         for name, key, value in self.attributes:
-            owner, attributes = state.owners.get(name, (None, {}))
+            owner, attributes = owners.get(name, (None, {}))
             if owner is not None and vars(owner).get(key) is value:
-                attributes[key] = value
-        return replace(state, values={**state.values, **held})
+                owners[name] = owner, {**attributes, key: value}
+        return replace(state, values={**state.values, **held}, owners=owners)
 
 
 def accepted(before: ProcessState, *, skip: tuple[str, ...] = ()) -> Accepted:

@@ -7,6 +7,7 @@ import importlib.util
 import marshal
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -40,21 +41,27 @@ def _is_own(name: str, of: str) -> bool:
 
 
 def tested_file(backend_class: type[Any]) -> Mapping[str, str]:
-    """``file`` and ``sha256`` of the class's module, and ``kernels``: the Triton kernels within reach. Empty for a
-    class that no file has.
+    """``file`` and ``sha256`` of the class's module, ``kernels``: the Triton kernels within reach, and ``code``: a hash
+    of all modules that they are in. Empty for a class that no file has.
     """
     modules = own_modules(backend_class)
     if not modules or modules[0].__name__ != backend_class.__module__:
         return {}
     path = Path(str(modules[0].__file__))
     kernels = has_kernels(modules)
+    code = hashlib.sha256()
     try:
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        for module in sorted(modules, key=lambda each: each.__name__):
+            code.update(
+                f"{module.__name__}\0".encode() + hashlib.sha256(Path(str(module.__file__)).read_bytes()).digest()
+            )
+        whole = code.hexdigest()
     except OSError:
-        digest = ""
+        digest = whole = ""
     more = len(kernels) - _MOST_NAMED
     listed = ", ".join(kernels[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
-    return {"file": str(path), "sha256": digest, "kernels": listed}
+    return {"file": str(path), "sha256": digest, "code": whole, "kernels": listed}
 
 
 def stale_byte_code(backend_class: type[Any]) -> str:
@@ -77,10 +84,7 @@ def _stale(module: ModuleType) -> str:
         return ""
     if data[:4] != importlib.util.MAGIC_NUMBER or not _is_trusted(data, int(stat.st_mtime), stat.st_size):
         return ""
-    try:
-        same = _same(marshal.loads(data[16:]), compile(source, str(file), "exec", dont_inherit=True))
-    except (ValueError, EOFError, TypeError, SyntaxError):
-        same = False
+    same = _is_made_of(data, source, str(file))
     return "" if same else f"Python runs {cached}, which was made of another text than {file} has now"
 
 
@@ -93,5 +97,10 @@ def _is_trusted(data: bytes, modified: int, size: int) -> bool:
     return (int.from_bytes(data[8:12], "little"), int.from_bytes(data[12:16], "little")) == wanted
 
 
-def _same(one: object, other: CodeType) -> bool:
-    return isinstance(one, CodeType) and one == other
+@lru_cache(maxsize=32)  # Compiling takes longer than reading, and one process may have many workers of one module.
+def _is_made_of(data: bytes, source: bytes, file: str) -> bool:
+    try:
+        code = marshal.loads(data[16:])
+        return isinstance(code, CodeType) and code == compile(source, file, "exec", dont_inherit=True)
+    except (ValueError, EOFError, TypeError, SyntaxError):
+        return False

@@ -14,7 +14,7 @@ from packaging.requirements import Requirement
 
 from ...contract import Capabilities
 from ...registry import import_failure
-from ...results import CANNOT_IMPORT
+from ...results.names import CANNOT_IMPORT
 
 __all__ = ["NOT_HERE", "broken_packages", "module_of"]
 

@@ -29,7 +29,9 @@ from packaging.requirements import InvalidRequirement, Requirement
 from ...cases.renamed_words import renamed
 from ...registry import UsageError, did_you_mean
 from ...reports.record import Report, read_report
-from ...results import CHECK_IDS, CaseResult, RunHeader, Status
+from ...results.case_result import CaseResult, Status
+from ...results.names import CHECK_IDS
+from ...results.run_header import RunHeader
 
 __all__ = ["ENDINGS", "KnownFailure", "Ledger", "load_known", "parse_known"]
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
 from ...registry import UsageError
-from ...results import EXECUTIONS, CaseResult, Status
+from ...results.case_result import CaseResult, Status
+from ...results.names import EXECUTIONS
 from .known_failures import ENDINGS, parse_known
 
 __all__ = ["Entries", "entries_from"]

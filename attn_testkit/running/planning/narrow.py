@@ -22,17 +22,19 @@ def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
     kept = [name for name in _WRITTEN if getattr(declared, name) == getattr(default, name)]
     if declared.families <= {"mha"}:
         kept = [name for name in kept if name != "gqa_ratios"]
+    # A backend has layers with keys or with states, and nobody misses the others.
+    states = declared.state is not None
     phrases = (
         ("graph for ", _names(declared.eager - declared.graph)),
         ("eager for ", _names(declared.graph - declared.eager)),
         ("", _names(set(ForwardMode) - declared.eager - declared.graph)),
-        ("", [layout for layout in _LAYOUTS if layout not in declared.families]),
+        ("", [name for name, each in _LAYOUTS.items() if each.has_state is states and name not in declared.families]),
         ("left at the default: ", kept),
     )
     return tuple(what + ", ".join(names) for what, names in phrases if names)
 
 
-_LAYOUTS = tuple(HEAD_LAYOUTS)
+_LAYOUTS = dict(HEAD_LAYOUTS)
 
 
 def _names(modes: Iterable[ForwardMode]) -> list[str]:

@@ -21,7 +21,11 @@ from ...contract import Capabilities, Execution, ForwardMode
 from ...environment import Environment, missing_here, resolve, versions
 from ...families.table import meaningful, meaningless
 from ...registry import UsageError, did_you_mean, origin_of
-from ...results import NO_CASE, CaseResult, Finding, RunHeader, Selection, Status, readable
+from ...results.case_result import CaseResult, Status
+from ...results.finding import Finding
+from ...results.names import NO_CASE
+from ...results.run_header import RunHeader, Selection
+from ...results.texts import readable
 from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
 from .narrow import not_declared_here

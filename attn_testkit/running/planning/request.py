@@ -10,18 +10,10 @@ from typing import Literal, Protocol
 
 from ...registry import UsageError, did_you_mean, unknown
 from ...reports.verdict import conclude
-from ...results import (
-    EXECUTIONS,
-    KIT_ERROR,
-    MODES,
-    NO_CASE,
-    NOT_STARTED,
-    CaseResult,
-    Finding,
-    RunHeader,
-    Selection,
-    Status,
-)
+from ...results.case_result import CaseResult, Status
+from ...results.finding import Finding
+from ...results.names import EXECUTIONS, KIT_ERROR, MODES, NO_CASE, NOT_STARTED
+from ...results.run_header import RunHeader, Selection
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
 

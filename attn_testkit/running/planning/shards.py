@@ -13,7 +13,7 @@ from ...reports.history import Key
 from ...reports.history import key_of as key_without_seed
 from ...reports.record import Report
 from ...reports.shards import Shard, digest_of, shard_selection
-from ...results import RAN, CaseResult, Status
+from ...results.case_result import RAN, CaseResult, Status
 from .request import Item, Plan
 
 __all__ = ["durations_of", "key_of", "shard_of", "shards_of"]

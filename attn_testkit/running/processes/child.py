@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import importlib
 import multiprocessing
 import os
@@ -17,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
-from ...results import Status
+from ...results.case_result import Status
 from .forking import fork_context
 from .wire import Unreadable, read
 
@@ -187,6 +188,7 @@ class Child:
 def _run(module: str, connection: Connection, words: str, arguments: tuple[Any, ...]) -> None:
     # A group of its own: Ctrl-C reaches only the front end, and processes that the child starts end with it.
     os.setsid()
+    gc.enable()  # the process that it is forked from imports without
     output = os.open(words, os.O_WRONLY | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)

@@ -16,7 +16,6 @@ from ...cases.normals import BANK_SIZE, normals
 parse_case("draft-extend-gqa2x2-d32-fp32-p4-k5.9-n3a1.3-shuffled-gauss-b2prod-s3")
 normals((BANK_SIZE + 1,), np.random.default_rng(0))
 
-gc.collect()
 gc.freeze()
 # At the very end they may go: extension modules print what of theirs is still alive then.
 atexit.register(gc.unfreeze)

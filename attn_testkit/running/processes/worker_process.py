@@ -9,7 +9,7 @@ from typing import Any
 
 from ...checks import Stage
 from ...registry import BackendNotFound
-from ...results import Status
+from ...results.case_result import Status
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from . import forking

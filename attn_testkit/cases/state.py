@@ -1,0 +1,58 @@
+"""``StateShape``: sizes and conventions of the recurrent states of a case."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+__all__ = ["PATTERN", "STATE_DATA", "UNIT_KEYS", "StateShape"]
+
+UNIT_KEYS = "unit_keys"
+"""Pattern of exact data, in which each token can be found in the state."""
+STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS)
+"""Data patterns of states (``families/recurrent/data.py``)."""
+
+PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_0]+)*)"
+"""The word of a state in a case id."""
+_DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
+_WORDS = {
+    "null": ("padding", "skip_zero"), "slot0": ("padding", "write_zero"), "zeroed": ("fresh", "zeroed"),
+    "kv": ("order", "kv"), "strided": ("strided", True),
+}  # fmt: skip
+"""Word behind the sizes -> field and value. Other values are defaults, and not written."""
+
+
+@dataclass(frozen=True)
+class StateShape:
+    """States of a case; ``contract/state.py`` has the meaning of the conventions."""
+
+    k_dim: int
+    """K: width of a key."""
+    conv_width: int
+    """W: taps of the convolution; 1: none."""
+    dtype: str = "fp32"
+    """Dtype of the recurrent state."""
+    padding: str = "skip_minus_one"
+    fresh: str = "flag"
+    order: str = "vk"
+    strided: bool = False
+
+    def __str__(self) -> str:
+        dtype = next(word for word, name in _DTYPES.items() if name == self.dtype)
+        words = [word for word, (name, value) in _WORDS.items() if getattr(self, name) == value]
+        return ".".join([f"k{self.k_dim}w{self.conv_width}s{dtype}", *words])
+
+    @property
+    def padded_index(self) -> int:
+        """Index of a padded request."""
+        return -1 if self.padding == "skip_minus_one" else 0
+
+    @classmethod
+    def read(cls, match: re.Match[str]) -> StateShape:
+        """The shape that a match of ``PATTERN`` says. Raises ``ValueError`` for an unknown word."""
+        words = [word for word in match[4].split(".") if word]
+        unknown = [word for word in words if word not in _WORDS]
+        if unknown:
+            raise ValueError(f"{unknown[0]!r} is not a convention of states; there are: {', '.join(_WORDS)}")
+        conventions = dict(_WORDS[word] for word in words)
+        return cls(int(match[1]), int(match[2]), _DTYPES[match[3]], **conventions)  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""Cases of layers with a recurrent state: a covering array over what is declared, lengths of chunks, and exact data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..cases.case import Case, Heads
+from ..cases.head_layouts import state_heads
+from ..cases.layers import Layers
+from ..cases.rows import Decode, Extend, Rows, room_for
+from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
+from ..contract import Capabilities, ForwardMode
+from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
+from .covering import covering_array
+
+__all__ = ["state_cases"]
+
+_STRENGTH = {"smoke": 1, "core": 2, "full": 3}
+_DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
+_BATCHES: Mapping[str, tuple[int, ...]] = {
+    "one": (5,), "three": (1, 70, 9), "fresh and begun": (0, 33, 0, 4), "many": (3, 1, 12, 7, 2, 20, 5),
+}  # fmt: skip
+"""Tokens before the step."""
+_CHUNK = 64
+"""Tokens of a chunk in public kernels."""
+
+
+def _prompts(width: int) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Name -> tokens before the step and tokens of it. ``width``: W."""
+    short = max(width - 2, 1)
+    return {
+        # A fresh prompt of one token next to others: it must not be taken for a decode (vLLM #51562).
+        "one fresh token": ((0, 17, 0), (1, 1, 9)),
+        # Shorter than the window: a part of the window before it stays.
+        "within the window": ((30, 0, 5, 0), (short, short, max(width - 1, 1), width)),
+        "chunk and one": ((0, 40), (_CHUNK + 1, 3)),
+        # The second request begins at no multiple of a chunk.
+        "about a chunk": ((7, 0, 0), (_CHUNK - 1, _CHUNK, 2)),
+        "tiles": ((0, 3, 0), (15, 16, 17)),
+        "one": ((0,), (20,)),
+        "begun": ((64,), (5,)),
+    }
+
+
+_LONG = ((0, 11), (2 * _CHUNK + 1, 2 * _CHUNK - 1))
+_MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
+
+
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
+    state = declared.state
+    assert state is not None
+    lens: Sequence[str] = tuple(_BATCHES) if mode is ForwardMode.DECODE else tuple(_prompts(4))
+    dims = sorted(declared.head_dims & {64, 128} or declared.head_dims)
+    keys = sorted(state.k_dims & {64, 128} or state.k_dims)
+    return {
+        "heads": _kinds(declared) if tier == "smoke" else state_heads(declared),
+        "head_dim": dims[:1] if tier == "smoke" else dims[:2],
+        "k_dim": keys[:1] if tier == "smoke" else keys[:2],
+        "conv_width": sorted(state.conv_widths, reverse=True),
+        "dtype": [each for each in ("bf16", "fp16", "fp32") if each in declared.dtypes],
+        "state_dtype": [each for each in STATE_DTYPES if each in state.dtypes],
+        "lens": lens,
+        "data": _DRAWN,
+        "padding": ["prod", "nan", "stale"],
+        "padded": [1, 0, 2],
+        "padded_states": [each for each in PADDED_STATES if each in state.padding],
+        "fresh": [each for each in FRESH if each in state.fresh],
+        "order": [each for each in ORDERS if each in state.orders],
+        "strided": [False, True] if state.strided else [False],
+        "layers": [Layers(), Layers(3, 5), Layers(1)],
+    }
+
+
+def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
+    width = 1 if row["heads"].family == "lightning" else row["conv_width"]
+    shape = StateShape(
+        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"]
+    )
+    rows: Rows = Decode()
+    if mode is ForwardMode.DECODE:
+        prefixes = _BATCHES[row["lens"]]
+    else:
+        prefixes, new = _prompts(width)[row["lens"]]
+        new = tuple(min(each, declared.max_extend_tokens) for each in new)
+        rows = Extend(new, room_for(new))
+    padded = 0 if mode is ForwardMode.EXTEND and mode not in declared.graph else row["padded"]
+    return Case(
+        rows=rows, heads=row["heads"], head_dim=row["head_dim"], dtype=row["dtype"], page_size=min(declared.page_sizes),
+        prefixes=prefixes, bucket=len(prefixes) + padded, padding=row["padding"], data=row["data"], state=shape,
+        layers=row["layers"],
+    )  # fmt: skip
+
+
+def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
+    """The cases of a tier for one mode of a backend that keeps states."""
+    columns = _columns(declared, mode, tier)
+    if any(not values for values in columns.values()):
+        return
+    names, sizes = list(columns), [len(values) for values in columns.values()]
+    if _STRENGTH[tier] > 1:
+        array = covering_array(tuple(sizes), _STRENGTH[tier], mode.value)
+    else:
+        array = [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]
+    first: Case | None = None
+    for row in array:
+        case = _case(declared, mode, {name: columns[name][i] for name, i in zip(names, row, strict=True)})
+        first = first or case
+        yield case
+    assert first is not None
+    yield from _exact(declared, mode, tier, first)
+    if tier != "smoke":
+        yield from _named(declared, mode, first)
+
+
+def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
+    """A small case of a kind, without a convention of its own, and with the widest convolution."""
+    assert first.state is not None
+    assert declared.state is not None
+    width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)
+    shape = StateShape(first.state.k_dim, width)
+    return first.with_changes(heads=heads, state=shape, data=_DRAWN[0], layers=Layers(), padding="prod")
+
+
+def _with_prompts(declared: Capabilities, case: Case, prompts: tuple[tuple[int, ...], tuple[int, ...]]) -> Case:
+    prefixes, new = prompts
+    new = tuple(min(each, declared.max_extend_tokens) for each in new)
+    return case.with_changes(prefixes=prefixes, rows=Extend(new, room_for(new)), bucket=len(prefixes))
+
+
+def _kinds(declared: Capabilities) -> list[Heads]:
+    """Heads of each declared kind, those with the most value heads of a key head."""
+    by_kind: dict[str, Heads] = {heads.family: heads for heads in state_heads(declared)}
+    return list(by_kind.values())
+
+
+def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
+    """Exact data of each kind: what a token did is seen in the state at any length."""
+    for index, heads in enumerate(_kinds(declared)):
+        case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
+        if mode is ForwardMode.DECODE:
+            yield case.of_requests((5, 1, 30), padded=1)
+            continue
+        yield _with_prompts(declared, case, _prompts(4)["chunk and one"])
+        if tier != "smoke":
+            yield _with_prompts(declared, case, _LONG)
+            yield _with_prompts(declared, case, _MIXED)
+        elif index:
+            return
+
+
+def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
+    """Batches and lengths that no covering array is sure to meet."""
+    for heads in _kinds(declared):
+        case = _plain(declared, first, heads)
+        if mode is ForwardMode.DECODE:
+            # More requests than a warp has lanes.
+            yield case.of_requests((3,) * 20 + (9,) * 14, padded=2)
+            yield case.of_requests((4, 9, 2), padded=5, padding="stale")
+            continue
+        yield _with_prompts(declared, case, _LONG)
+        yield _with_prompts(declared, case, _MIXED)
+        for name in ("within the window", "one fresh token"):
+            yield _with_prompts(declared, case, _prompts(case.state.conv_width if case.state else 4)[name])

@@ -1,0 +1,283 @@
+"""Checks of an indexer: index keys that it stores, and the keys that it selects."""
+
+from __future__ import annotations
+
+import torch
+
+from ..cases.case import Case
+from ..contract import Capabilities, Execution
+from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of, scales_of
+from ..contract.sparse import INDEX_SUMS
+from ..results.finding import Finding
+from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
+from .check import Check, Stage
+from .comparison import Comparison
+from .describe import number
+from .observation import Observation
+from .selection_hints import Selected, consistent, hint_of
+
+__all__ = ["CHECKS", "index_stored", "selection_well_formed", "selects_best"]
+
+_KEY_BYTES = INDEX_PAGE * INDEX_WIDTH
+_SLACK = 1 + 2.0**-10
+"""A quotient is rounded before it is rounded to FP8."""
+
+
+def has_indexer(declared: Capabilities, execution: Execution) -> bool:
+    """True for backends with an indexer."""
+    return declared.sparse is not None and declared.sparse.indexer is not None
+
+
+def shown(case: Case) -> bool:
+    """True for cases with an indexer."""
+    return case.indexer is not None
+
+
+def selections_shown(case: Case) -> bool:
+    """True for cases in which the kit gets the selection."""
+    return case.indexer is not None and not case.indexer.fused
+
+
+def _memory(observed: Observation) -> tuple[torch.Tensor, torch.Tensor]:
+    """The index pool before and after a step, [layers with index keys, pages, 64 * 132] uint8."""
+    before = index_memory(observed.schedule, observed.step, after=observed.step.stored)
+    after, pieces = before.clone(), observed.copies.group("index")
+    after.view(-1)[pieces["at"]] = pieces["now"]
+    return before, after
+
+
+def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
+    """Check that the pool holds the step's index keys, and that no other byte after page 0 of the KV pool changed."""
+    observed = comparison.observed
+    if case.indexer is None or not observed.copies.group("index"):
+        return []
+    before, after = _memory(observed)
+    data, index = comparison.expected.data, make_index_data(observed.schedule, observed.step)
+    slots = data.out_cache_loc if not observed.step.stored else data.out_cache_loc[:0]
+    for place, layer in enumerate(index_layers(case)):
+        keys, scales = keys_of(after[place]).flatten(0, 1), scales_of(after[place]).flatten()
+        given = index.k[layer, : len(slots)].float()
+        want = index_scales(given, scale_of(case))
+        got, held = scales[slots], keys[slots].float().double()
+        # NaN is not within any limit.
+        ulps = (got.view(torch.int32) - want.view(torch.int32)).abs()
+        right_scale = (ulps <= (0 if case.indexer.pow2 else 1)) & got.isfinite()
+        exact = given.double() / got.double()[:, None]
+        exponent = exact.abs().clamp(min=2.0**-6).log2().floor()
+        right = ((held - exact).abs() <= _SLACK * (exponent - 4).exp2()).all(-1)
+        wrong = ~(right & right_scale)
+        if wrong.any():
+            row = int(wrong.nonzero()[0])
+            which = "key" if bool(right_scale[row]) else "scale"
+            dim = int((held[row] - exact[row]).abs().nan_to_num(torch.inf).argmax())
+            value = (
+                f"number {dim} is {number(float(held[row, dim]))}, want {number(float(exact[row, dim]))} in units of "
+                "the scale"
+                if which == "key"
+                else f"the scale is {float(got[row]):.9g}, want {float(want[row]):.9g}"
+            )
+            return [
+                Finding(
+                    "index-stored",
+                    f"the index pool does not hold the {which} of a token of this step",
+                    where=f"{_token(comparison, layer, row)}, slot {int(slots[row])} "
+                    f"(page {int(slots[row]) // INDEX_PAGE}, token {int(slots[row]) % INDEX_PAGE}): {value}",
+                    spread=f"tokens that are wrong: {int(wrong.sum())} of {len(slots)}",
+                    hint=_of_storage(comparison, after, place, layer, slots),
+                    step=observed.label,
+                )
+            ]
+    return _elsewhere(comparison, before, after, slots)
+
+
+def _elsewhere(comparison: Comparison, before: torch.Tensor, after: torch.Tensor, slots: torch.Tensor) -> list[Finding]:
+    """Report bytes of the index pool that changed and belong to no token of the step."""
+    observed, case = comparison.observed, comparison.observed.schedule.case
+    owner = torch.ones(after.shape[1] * INDEX_PAGE, dtype=torch.bool)
+    # Padding may go to page 0 of the KV pool.
+    owner[: case.page_size] = False
+    owner[slots] = False
+    changed = after != before
+    keys = changed[:, :, :_KEY_BYTES].reshape(len(changed), -1, INDEX_WIDTH).any(-1)
+    scales = changed[:, :, _KEY_BYTES:].reshape(len(changed), -1, 4).any(-1)
+    wrong = (keys | scales) & owner
+    if not wrong.any():
+        return []
+    place, slot = (int(each) for each in wrong.nonzero()[0])
+    which = "key" if bool(keys[place, slot]) else "scale"
+    whose = next(
+        (
+            f"token {request.slots.tolist().index(slot)} of request {number_}"
+            for number_, request in enumerate(observed.step.requests)
+            if slot in request.slots
+        ),
+        "no live request",
+    )
+    layer = index_layers(case)[place]
+    return [
+        Finding(
+            "index-stored",
+            f"the index pool is wrong after the step: the {which} of another token was overwritten",
+            where=f"{case.layers.name(layer)}, slot {slot} (page {slot // INDEX_PAGE}, token {slot % INDEX_PAGE}), "
+            f"of {whose}",
+            spread=f"slots that are wrong: {int(wrong.sum())}",
+            hint="store only the rows of live requests, and padded rows in the slot of out_cache_loc",
+            step=observed.label,
+        )
+    ]
+
+
+def _token(comparison: Comparison, layer: int, row: int) -> str:
+    """Name of a row in a layer."""
+    data, case = comparison.expected.data, comparison.observed.schedule.case
+    return (
+        f"{case.layers.name(layer)}, request {int(data.row_request[row])}, row {int(data.row_offset[row])}, token at "
+        f"position {int(data.positions[row])}"
+    )
+
+
+def _of_storage(comparison: Comparison, after: torch.Tensor, place: int, layer: int, slots: torch.Tensor) -> str:
+    """Hint for index keys that are stored elsewhere."""
+    case = comparison.observed.schedule.case
+    assert case.indexer is not None
+    index = make_index_data(comparison.observed.schedule, comparison.observed.step)
+    given = index.k[layer].float()
+    scale = index_scales(given, scale_of(case))
+    want = (given / scale[:, None]).to(torch.float8_e4m3fn).view(torch.uint8)
+    # As rows of 132 bytes, a key and its scale.
+    tokens = after[place].view(-1, INDEX_WIDTH + 4)[slots]
+    if torch.equal(tokens[:, :INDEX_WIDTH], want):
+        return "the page is written token by token, 128 bytes and a scale each: a page has 64 keys, then 64 scales"
+    got = scales_of(after[place]).flatten()[slots]
+    for other, of_other in enumerate(index_layers(case)):
+        there = scales_of(after[other]).flatten()[slots]
+        if other != place and torch.equal(there, scale) and not torch.equal(got, scale):
+            return f"the scales lie in the pool of {case.layers.name(of_other)}: layers share a view of scales"
+    for of_other in index_layers(case):
+        if of_other != layer and torch.equal(got, index_scales(index.k[of_other].float(), scale_of(case))):
+            return f"it holds the scales of {case.layers.name(of_other)}: layers share a view of scales"
+    dialect = index_scales(given, "amax" if case.indexer.pow2 else "power_of_two")
+    if torch.equal(got, dialect) and not torch.equal(dialect, scale):
+        said = "amax / 448, and powers of two are declared" if case.indexer.pow2 else "powers of two"
+        return f"the scales are {said}: see Indexer.scale"
+    return ""
+
+
+def _selected(comparison: Comparison) -> Selected | None:
+    observed = comparison.observed
+    group = observed.copies.group("selected")
+    if not group:
+        return None
+    _, after = _memory(observed)
+    return Selected.of(observed, comparison.expected.data, group, after)
+
+
+def selection_well_formed(comparison: Comparison, case: Case) -> list[Finding]:
+    """Check that each row selects min(topk, keys that it may see) different keys of these, and -1 in the rest."""
+    selected = _selected(comparison)
+    if selected is None or case.selection is None:
+        return []
+    for layer, places in selected.places.items():
+        for row, listed in enumerate(places.tolist()):
+            seen = int(selected.seen[row])
+            wrong = _malformed(listed, seen, case.selection.topk, selected.raw[layer][row].tolist())
+            if wrong:
+                return [
+                    Finding(
+                        "selection-well-formed",
+                        f"a selection is not well-formed: {wrong[1]}",
+                        where=f"selected[{_token(comparison, layer, row)}], column {wrong[0]}",
+                        hint=hint_of(selected, layer, malformed=True),
+                        step=comparison.observed.label,
+                    )
+                ]
+    return []
+
+
+def _malformed(listed: list[int], seen: int, topk: int, raw: list[int]) -> tuple[int, str] | None:
+    """Column and text of the first thing that is wrong with a row; None if nothing is."""
+    met: dict[int, int] = {}
+    for column, place in enumerate(listed):
+        if place == -1:
+            continue
+        if raw[column] < -1:
+            return column, f"it has the index {raw[column]}, and only -1 names no key"
+        if place < 0:
+            return column, f"index {raw[column]} does not name a key of the request"
+        if place >= seen:
+            return column, f"it has key {place}, and the row may see only {seen} keys"
+        if place in met:
+            return column, f"key {place} is selected twice, in columns {met[place]} and {column}"
+        met[place] = column
+    want = min(topk, seen)
+    if len(met) != want:
+        return len(met), f"{len(met)} keys are selected, and of {seen} keys {want} must be"
+    return None
+
+
+def selects_best(comparison: Comparison, case: Case, declared: Capabilities) -> list[Finding]:
+    """Check that no key that is left out has a higher score than one that is selected, apart from rounding."""
+    selected = _selected(comparison)
+    if selected is None or case.indexer is None:
+        return []
+    indexer = declared.sparse.indexer if declared.sparse else None
+    unit = INDEX_SUMS[indexer.sums] if indexer and case.indexer.data == "gauss" else 0.0
+    for layer in selected.places:
+        wrong = [
+            (each, pair)
+            for each in selected.scores(layer, unit=unit)
+            if (pair := consistent(each, selected.mask(layer, each)))
+        ]
+        if wrong:
+            each, (taken, left) = wrong[0]
+            return [
+                Finding(
+                    "selects-best",
+                    f"the indexer selects key {taken} of score {float(each.scores[taken]):.6g}, and not key {left} of "
+                    f"score {float(each.scores[left]):.6g}",
+                    where=f"selected[{_token(comparison, layer, each.row)}]; the row may see {len(each.scores)} keys",
+                    spread=f"rows of {case.layers.name(layer)} that are wrong: {len(wrong)} of {len(selected.seen)}",
+                    hint=hint_of(selected, layer),
+                    step=comparison.observed.label,
+                )
+            ]
+    return []
+
+
+CHECKS = (
+    Check(
+        "index-stored",
+        "The index pool holds the FP8 key and the scale of each token of the step, and no other byte of it changes.",
+        "A page written token by token, scale views of all layers that alias, padded rows stored over live ones.",
+        "ROCm/ATOM #1466; 1Cat-vLLM #250; sglang #31218",
+        "`where` names layer, token, slot and page. Compare your strides with `IndexPool`: 64 keys, then 64 scales.",
+        evaluated_from=Stage.OBSERVED,
+        applies=has_indexer,
+        shown_by=shown,
+        run=lambda comparison, schedule, declared: index_stored(comparison, schedule.case),
+    ),
+    Check(
+        "selection-well-formed",
+        "Each row selects min(topk, keys that it may see) different keys, and has -1 in all other columns.",
+        "Stale indices behind the count, lengths of padded rows, a result that is not filled with -1.",
+        "DeepSeek-v4-Flash-DGX-Spark #2; vLLM #51538; flashinfer #5015",
+        "`where` names layer, request, row and column. If only replays are wrong, look at lengths that a plan keeps.",
+        evaluated_from=Stage.OBSERVED,
+        applies=has_indexer,
+        shown_by=selections_shown,
+        run=lambda comparison, schedule, declared: selection_well_formed(comparison, schedule.case),
+    ),
+    Check(
+        "selects-best",
+        "No key that a row leaves out has a higher score than one that it selects, apart from computed rounding.",
+        "Scores of 0, ReLU or the scale left out, top-k and length exchanged, scores of another row or layer.",
+        "ROCm/ATOM #1466; mlx-lm #1454; antirez/ds4 #358",
+        "The headline names a key that is selected and a better one that is not. Short contexts cannot show it: there "
+        "all keys are selected.",
+        evaluated_from=Stage.OBSERVED,
+        applies=has_indexer,
+        shown_by=selections_shown,
+        run=lambda comparison, schedule, declared: selects_best(comparison, schedule.case, declared),
+    ),
+)
+"""Checks in the order in which they are worth reading."""

@@ -1,0 +1,307 @@
+"""Checks of recurrent states: slots that were written, windows of convolutions, and the states themselves."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+
+from ..cases.case import Case
+from ..cases.state import UNIT_KEYS
+from ..families.recurrent.data import StateStepData
+from ..families.recurrent.memory import from_rows
+from ..families.recurrent.recurrence import Recurrence, recur
+from ..results.finding import Finding
+from .check import Check, Stage
+from .comparison import BITS, Comparison, place_of_max
+from .describe import index_ranges, number, times
+from .observation import Observation
+from .state_tokens import token_text
+
+__all__ = ["CHECKS", "state_margin"]
+
+
+class _After(NamedTuple):
+    """Contents of the slots of a step's requests after it, and the right contents."""
+
+    data: StateStepData
+    windows: torch.Tensor
+    """[L, B, C, W - 1]."""
+    states: torch.Tensor
+    """[L, B, Hv, V, K] in the state's dtype."""
+    want: Recurrence
+    unwritten: torch.Tensor
+    """[B] bool: slots in which no bit changed."""
+
+
+@lru_cache(maxsize=2)
+def _after(observed: Observation) -> _After | None:
+    """None for cases without states, and for steps without a request."""
+    inputs = observed.inputs
+    if inputs is None or not isinstance(inputs.data, StateStepData) or not observed.step.requests:
+        return None
+    data = inputs.data
+    rows = observed.pool[:, 0, data.slots, 0]
+    unwritten = ~torch.isin(data.slots, observed.written[0])
+    return _After(data, *from_rows(rows, data), recur(data), unwritten)
+
+
+def _ratios(after: _After) -> torch.Tensor:
+    """Error over limit of each row of a state, its norm and its largest element, [L, B, Hv, V]; NaN is infinite."""
+    error = after.states.double() - after.want.states
+    worst = torch.maximum(torch.linalg.vector_norm(error, dim=-1), error.abs().amax(-1))
+    return (worst / after.want.state_limit).nan_to_num(torch.inf, torch.inf)
+
+
+def state_margin(comparison: Comparison) -> float:
+    """Largest error over limit of the states after a step; 0 for cases without states."""
+    after = _after(comparison.observed)
+    return float(_ratios(after).max()) if after is not None else 0.0
+
+
+def _who(after: _After, request: int) -> str:
+    prefix = "a fresh one" if after.data.fresh[request] else "one with a state"
+    return f"request {request} ({prefix}, {after.data.news[request]} tokens, slot {int(after.data.slots[request])})"
+
+
+def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
+    """Check that only slots of the batch changed; slot 0 as the padding's convention has it."""
+    after = _after(observed)
+    if case.state is None or observed.inputs is None:
+        return []
+    own = set(after.data.slots.tolist()) if after else set()
+    if case.state.padding == "write_zero":
+        own.add(0)
+    wrong = [slot for slot in observed.written[0].tolist() if slot not in own]
+    if not wrong and not observed.outside:
+        return []
+    if not wrong:
+        where = f"byte {observed.outside[0]} of the memory that the pool of states lies in"
+        return [_finding(observed, "writes-own-state", "memory between slots of states was written", where, _STRIDES)]
+    what = "slot 0, which nobody owns and padding must skip, was written" if wrong == [0] else (
+        f"the state of slot {index_ranges(wrong)} was written, which no request of the batch has"
+    )  # fmt: skip
+    padded = observed.step.bucket - observed.step.bs if observed.replay else 0
+    hint = ""
+    if padded:
+        index = case.state.padded_index
+        hint = f"the batch has {padded} padded request{'s' * (padded > 1)} of index {index}: " + (
+            "such rows must store nothing" if case.state.padding != "write_zero" else "they may write slot 0 only"
+        )
+    elif after is not None and wrong:
+        hint = _owner_hint(observed, wrong)
+    return [
+        _finding(observed, "writes-own-state", what, f"slots of the batch: {index_ranges(sorted(own - {0}))}", hint)
+    ]
+
+
+def _owner_hint(observed: Observation, wrong: list[int]) -> str:
+    """Name the number that was taken for a slot."""
+    places = set(range(observed.step.bs))
+    rows = {request.pool_row for request in observed.step.requests}
+    changed = set(observed.written[0].tolist())
+    if changed == rows:
+        return "probably the row of the request table is taken for the slot: use batch.state.indices, or req_to_state"
+    if set(wrong) <= places:
+        return "probably the place in the batch is taken for the slot: these slots are places of the batch"
+    if set(wrong) <= rows:
+        return "probably the row of the request table is taken for the slot: use batch.state.indices, or req_to_state"
+    return ""
+
+
+_STRIDES = "store by the strides of the pool: the stride between slots does not follow from the shape"
+
+
+def _finding(observed: Observation, check: str, what: str, where: str, hint: str = "") -> Finding:
+    return Finding(check, what, where=where, hint=hint, step=observed.label)
+
+
+def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
+    """Check that own windows hold the last W - 1 inputs, bit for bit."""
+    after = _after(observed)
+    if after is None or not after.windows.numel():
+        return []
+    bits = BITS[after.windows.dtype.itemsize]
+    want = after.want.windows
+    differs = after.windows.contiguous().view(bits) != want.contiguous().view(bits)
+    if not differs.any():
+        return []
+    layer, request, channel, place = (int(i) for i in differs.nonzero()[0])
+    at = (layer, request, channel, place)
+    bad = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    return [
+        Finding(
+            "conv-window-exact",
+            f"the convolution window of request {request} is not that of its last inputs",
+            where=f"{case.layers.name(layer)}, {_who(after, request)}, channel {channel}, column {place} of "
+            f"{want.shape[-1]} = {number(float(after.windows[at]))}, want {number(float(want[at]))}",
+            spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong",
+            hint=_window_hint(after, differs),
+            step=observed.label,
+        )
+    ]
+
+
+def _window_hint(after: _After, differs: torch.Tensor) -> str:
+    """Name windows that the slot holds instead."""
+    got, bad = after.windows, differs.flatten(2).any(-1).any(0)
+    before, want = after.data.windows, after.want.windows
+
+    def fits(other: torch.Tensor) -> bool:
+        return bool((got == other).flatten(2).all(-1).all(0)[bad].all())
+
+    if bool(after.unwritten[bad].all()) or fits(before):
+        return "it is that of before the step: the window was not stored"
+    if fits(want.flip(-1)):
+        return "its columns are in reverse: the oldest input comes first"
+    if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):
+        return "it is that of another request of the batch: rows and slots do not go together"
+    short = torch.tensor([new < want.shape[-1] for new in after.data.news])
+    if bool(short[bad].all()):
+        return "the wrong requests have fewer tokens than the window: columns of the window before it move up"
+    return ""
+
+
+def state_matches_oracle(observed: Observation, case: Case) -> list[Finding]:
+    """Check that every row of own states is within its limit."""
+    after = _after(observed)
+    if after is None:
+        return []
+    ratios = _ratios(after)
+    wrong = ratios > 1
+    if not wrong.any():
+        return []
+    layer, request, head, value = place_of_max(ratios)
+    error = (after.states[layer, request, head, value].double() - after.want.states[layer, request, head, value]).abs()
+    key = int(error.nan_to_num(torch.inf).argmax())
+    at = (layer, request, head, value, key)
+    bad = wrong.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    heads = wrong.any(3).any(0).any(0).nonzero().flatten().tolist()
+    ratio, nan = float(ratios.max()), not after.states[at].isfinite()
+    return [
+        Finding(
+            "state-matches-oracle",
+            f"the state of request {request} "
+            + ("is NaN or Inf" if nan else f"differs from the oracle, {times(ratio)} over the limit"),
+            where=f"{case.layers.name(layer)}, {_who(after, request)}, head {head}, state[{value}, {key}] = "
+            f"{number(float(after.states[at]))}, want {number(float(after.want.states[at]))} (limit of the row "
+            f"{number(float(after.want.state_limit[at[:4]]))})",
+            spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong, heads {index_ranges(heads)} of "
+            f"{wrong.shape[2]}",
+            hint=_state_hint(after, wrong),
+            step=observed.label,
+        )
+    ]
+
+
+def _state_hint(after: _After, wrong: torch.Tensor) -> str:
+    """Name states that the slot holds instead."""
+    bad, want = wrong.flatten(2).any(-1).any(0), after.want.states
+    if bool(after.unwritten[bad].all()):
+        return "not a bit of the slot changed: the state was not stored"
+
+    def fits(other: torch.Tensor) -> bool:
+        off = torch.linalg.vector_norm(after.states.double() - other, dim=-1) / after.want.state_limit
+        return bool((off.nan_to_num(torch.inf) <= 1).flatten(2).all(-1).all(0)[bad].all())
+
+    others = [
+        ("it is the state before the step: the update was not stored", after.data.states.double()),
+        (
+            "it is the state of the request before it in the batch: slots and requests do not go together",
+            want.roll(1, 1),
+        ),
+        (
+            "it is the state of the request after it in the batch: slots and requests do not go together",
+            want.roll(-1, 1),
+        ),
+        ("it is the state of the layer before it", want.roll(1, 0)),
+        ("it is the state of the head before it", want.roll(1, 2)),
+    ]
+    if want.shape[-1] == want.shape[-2]:
+        others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
+    return next((text for text, other in others if fits(other)), "")
+
+
+def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
+    """Check, on exact data, that each token is in the state of its request once, and in order."""
+    after = _after(observed)
+    if after is None or after.data.unit_keys is None:
+        return []
+    # Half of the smallest difference between two values. NaN is left to other checks.
+    off = (after.states.double() - after.want.states).abs().nan_to_num(0.0)
+    wrong = off > 0.5
+    if not wrong.any():
+        return []
+    layer, request, head, _, key = (int(i) for i in wrong.nonzero()[0])
+    columns = int(wrong[:, request].any(-2).sum())
+    return [
+        Finding(
+            "state-counts-tokens",
+            token_text(after.data, after.states, after.want.states, layer, request, head, key),
+            where=f"{case.layers.name(layer)}, {_who(after, request)}, head {head}, column {key} of its state",
+            spread=f"{columns} columns of request {request} wrong in all layers and heads",
+            step=observed.label,
+        )
+    ]
+
+
+def _has_states(case: Case) -> bool:
+    return case.state is not None
+
+
+CHECKS = (
+    Check(
+        "reads-own-state",
+        "A result depends only on the request's own state: slots of others, and that of a fresh request whose backend "
+        "goes by has_initial_state, hold NaN.",
+        "has_initial_state ignored, a first chunk of one token taken for a decode, a place taken for a slot.",
+        "vLLM #51562; tpu-inference #2431; vllm-metal #488",
+        "With zeros in these slots the result is finite. `where` names the request: if it is fresh, its slot was read.",
+        evaluated_from=Stage.OBSERVED,
+        shown_by=_has_states,
+        behind_outputs=True,
+    ),
+    Check(
+        "writes-own-state",
+        "Only slots of the batch change. Slot 0 changes only if padding may write it, and memory between slots never.",
+        "An index of -1 clamped to 0, padded rows with stale slots, a stride that is a product of the shape.",
+        "tokenspeed #700; vllm-ascend #12040, #10901; vLLM #56196",
+        "The headline names the slot. Slot 0 points to padding, another one to a place or a row taken for a slot.",
+        evaluated_from=Stage.OBSERVED,
+        shown_by=_has_states,
+        run=lambda comparison, schedule, declared: writes_own_state(comparison.observed, schedule.case),
+    ),
+    Check(
+        "conv-window-exact",
+        "The convolution window of each request holds its last W - 1 inputs afterwards, bit for bit.",
+        "A prompt shorter than the window, a window that is not rolled back, columns in another order.",
+        "vLLM #56196, #40738; mlx-swift-lm #218",
+        "Windows are copies of inputs. `where` names the column; short requests keep columns of the window before.",
+        evaluated_from=Stage.OBSERVED,
+        shown_by=lambda case: case.state is not None and case.state.conv_width > 1,
+        run=lambda comparison, schedule, declared: conv_window_exact(comparison.observed, schedule.case),
+    ),
+    Check(
+        "state-matches-oracle",
+        "The state of each request is within the computed limit of the float64 recurrence afterwards.",
+        "A gate, a decay or a head of another; a chunk that is lost; a state of another request.",
+        "sglang #29368; vLLM-2080Ti-Definitive #93",
+        "If outputs are right and the state is not, look at what is stored. The hint names states of others.",
+        evaluated_from=Stage.OBSERVED,
+        shown_by=_has_states,
+        behind_outputs=True,
+        run=lambda comparison, schedule, declared: state_matches_oracle(comparison.observed, schedule.case),
+    ),
+    Check(
+        "state-counts-tokens",
+        "On exact data each token of a step is in the state of its request once, in order, at any length.",
+        "A last chunk that is lost, a token that is applied twice, a rejected draft token that is kept.",
+        "sglang #26351; vLLM #49918",
+        "The headline names the token: values of tokens are columns of the state, so nothing is hidden by decay.",
+        evaluated_from=Stage.OBSERVED,
+        shown_by=lambda case: case.data == UNIT_KEYS,
+        run=lambda comparison, schedule, declared: state_counts_tokens(comparison.observed, schedule.case),
+    ),
+)
+"""Checks in the order in which they are worth reading."""

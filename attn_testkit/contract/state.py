@@ -1,0 +1,66 @@
+"""Recurrent states that a backend takes: kinds of layers, sizes, dtypes, and the conventions of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from .declared import Declared, is_whole, spelled
+
+__all__ = ["FRESH", "ORDERS", "PADDED_STATES", "PRODUCTS", "STATE_DTYPES", "State"]
+
+STATE_DTYPES = ("fp32", "bf16", "fp16")
+PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
+FRESH = ("flag", "zeroed")
+ORDERS = ("vk", "kv")
+PRODUCTS = ("fp32", "tf32", "model")
+
+
+@dataclass(frozen=True)
+class State(Declared):
+    """The states that a backend takes: ``Capabilities(state=State(k_dims={128}, dtypes={"fp32"}))``.
+
+    The kinds of layers are ``Capabilities.families`` (``gdn``, ``kda``, ``mamba``, ``lightning``), the numbers of value
+    heads per key head ``gqa_ratios``, and the widths of a value ``head_dims``.
+
+    Raises ``ValueError`` for a wrong spelling, and for sets that are empty.
+    """
+
+    k_dims: Set[int] = frozenset({128})
+    """Widths of a key: K of a state [V, K]."""
+    dtypes: Set[str] = frozenset({"fp32"})
+    """Dtypes of the recurrent state: ``fp32``, ``bf16``, ``fp16``. The convolution's window has the model's dtype."""
+    conv_widths: Set[int] = frozenset({4})
+    """Taps W of the convolution; 1: none, as Lightning has it. The window of a slot has W - 1 columns."""
+    orders: Set[str] = frozenset({"vk"})
+    """Order of a state in memory: ``vk`` for [Hv, V, K], ``kv`` for [Hv, K, V]."""
+    padding: Set[str] = frozenset({"skip_minus_one"})
+    """Meaning of the index of a padded request. ``skip_minus_one``: it is -1, and nothing is read or written (SGLang's
+    graphs). ``skip_zero``: it is 0, likewise (the null block of vLLM). ``write_zero``: it is 0, and slot 0 may be
+    written (SGLang's eager batches). The kit runs each."""
+    fresh: Set[str] = frozenset({"flag"})
+    """Ways in which a fresh request begins from zeros. ``flag``: by ``has_initial_state``, and its slot holds the state
+    of an earlier owner (NaN here). ``zeroed``: the server has filled the slot with zeros."""
+    strided: bool = False
+    """May slots lie apart, all layers of a slot in one block (``StatePool``)? Default: each layer is contiguous."""
+    products: str = "fp32"
+    """Format to which a kernel rounds the factors of its matrix products: ``fp32``, ``tf32``, or ``model`` for the
+    model's dtype, as chunked kernels of prefill do. The limits follow from it, in extend only: kernels that go token
+    by token multiply in float32."""
+
+    def __post_init__(self) -> None:
+        for name, known in (
+            ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
+        ):  # fmt: skip
+            self._check_words(name, known)
+            if not getattr(self, name):
+                raise ValueError(f"State.{name} is empty; write one or more of {', '.join(known)}")
+        for name in ("k_dims", "conv_widths"):
+            values = self._listed(name)
+            if not values or not all(is_whole(each) and each >= 1 for each in values):
+                raise ValueError(
+                    f"State.{name} must be one or more whole numbers from 1 on, got {sorted(map(str, values))}"
+                )
+            self._set(name, frozenset(values))
+        spelled("products", self.products, PRODUCTS)
+        self._check_flags()

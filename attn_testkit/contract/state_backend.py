@@ -1,0 +1,41 @@
+"""The contract of a backend whose layers keep a recurrent state for each request."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+
+from .backend import AttentionBackend
+from .batch import ForwardBatch
+from .state_layer import StateLayer
+
+__all__ = ["StateBackend"]
+
+
+class StateBackend(AttentionBackend):
+    """One backend of recurrent layers, as a server runs it: planned, captured and replayed as an attention backend.
+
+    ``context.state`` has the layers, the pool of states and the request table's states; ``batch.state`` the slots of
+    a step. The KV pool has no layer. Declare ``Capabilities.state``.
+    """
+
+    @abstractmethod
+    def forward(  # type: ignore[override]  # the activations of such a layer are others
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Update window and state of each request of the batch, row by row, and return what each row reads.
+
+        ``mixed`` [T, C], ``a`` and ``b`` as ``StateLayer`` lists them, in the model's dtype, possibly strided views of
+        one packed tensor; none may be modified. Returns [T, Hv, V] (or [T, Hv * V]) in the model's dtype.
+
+        Rows of request i are those of the mode: one in decode, ``extend_seq_lens[i]`` in extend. The state is that of
+        slot ``batch.state.indices[i]``, and is stored there. In extend a request whose ``has_initial_state`` is False
+        begins from zeros: its slot may hold anything, NaN included. Every other slot holds NaN, and must be neither
+        read nor written.
+        """

@@ -1,0 +1,109 @@
+"""One layer with a recurrent state, as a backend sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from typing_extensions import override
+
+from .head_layout import HEAD_LAYOUTS, HeadLayout
+from .layer import AttentionLayer
+
+__all__ = ["StateLayer"]
+
+
+@dataclass(frozen=True)
+class StateLayer(AttentionLayer):
+    """A layer whose memory of a request is one state, however long the request is: GDN, KDA, Mamba2, Lightning.
+
+    Hk key heads (Mamba2: groups) of width K, Hv value heads of width V. Value head h uses key head h // (Hv / Hk).
+    Each row brings ``mixed`` [T, C], which a causal convolution of W taps goes over, channel by channel, and gates:
+
+    ============== ========================================= ==================== =============== =====================
+    kind           ``mixed``, in this order                  ``a``                ``b``           state of a value head
+    ============== ========================================= ==================== =============== =====================
+    ``gdn``        q, k [Hk, K] each, v [Hv, V]              [T, Hv]              [T, Hv]         [V, K]
+    ``kda``        the same                                  [T, Hv * K]          [T, Hv]         [V, K]
+    ``mamba``      x [Hv, V], B, C [Hk, K] each              dt [T, Hv]           none            [V, K]
+    ``lightning``  q, k [Hv, K] each, v [Hv, V]              none                 none            [V, K]
+    ============== ========================================= ==================== =============== =====================
+
+    After the convolution (``activation`` of bias + sum of taps times inputs, oldest first) each row updates the state
+    S and reads it afterwards, with softplus(x) = x above 20:
+
+    * ``gdn``: g = -exp(A_log) softplus(a + dt_bias), beta = sigmoid(b); q and k divided by sqrt(sum of squares + 1e-6),
+      q times K^-0.5; S = exp(g) S; u = beta (v - S k); S = S + u k^T; out = S q.
+    * ``kda``: the same with a g for each channel of K. With ``lower_bound``: g = lower_bound sigmoid(exp(A_log) (a +
+      dt_bias)).
+    * ``mamba``: dt = softplus(dt + dt_bias); S = exp(-exp(A_log) dt) S + dt x B^T; out = S C + D x.
+    * ``lightning``: S = exp(-slope) S + v k^T; out = S q.
+    """
+
+    kind: str = "gdn"
+    """``gdn``, ``kda``, ``mamba`` or ``lightning``."""
+    conv_weight: torch.Tensor | None = field(default=None, compare=False)
+    """[C, W] in the model's dtype, the tap of the oldest input first; None: no convolution (W is 1)."""
+    conv_bias: torch.Tensor | None = field(default=None, compare=False)
+    """[C] in the model's dtype, or none."""
+    activation: str = "silu"
+    """``silu``, or ``none``: what the convolution ends with."""
+    A_log: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv] float32; None in Lightning."""
+    dt_bias: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv] float32, KDA: [Hv, K]; None in Lightning."""
+    D: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv] float32, Mamba2 only."""
+    slope: torch.Tensor | None = field(default=None, compare=False)
+    """[Hv] float32, Lightning only."""
+    lower_bound: float | None = None
+    """Smallest g of KDA; None: unbounded."""
+
+    @property
+    def k_heads(self) -> int:
+        """Hk: key heads on this rank; groups of Mamba2."""
+        return self.tp_k_head_num
+
+    @property
+    def v_heads(self) -> int:
+        """Hv: value heads on this rank."""
+        return self.tp_q_head_num
+
+    @property
+    def k_dim(self) -> int:
+        """K: width of a key."""
+        return self.head_dim
+
+    @property
+    def v_dim(self) -> int:
+        """V: width of a value."""
+        return self.v_head_dim
+
+    @property
+    def conv_width(self) -> int:
+        """W: taps of the convolution; 1 without one."""
+        return 1 if self.conv_weight is None else self.conv_weight.shape[1]
+
+    @property
+    def parts(self) -> tuple[int, int, int]:
+        """Elements of ``mixed``, ``a`` and ``b`` of a row."""
+        keys, values = self.k_heads * self.k_dim, self.v_heads * self.v_dim
+        mixed = 2 * keys + values
+        return {
+            "gdn": (mixed, self.v_heads, self.v_heads),
+            "kda": (mixed, self.v_heads * self.k_dim, self.v_heads),
+            "mamba": (mixed, self.v_heads, 0),
+            "lightning": (mixed, 0, 0),
+        }[self.kind]
+
+    @property
+    @override
+    def head_layout(self) -> HeadLayout:
+        """The layout of the layer's heads, which is named for its kind."""
+        return HEAD_LAYOUTS[self.kind]
+
+    @override
+    def to(self, device: torch.device) -> StateLayer:
+        """The layer with its parameters on a device."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: value.to(device) for name, value in tensors.items()})  # type: ignore[arg-type]

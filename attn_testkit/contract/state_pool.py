@@ -1,0 +1,123 @@
+"""The memory of recurrent states, and what a batch says about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from .state_layer import StateLayer
+
+__all__ = ["StateContext", "StateInput", "StatePool"]
+
+_GUARD = 128
+"""Bytes between two tensors, which nobody may write. Tensors stay aligned."""
+
+
+class StatePool:
+    """States and convolution windows of every slot, for every layer. A slot holds one request in all layers.
+
+    Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
+    ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. ``strided``: all layers of a
+    slot lie in one block, so that the stride between slots does not follow from a shape. Memory between tensors belongs
+    to nobody.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        layers: tuple[StateLayer, ...],
+        conv_dtype: torch.dtype,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        order: str = "vk",
+        *,
+        strided: bool = False,
+    ) -> None:
+        """Allocate memory, filled with zeros. ``num_slots``: slot 0 included. ``dtype``: of the recurrent state."""
+        self.num_slots, self.layers, self.order, self.strided = num_slots, layers, order, strided
+        self.conv_dtype, self.dtype, self.device = conv_dtype, dtype, torch.device(device)
+        end, found = _GUARD, dict[int, list[torch.Tensor]]()
+        shapes = [(layer, shape, kind) for layer in layers for shape, kind in self._shapes(layer)]
+        sizes = [_aligned(_count(shape) * kind.itemsize) for _, shape, kind in shapes]
+        stride = sum(sizes) + _GUARD * len(sizes)
+        total = _GUARD + (stride * num_slots if strided else sum(num_slots * size + _GUARD for size in sizes))
+        self.memory = torch.zeros(total, dtype=torch.uint8, device=self.device)
+        """All memory, [bytes] uint8."""
+        for (layer, shape, kind), size in zip(shapes, sizes, strict=True):
+            step = stride if strided else _count(shape) * kind.itemsize
+            found.setdefault(layer.layer_id, []).append(self._view(end, (num_slots, *shape), kind, step))
+            end += _GUARD + (size if strided else num_slots * size)
+        self._views = found
+
+    def _shapes(self, layer: StateLayer) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of a slot's window and state."""
+        wide = (layer.v_dim, layer.k_dim) if self.order == "vk" else (layer.k_dim, layer.v_dim)
+        window = (layer.parts[0], layer.conv_width - 1)
+        return [(window, self.conv_dtype), ((layer.v_heads, *wide), self.dtype)]
+
+    def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Tensor:
+        typed = self.memory.view(dtype)
+        strides = [1]
+        for size in reversed(shape[2:]):
+            strides.insert(0, strides[0] * max(size, 1))
+        return typed.as_strided(shape, (step // dtype.itemsize, *strides), first // dtype.itemsize)
+
+    def twin(self) -> StatePool:
+        """A pool of the same layout in memory of its own."""
+        return StatePool(
+            self.num_slots, self.layers, self.conv_dtype, self.dtype, self.device, self.order, strided=self.strided
+        )
+
+    def conv(self, layer_id: int) -> torch.Tensor:
+        """[slots, C, W - 1]: windows of a layer; a view. Raises ``KeyError`` for a layer without a state."""
+        return self._views[layer_id][0]
+
+    def temporal(self, layer_id: int) -> torch.Tensor:
+        """[slots, Hv, V, K], or [slots, Hv, K, V]: states of a layer; a view. Raises ``KeyError``, likewise."""
+        return self._views[layer_id][1]
+
+    @cached_property
+    def parts(self) -> tuple[torch.Tensor, ...]:
+        """Window and state of each layer, in sequence: views."""
+        return tuple(part for views in self._views.values() for part in views)
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    count = 1
+    for size in shape:
+        count *= size
+    return count
+
+
+def _aligned(size: int) -> int:
+    """``size`` up to a multiple of 16 bytes."""
+    return -(-size // 16) * 16
+
+
+@dataclass
+class StateInput:
+    """``ForwardBatch.state``: the states of the batch's requests."""
+
+    indices: torch.Tensor
+    """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
+    request -1 or 0 (``State.padding``)."""
+    has_initial_state: torch.Tensor | None = None
+    """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
+    decode and target-verify."""
+
+
+@dataclass(frozen=True, eq=False)
+class StateContext:
+    """``BackendContext.state``: all that the constructor is given of states."""
+
+    layers: tuple[StateLayer, ...]
+    """The layers that have a state, in the order in which they run."""
+    pool: StatePool
+    req_to_state: torch.Tensor
+    """[pool_size + 1] int32: slot of each row of the request table. Row 0 gives slot 0."""
+    padding: str = "skip_minus_one"
+    """Meaning of the index of a padded request (``State.padding``)."""
+    fresh: str = "flag"
+    """Way in which a fresh request begins from zeros (``State.fresh``)."""

@@ -1,0 +1,298 @@
+"""The layers of a case with states, and the numbers of a step: activations, states and windows before it.
+
+The states that requests have before a step are drawn, in the pool's dtype, of the size that the
+recurrence keeps. So an answer does not depend on what a backend did before.
+
+Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, ``weak_decay`` 0.998, ``no_decay``
+exactly 1, ``strong_decay`` so that all that was before is forgotten. ``like_keys``: keys point nearly in one direction,
+so that each token overwrites what the one before it stored. ``unit_keys``: decay and beta are exactly 1, keys and
+queries are unit vectors, values small integers, and the convolution passes its last input on. The columns of the state
+then *are* values of tokens, to within half a unit at any length.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from cachetools import LRUCache, cached
+
+from ...cases.fields import Fields
+from ...cases.normals import normals
+from ...cases.state import UNIT_KEYS, StateShape
+from ...contract import AttentionLayer, StateLayer
+from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
+from ...steps.schedule import Schedule, Step
+
+__all__ = ["StateStepData", "layers", "make_state_data", "shape_of", "state_layers", "state_slots", "state_table"]
+
+_Ints = npt.NDArray[np.int64]
+_MOST_EXACT = 60
+"""Largest value of exact data. Sums of a few stay below 256, which bf16 holds exactly."""
+_MOST_SUMMED = 3
+"""Largest value where the values of all tokens with one key are summed."""
+_DECAYS: Mapping[str, tuple[float, float]] = {
+    "mild_decay": (0.4, 0.8), "like_keys": (0.4, 0.8), "weak_decay": (0.9975, 0.9985), "no_decay": (1.0, 1.0),
+    "strong_decay": (0.0, 0.0), UNIT_KEYS: (1.0, 1.0),
+}  # fmt: skip
+_NO_DECAY, _ALL_DECAY = -100.0, 200.0
+"""Arguments of softplus that give a decay of exactly 1 and of 0, in float32 too."""
+_EXACT_DT = 32.0
+"""Step of Mamba2 in exact data: softplus returns it unchanged."""
+
+
+def shape_of(case: Fields) -> StateShape:
+    """The states of a case. Raises ``ValueError`` for a case without any."""
+    if case.state is None:
+        raise ValueError(f"layers of {case.heads.family} keep no state")
+    return case.state
+
+
+def layers(case: Fields) -> tuple[AttentionLayer, ...]:
+    """Layers of the test model: parameters on the host, different in each layer."""
+    return state_layers(case)
+
+
+@lru_cache(maxsize=64)
+def state_layers(case: Fields) -> tuple[StateLayer, ...]:
+    """``layers``. Layers have convolutions with a bias and without one, in turn."""
+    case = case.instance_of or case
+    shape, heads, exact = shape_of(case), case.heads, case.data == UNIT_KEYS
+    kind, dtype = heads.family, DTYPES[case.dtype]
+    found = []
+    for index in range(case.layers.count):
+        rng = np.random.default_rng([index, heads.q_heads, heads.kv_heads, shape.k_dim, case.head_dim])
+        plain = StateLayer(
+            layer_id=case.layers.first + index, tp_q_head_num=heads.q_heads, tp_k_head_num=heads.kv_heads,
+            head_dim=shape.k_dim, v_head_dim=case.head_dim, scaling=shape.k_dim**-0.5, family="recurrent", kind=kind,
+            lower_bound=-5.0 if kind == "kda" and index % 2 else None,
+        )  # fmt: skip
+        found.append(
+            replace(plain, **_parameters(plain, shape, case.data, rng), **_conv(plain, shape, dtype, exact, rng, index))
+        )
+    return tuple(found)
+
+
+def _conv(
+    layer: StateLayer, shape: StateShape, dtype: torch.dtype, exact: bool, rng: np.random.Generator, index: int
+) -> dict[str, Any]:
+    width, channels = shape.conv_width, layer.parts[0]
+    if width == 1:
+        return {"activation": "none"}
+    if exact:
+        weight = torch.zeros(channels, width)
+        weight[:, -1] = 1.0
+        return {"conv_weight": weight.to(dtype), "activation": "none"}
+    weight = normals((channels, width), rng) * (1.5 / width**0.5)
+    bias = normals((channels,), rng) * 0.2 if index % 2 == 0 else None
+    return {"conv_weight": weight.to(dtype), "conv_bias": None if bias is None else bias.to(dtype)}
+
+
+def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.Generator) -> dict[str, Any]:
+    heads, low, high = layer.v_heads, *_DECAYS[data]
+    if layer.kind == "lightning":
+        decays = low + (high - low) * (np.arange(heads) + 0.5) / heads
+        slope = np.minimum(-np.log(np.maximum(decays, 1e-80)), 200.0)
+        return {"slope": torch.from_numpy(np.abs(slope)).float()}
+    a_log = torch.from_numpy(np.log(rng.uniform(0.6, 1.4, heads))).float()
+    if layer.kind == "mamba" and low == high == 1.0:
+        a_log = torch.full((heads,), -math.inf)
+    bias = (heads, layer.k_dim) if layer.kind == "kda" else (heads,)
+    exact_dt = layer.kind == "mamba" and data == UNIT_KEYS
+    found = {"A_log": a_log, "dt_bias": torch.zeros(bias) if exact_dt else normals(bias, rng) * 0.5}
+    if layer.kind == "mamba":
+        found["D"] = torch.zeros(heads) if exact_dt else normals((heads,), rng)
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class StateStepData(StepData):
+    """Host tensors of a step of layers with states. ``q``, ``k``, ``v`` are ``mixed``, ``a``, ``b``: [L, T, n]."""
+
+    slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    """[B] int64: slot of each request."""
+    fresh: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.bool))
+    """[B] bool: requests that begin from zeros."""
+    states: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[L, B, Hv, V, K] in the state's dtype: before the step; zeros for a fresh request."""
+    windows: torch.Tensor = field(default_factory=lambda: torch.empty(0))
+    """[L, B, C, W - 1] in the model's dtype: before the step; zeros for a fresh request."""
+    layers: tuple[StateLayer, ...] = ()
+    products: str = "fp32"
+    """``State.products`` of the backend."""
+    dtype: str = "bf16"
+    """Dtype of the model, by its name."""
+    shape: StateShape = field(default_factory=lambda: StateShape(1, 1))
+    news: tuple[int, ...] = ()
+    """Rows of each request."""
+    unit_keys: torch.Tensor | None = None
+    """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
+
+
+@lru_cache(maxsize=256)
+def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
+    """Slot of each row of the request table, [rows + 1] int32; 0 for row 0.
+
+    No live request has a slot that is its row of the table or its place in the batch. Rows of no live request name
+    slots of others, as stale entries do.
+    """
+    whole = step.part_of[0] if step.part_of else step
+    rows = schedule.pool_rows
+    rng = np.random.default_rng([whole.seed % 2**32, whole.index, 0x57A7E])
+    table = np.zeros(rows + 1, np.int32)
+    for _ in range(64):
+        table[1:] = rng.permutation(rows + _SPARE_SLOTS)[:rows] + 1
+        if all(table[each.pool_row] not in (each.pool_row, place) for place, each in enumerate(whole.requests)):
+            break
+    return table
+
+
+_SPARE_SLOTS = 2
+"""Slots of no request at all, in every step."""
+
+
+def state_slots(schedule: Schedule, step: Step) -> _Ints:
+    """Slot of each live request, [B] int64."""
+    rows = [request.pool_row for request in step.requests]
+    return state_table(schedule, step)[rows].astype(np.int64)
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StateStepData:
+    """Draw a step's numbers. Each request has numbers of its own, so that a part of a step has those of the whole."""
+    case = schedule.case
+    whole, indices = step.part_of or (step, tuple(range(step.bs)))
+    each = [
+        _of_request(
+            case,
+            pattern or case.data,
+            request.new,
+            _is_fresh(case, request.prefix),
+            (whole.seed % 2**32, whole.index, index),
+        )
+        for request, index in zip(step.requests, indices, strict=True)
+    ]
+    nobody = _of_request(case, case.data, 1, True, (0, 0, 0))
+    if not each:
+        each = [{name: value[:, :0] for name, value in nobody.items()}]
+    joined = {name: torch.cat([one[name] for one in each], 1) for name in nobody}
+    news, prefixes = [r.new for r in step.requests], [r.prefix for r in step.requests]
+    row_request = np.repeat(np.arange(step.bs), news)
+    row_offset = np.concatenate([np.empty(0, np.int64), *(np.arange(new) for new in news)])
+    positions = row_offset + np.asarray(prefixes, np.int64)[row_request]
+    widest = max(news, default=0)
+    none, count = torch.empty(case.layers.count, step.bs, 0, 1, 1), case.layers.count
+    return StateStepData(
+        q=joined["mixed"], k=joined["a"], v=joined["b"],
+        hidden=normals((step.tokens, HIDDEN), np.random.default_rng([step.seed % 2**32, whole.index, 0x41D])),
+        stored_keys=none, stored_values=none, kv_scales=torch.ones(2, count, 1, 1, 1, 1, dtype=torch.float64),
+        visible=torch.zeros(step.bs, widest, 0, dtype=torch.bool),
+        key_positions=torch.zeros(step.bs, 0, dtype=torch.int64),
+        query_positions=torch.from_numpy(np.asarray(prefixes, np.int64)[:, None] + np.arange(widest)),
+        row_request=torch.from_numpy(row_request), row_offset=torch.from_numpy(row_offset),
+        row_key=torch.from_numpy(positions), positions=torch.from_numpy(positions),
+        out_cache_loc=torch.from_numpy(
+            np.concatenate([np.empty(0, np.int64), *(r.slots[r.prefix : r.prefix + r.new] for r in step.requests)])
+        ),
+        slots=torch.from_numpy(state_slots(schedule, step)),
+        fresh=torch.tensor([_is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
+        states=joined["states"], windows=joined["windows"],
+        layers=state_layers(case), products=schedule.numerics.state_products, dtype=case.dtype, shape=shape_of(case),
+        news=tuple(news), unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
+    )  # fmt: skip
+
+
+def _is_fresh(case: Fields, prefix: int) -> bool:
+    """True for a request without a token before the step, in every mode."""
+    return prefix == 0
+
+
+def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    """Activations [L, new, n], and state and window before them [L, 1, ...], of one request."""
+    rng = np.random.default_rng([*seed, 0x57A7E])
+    shape = shape_of(case)
+    found = [
+        _exact(layer, new, rng) if data == UNIT_KEYS else _drawn(layer, data, new, rng) for layer in state_layers(case)
+    ]
+    dtype = DTYPES[case.dtype]
+    joined = {name: torch.stack([one[name] for one in found]) for name in found[0]}
+    for name in ("mixed", "a", "b", "window"):
+        joined[name] = joined[name].to(dtype)
+    state, window = joined.pop("state").to(DTYPES[shape.dtype]), joined.pop("window")[..., -(shape.conv_width - 1) :]
+    if shape.conv_width == 1:
+        window = window[..., :0]
+    if fresh:
+        state, window = torch.zeros_like(state), torch.zeros_like(window)
+    return {**joined, "states": state[:, None], "windows": window[:, None]}
+
+
+def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    channels, wide_a, wide_b = layer.parts
+    mixed = normals((new, channels), rng).clone()
+    if data == "like_keys" and layer.kind != "mamba":
+        keys = slice(layer.k_heads * layer.k_dim, 2 * layer.k_heads * layer.k_dim)
+        mixed[:, keys] = 0.3 * mixed[:, keys] + normals((1, channels), rng)[:, keys]
+    if layer.kind == "lightning":
+        # Keys and queries of the size that a normalization leaves.
+        mixed[:, : 2 * layer.k_heads * layer.k_dim] *= layer.k_dim**-0.5
+    b = normals((new, wide_b), rng) * 2.0
+    state = normals((layer.v_heads, layer.v_dim, layer.k_dim), rng) * layer.k_dim**-0.5
+    return {
+        "mixed": mixed, "a": _gates(layer, data, new, wide_a, rng), "b": b, "state": state,
+        "window": normals((channels, 16), rng), "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
+    }  # fmt: skip
+
+
+def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Generator) -> torch.Tensor:
+    """``a`` [new, wide] that gives the decays of the pattern."""
+    low, high = _DECAYS[data]
+    if layer.A_log is None or layer.dt_bias is None:
+        return torch.zeros(new, wide)
+    bias = layer.dt_bias.reshape(-1).double()
+    rate = layer.A_log.double().exp().repeat_interleave(wide // layer.v_heads)
+    if low == high:
+        if layer.kind == "mamba" and low == 1.0:
+            # Its A is 0, and its step is the factor of the input, too.
+            return torch.from_numpy(rng.uniform(-1.0, 1.0, (new, wide)))
+        return torch.full((new, wide), _NO_DECAY if low else _ALL_DECAY)
+    g = -torch.from_numpy(np.log(rng.uniform(low, high, (new, wide))))
+    if layer.lower_bound is not None:
+        part = (g / -layer.lower_bound).clamp(1e-4, 0.99)
+        return torch.logit(part) / rate - bias
+    return torch.log(torch.expm1(g / rate)) - bias
+
+
+def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
+    """Numbers of ``unit_keys``. A query is the key of the row or of an earlier one."""
+    heads, dim, values = layer.k_heads, layer.k_dim, layer.v_heads * layer.v_dim
+    summed = layer.kind in ("mamba", "lightning")
+    keys = np.concatenate([rng.permuted(np.tile(np.arange(dim), (heads, 1)), axis=1).T for _ in range(-(-new // dim))])[
+        :new
+    ]
+    asked = np.stack([keys[rng.integers(0, row + 1), :] for row in range(new)])
+    unit, query = (
+        torch.nn.functional.one_hot(torch.from_numpy(each), dim).flatten(1).float() for each in (keys, asked)
+    )
+    most = _MOST_SUMMED if summed else _MOST_EXACT
+    v = torch.from_numpy(rng.integers(1, most + 1, (new, values)) * rng.choice([-1, 1], (new, values))).float()
+    mixed = torch.cat([v, unit, query], -1) if layer.kind == "mamba" else torch.cat([query, unit, v], -1)
+    _, wide_a, wide_b = layer.parts
+    if layer.kind == "mamba":
+        # dt is a factor of the input: 32 times an integer is exact.
+        a = torch.full((new, wide_a), _EXACT_DT)
+    else:
+        a = torch.full((new, wide_a), _NO_DECAY)
+    factor = _EXACT_DT if layer.kind == "mamba" else 1.0
+    before = rng.integers(-most, most + 1, (layer.v_heads, layer.v_dim, dim)) * factor
+    window = torch.from_numpy(rng.integers(-most, most + 1, (layer.parts[0], 16))).float()
+    return {
+        "mixed": mixed, "a": a, "b": torch.full((new, wide_b), 60.0), "state": torch.from_numpy(before),
+        "window": window, "keys": torch.from_numpy(keys),
+    }  # fmt: skip

@@ -1,0 +1,76 @@
+"""Layers with a recurrent state as a family: the record in which its parts come together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import cast
+
+import torch
+
+from ...steps.data import StepData
+from ...steps.schedule import Schedule
+from ..family import Answer, Family, Supposition
+from .data import StateStepData, layers, make_state_data
+from .memory import STATE_POOL
+from .recurrence import recur
+
+__all__ = ["RECURRENT"]
+
+
+def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
+    """Outputs of a step, and how far they may be off."""
+    found = recur(cast(StateStepData, data))
+    return Answer(out=found.out, limit=found.out_limit)
+
+
+def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
+    """Usual mistakes, and the numbers that such a backend reads."""
+    zeros = torch.zeros_like
+    yield (
+        "each request begins from zeros: the state and the window before the step are ignored",
+        replace(data, states=zeros(data.states), windows=zeros(data.windows)),
+    )
+    yield (
+        "the recurrence begins from zeros: the state before the step is ignored",
+        replace(data, states=zeros(data.states)),
+    )
+    yield (
+        "the convolution begins from zeros: the window before the step is ignored",
+        replace(data, windows=zeros(data.windows)),
+    )
+    if len(data.news) > 1:
+        for text, order in (("the request before it", 1), ("the request after it", -1)):
+            yield f"a request reads the state of {text}", replace(data, states=data.states.roll(order, 1))
+            yield f"a request reads the window of {text}", replace(data, windows=data.windows.roll(order, 1))
+    yield "a layer reads the states of the layer before it", replace(data, states=data.states.roll(1, 0))
+    yield "the window is read newest first", replace(data, windows=data.windows.flip(-1))
+    if data.states.shape[-1] == data.states.shape[-2]:
+        yield (
+            "rows and columns of the state before the step are exchanged",
+            replace(data, states=data.states.mT.contiguous()),
+        )
+    if data.states.shape[2] > 1:
+        yield "a head reads the state of the head before it", replace(data, states=data.states.roll(1, 2))
+
+
+def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
+    for text, wrong in _mistaken(cast(StateStepData, data)):
+        found = recur(wrong)
+        yield Supposition(text, Answer(out=found.out, limit=found.out_limit))
+
+
+RECURRENT = Family(
+    name="recurrent",
+    dimensions=frozenset(
+        {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "data", "state",
+         "layers", "padded requests", "padding", "multi_mode", "variants", "seed"}
+    ),
+    layers=layers,
+    data=make_state_data,
+    memory=STATE_POOL,
+    answer=answer,
+    supposed=_supposed,
+    poisoned="slots of other owners and of fresh requests",
+    reads="reads-own-state",
+)  # fmt: skip

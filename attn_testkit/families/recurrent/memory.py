@@ -1,0 +1,230 @@
+"""The pool of states as memory: what it holds before a step, how it is watched, and what a step leaves in it.
+
+A slot's row is one string of bytes in each layer: its convolution window, then its state. All other memory holds NaN:
+slots of nobody, slot 0, the slot of a fresh request whose backend goes by ``has_initial_state``, and the memory between
+tensors.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...contract import BackendContext, StatePool
+from ...steps.data import StepData
+from ...steps.schedule import Schedule, Step
+from ...watches.past_modes import past_modes
+from ...watches.uploads import upload
+from ..family import Memory, Stored, Watch
+from .data import StateStepData
+
+__all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "slots_in"]
+
+_Ints = npt.NDArray[np.int64]
+_Bytes = npt.NDArray[np.uint8]
+_NAN = 0xFF
+"""A byte. A number that consists of it is NaN in every dtype of states."""
+
+
+def slots_in(schedule: Schedule) -> int:
+    """Slots of a schedule's pool, slot 0 included."""
+    return schedule.pool_rows + 3
+
+
+def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Tensor:
+    """[L, n, bytes] uint8 of windows [L, n, C, W - 1] and states [L, n, Hv, V, K], in dtypes of the pool."""
+    states = states if order == "vk" else states.transpose(-1, -2)
+    parts = [part.contiguous().flatten(2) for part in (windows, states)]
+    return torch.cat([part.view(torch.uint8) for part in parts if part.shape[-1]], -1)
+
+
+def from_rows(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Windows [L, n, C, W - 1] in the model's dtype and states [L, n, Hv, V, K] in theirs, of rows [L, n, bytes]."""
+    (channels, width), (heads, wide, keys) = data.windows.shape[2:], data.states.shape[2:]
+    count = rows.shape[:2]
+    size = channels * width * data.windows.dtype.itemsize
+    windows = rows[..., :size].contiguous().view(data.windows.dtype).view(*count, channels, width)
+    states = rows[..., size:].contiguous().view(data.states.dtype)
+    if data.shape.order == "vk":
+        return windows, states.view(*count, heads, wide, keys)
+    return windows, states.view(*count, heads, keys, wide).transpose(-1, -2)
+
+
+def _held(
+    schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
+) -> tuple[_Ints, _Bytes]:
+    """Slots and rows of requests that have a state before the step, and of fresh ones that the server clears."""
+    data = cast(StateStepData, data)
+    there = ~data.fresh
+    if data.shape.fresh == "zeroed" or not schedule.case.mode.is_extend():
+        # A decode has no flag: a state is read.
+        there = torch.ones_like(there)
+    rows = as_rows(data.windows[:, there], data.states[:, there], data.shape.order)
+    return data.slots[there].numpy(), rows.numpy()
+
+
+def _image(
+    schedule: Schedule,
+    step: Step,
+    data: StepData,
+    finite_tails: bool,
+    *,
+    after: bool,
+    unowned: float = math.nan,
+    marked: str = "",
+) -> torch.Tensor:
+    """[L, 1, slots, 1, bytes] uint8."""
+    slots, rows = _held(schedule, step, data, after=False, unowned=unowned)
+    found = torch.full((len(rows), slots_in(schedule), rows.shape[-1]), _NAN, dtype=torch.uint8)
+    found[:, slots] = torch.from_numpy(rows)
+    if after:
+        stored = _stored(data)
+        found[:, stored.slots] = stored.rows[:, 0, :, 0]
+    return found[:, None, :, None]
+
+
+def _stored(data: StepData) -> Stored:
+    """Rows that the step should leave. Windows are copies; states are computed, and ``checks/states.py`` compares
+    them within their limits.
+    """
+    from .recurrence import recur
+
+    data = cast(StateStepData, data)
+    found = recur(data)
+    slots, order = data.slots.sort()
+    rows = as_rows(found.windows, found.states.to(data.states.dtype), data.shape.order)[:, order]
+    return Stored(slots, rows[:, None, :, None])
+
+
+def _due(data: StepData) -> _Ints:
+    slots: _Ints = cast(StateStepData, data).slots.numpy()
+    return slots
+
+
+class StateWatch:
+    """A watch of a ``StatePool``. Slots are those of the pool."""
+
+    def __init__(self, pool: StatePool) -> None:
+        self.bits = torch.uint8
+        """Rows are bytes."""
+        self._pool, self._twin = pool, pool.twin()
+        self._device = pool.device
+        owned = torch.zeros(pool.memory.numel(), dtype=torch.uint8)
+        marks = StatePool(
+            pool.num_slots, pool.layers, pool.conv_dtype, pool.dtype, "cpu", pool.order, strided=pool.strided
+        )
+        for part in marks.parts:
+            _bytes_of(part, pool.num_slots).fill_(1)
+        owned = marks.memory
+        self._between = (owned == 0).to(self._device)
+        """Memory that belongs to no slot, [bytes] bool."""
+
+    def _fill(self, unowned: float) -> None:
+        self._twin.memory.fill_(_NAN)
+        if not math.isnan(unowned):
+            for part in self._twin.parts:
+                part.fill_(unowned)
+
+    def fill(self, name: object, held: Callable[[], tuple[_Ints, _Bytes]], unowned: float) -> None:
+        """Do the work of ``Watch.fill``."""
+        slots, rows = held()
+        sent = upload(torch.from_numpy(slots), self._device), upload(torch.from_numpy(rows), self._device)
+        with past_modes():
+            self._fill(unowned)
+            if len(slots):
+                self._put(*sent)
+            self._pool.memory.copy_(self._twin.memory)
+
+    def _put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        first = 0
+        for index, part in enumerate(self._twin.parts):
+            layer, second = divmod(index, 2)
+            first = first if second else 0
+            shape = part.shape[1:]
+            size = math.prod(shape) * part.dtype.itemsize
+            if size:
+                part[slots] = rows[layer, :, first : first + size].contiguous().view(part.dtype).view(-1, *shape)
+            first = size
+
+    def clear(self) -> None:
+        """Do the work of ``Watch.clear``."""
+        self._fill(math.nan)
+        self._pool.memory.copy_(self._twin.memory)
+        self.clear_page_0()
+
+    def clear_page_0(self) -> None:
+        """Fill slot 0 with zeros."""
+        for part in self._pool.parts:
+            part[0].zero_()
+
+    def _changed(self) -> torch.Tensor:
+        """[slots] uint8: not 0 where a bit of the slot changed."""
+        found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
+        for now, before in zip(self._pool.parts, self._twin.parts, strict=True):
+            if now[0].numel():
+                bits = _INTEGERS[now.dtype.itemsize]
+                found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
+        return found.view(torch.uint8)
+
+    def written_since_clear(self) -> _Ints:
+        """Do the work of ``Watch.written_since_clear``."""
+        slots: _Ints = np.flatnonzero(self._changed().cpu().numpy())
+        return slots[slots >= 1]
+
+    def _rows(self, slots: torch.Tensor) -> torch.Tensor:
+        """[L, n, bytes] of what slots hold now."""
+        found, parts = [], self._pool.parts
+        for index in range(0, len(parts), 2):
+            pair = [part[slots].reshape(len(slots), -1) for part in parts[index : index + 2]]
+            found.append(torch.cat([each.contiguous().view(torch.uint8) for each in pair if each.shape[-1]], -1))
+        return torch.stack(found)
+
+    def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Do the work of ``Watch.look``: flags of all slots, rows of those of ``due``, flags of memory between."""
+        rows = self._rows(due).reshape(-1)
+        apart = (self._pool.memory != self._twin.memory) & self._between
+        place = torch.stack([apart.any().long(), apart.to(torch.uint8).argmax()]).view(torch.uint8)
+        return (self._changed(), self._pool.num_slots), (rows, rows.numel()), (place, 16)
+
+    def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
+        """Do the work of ``Watch.written``: rows [L, 1, n, 1, bytes]."""
+        changed: _Ints = np.flatnonzero(found[0])
+        layers = len(self._pool.layers)
+        if set(changed.tolist()) <= set(due.tolist()):
+            every = found[1].reshape(layers, len(due), -1)
+            rows = every[:, [place for place, slot in enumerate(due.tolist()) if found[0][slot]]]
+        else:
+            rows = self._rows(upload(torch.from_numpy(changed), self._device)).cpu().numpy()
+        return changed, rows.reshape(-1), (layers, 1, len(changed), 1, rows.shape[-1])
+
+    def outside(self, found: Sequence[_Bytes]) -> _Ints:
+        """Do the work of ``Watch.outside``: the first byte between slots that changed."""
+        any_changed, first = found[2].view(np.int64)
+        return np.array([first] if any_changed else [], np.int64)
+
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+
+
+def _bytes_of(part: torch.Tensor, slots: int) -> torch.Tensor:
+    """View of a tensor's bytes [slots, bytes]; empty for one without elements."""
+    if not part[0].numel():
+        return torch.empty(slots, 0, dtype=torch.uint8)
+    size = math.prod(part.shape[1:]) * part.dtype.itemsize
+    flat = torch.empty(0, dtype=torch.uint8).set_(part.untyped_storage())
+    return flat.as_strided(
+        (slots, size), (part.stride(0) * part.dtype.itemsize, 1), part.storage_offset() * part.dtype.itemsize
+    )
+
+
+def _watch(context: BackendContext, schedule: Schedule) -> Watch:
+    assert context.state is not None
+    return StateWatch(context.state.pool)
+
+
+STATE_POOL = Memory(watch=_watch, held=_held, image=_image, stored=_stored, due=_due)

@@ -1,0 +1,245 @@
+"""The recurrence in float64, one token after another: the only definition of right for states, and its limits.
+
+A rounding of step t moves a row S[v, :] of a state by at most l_t. The rest is multiplied by the decay.
+Roundings of different tokens are not aligned, so they add up as a random walk:
+
+    w_t^2 = (decay_t w_{t-1})^2 + l_t^2
+
+and a row may be off by twice that walk. The plain sum of all l_t is of no use: after a few hundred tokens of weak decay
+it exceeds the state. Simulated float32 kernels with a stored bf16 state were off by 1.13 walks at most.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from ...contract import StateLayer
+from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
+from .data import StateStepData
+
+__all__ = ["Recurrence", "recur"]
+
+_WALKS = 2.0
+"""A row may be off by so many walks."""
+_IN_EXP = 8
+"""Roundings of a gate, besides those of its argument."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence:
+    """Results of a step, float64. L layers, B requests, T rows."""
+
+    out: torch.Tensor
+    """[L, T, Hv, V]."""
+    out_limit: torch.Tensor
+    """[L, T, Hv, V]."""
+    states: torch.Tensor
+    """[L, B, Hv, V, K] after the step."""
+    state_limit: torch.Tensor
+    """[L, B, Hv, V]: of the norm of a row of a state, and of each of its elements."""
+    windows: torch.Tensor
+    """[L, B, C, W - 1] in the model's dtype after the step: copies of inputs."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Inputs:
+    """Inputs of the recurrence, [L, T, Hv, ...] float64, and how far each may be off."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    q_off: torch.Tensor
+    """[L, T, Hv, 1]: norm of the error of q."""
+    k_off: torch.Tensor
+    v_off: torch.Tensor
+    """[L, T, Hv, V]."""
+    decay: torch.Tensor
+    """[L, T, Hv, 1 or K]."""
+    decay_off: torch.Tensor
+    """[L, T, Hv, 1]: relative, largest of the channels."""
+    beta: torch.Tensor
+    """[L, T, Hv, 1]: factor of what is stored."""
+    skip: torch.Tensor
+    """[L, 1, Hv, 1]: D of Mamba2; 0 elsewhere."""
+
+
+@lru_cache(maxsize=4)
+def recur(data: StateStepData) -> Recurrence:
+    """The answer for a step's numbers, with all limits. Cached by the object."""
+    every = [_inputs(layer, index, data) for index, layer in enumerate(data.layers)]
+    inputs = _Inputs(
+        **{name: torch.stack([getattr(one, name) for one in every]) for name in _Inputs.__dataclass_fields__}
+    )
+    delta = data.layers[0].kind in ("gdn", "kda")
+    out, limit, states, walk = _loop(inputs, data, delta)
+    unit = UNIT_ROUNDOFF[data.shape.dtype]
+    norm = torch.linalg.vector_norm(states, dim=-1)
+    floor = 4 * SMALLEST[data.shape.dtype] * data.shape.k_dim**0.5 + FLUSHED
+    return Recurrence(
+        out=out,
+        out_limit=limit,
+        states=states,
+        state_limit=_WALKS * (walk**2 + (unit * norm) ** 2).sqrt() + floor,
+        windows=_windows(data),
+    )
+
+
+def _loop(
+    inputs: _Inputs, data: StateStepData, delta: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Outputs and their limits, states and their walks, of all requests, token by token."""
+    state = data.states.double()
+    walk = torch.zeros(state.shape[:-1], dtype=torch.float64)
+    out = torch.zeros_like(inputs.v)
+    limit = torch.zeros_like(inputs.v)
+    products = {"fp32": FLOAT32, "tf32": UNIT_ROUNDOFF["tf32"], "model": UNIT_ROUNDOFF[data.dtype]}[data.products]
+    starts = torch.tensor([0, *data.news]).cumsum(0)[:-1]
+    news = torch.tensor(data.news, dtype=torch.int64)
+    for token in range(max(data.news, default=0)):
+        who = (news > token).nonzero()[:, 0]
+        at = (starts[who] + token).long()
+        now = _Inputs(**{
+            name: value if value.shape[1] == 1 and name == "skip" else value[:, at]
+            for name, value in vars(inputs).items()
+        })  # fmt: skip
+        one = _step(state[:, who], walk[:, who], now, delta, products, data)
+        state[:, who], walk[:, who], out[:, at], limit[:, at] = one
+    return out, limit, state, walk
+
+
+def _step(
+    state: torch.Tensor, walk: torch.Tensor, now: _Inputs, delta: bool, products: float, data: StateStepData
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One token of some requests: state [L, b, Hv, V, K], walk [L, b, Hv, V] -> both after it, output, its limit."""
+    dim = state.shape[-1]
+    state = state * now.decay[..., None, :]
+    before = _norm(state)
+    read = (state @ now.k[..., None]).squeeze(-1) if delta else 0.0
+    stored = now.beta * (now.v - read)
+    state = state + stored[..., None] * now.k[..., None, :]
+    k_norm, q_norm = _norm(now.k)[..., None], _norm(now.q)[..., None]
+    size, after = stored.abs(), _norm(state)
+    held = now.beta * before * k_norm**2 if delta else torch.zeros_like(before)
+    moved = now.beta * (now.v_off + (before * now.k_off if delta else 0.0)) * k_norm + size * now.k_off
+    rounded = (
+        FLOAT32 * (2 * after + (dim**0.5 + 4) * held + (_IN_EXP + 4) * size * k_norm)
+        + products * (size * k_norm + before)
+        + now.decay_off * before
+        + moved
+    )
+    walk = ((now.decay.amax(-1, keepdim=True) * walk) ** 2 + rounded**2).sqrt()
+    passed = now.skip * now.v
+    out = (state @ now.q[..., None]).squeeze(-1) + passed
+    unit = UNIT_ROUNDOFF[data.dtype]
+    off = (
+        q_norm * walk + now.q_off * after + (products + FLOAT32 * (dim**0.5 + 8)) * q_norm * after
+        + now.skip.abs() * now.v_off + 4 * FLOAT32 * passed.abs() + unit * out.abs()
+    )  # fmt: skip
+    return state, walk, out, _WALKS * off + 4 * SMALLEST[data.dtype] + FLUSHED
+
+
+def _norm(rows: torch.Tensor) -> torch.Tensor:
+    norm: torch.Tensor = torch.linalg.vector_norm(rows, dim=-1)
+    return norm
+
+
+def _inputs(layer: StateLayer, index: int, data: StateStepData) -> _Inputs:
+    mixed, off = _convolved(layer, index, data)
+    heads, values = (layer.k_heads, layer.k_dim), (layer.v_heads, layer.v_dim)
+    keys, wide = heads[0] * heads[1], values[0] * values[1]
+    sizes = [wide, keys, keys] if layer.kind == "mamba" else [keys, keys, wide]
+    parts, offs = torch.split(mixed, sizes, -1), torch.split(off, sizes, -1)
+    order = (2, 1, 0) if layer.kind == "mamba" else (0, 1, 2)
+    shapes = heads, heads, values
+    q, k, v = (parts[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
+    q_off, k_off, v_off = (offs[i].reshape(-1, *shape) for i, shape in zip(order, shapes, strict=True))
+    q, k, q_off, k_off = (each.repeat_interleave(values[0] // heads[0], 1) for each in (q, k, q_off, k_off))
+    q_off, k_off = _norm(q_off)[..., None], _norm(k_off)[..., None]
+    if layer.kind in ("gdn", "kda"):
+        (q, q_off), (k, k_off) = _unit(q, q_off), _unit(k, k_off)
+        q, q_off = q * layer.k_dim**-0.5, q_off * layer.k_dim**-0.5
+    decay, decay_off, beta = _gates(layer, index, data)
+    skip = torch.zeros(1, layer.v_heads, 1, dtype=torch.float64) if layer.D is None else layer.D.double().view(1, -1, 1)
+    return _Inputs(q, k, v, q_off, k_off, v_off, decay, decay_off, beta, skip)
+
+
+def _unit(rows: torch.Tensor, off: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of length 1, and the norm of their error."""
+    length = (rows.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+    return rows / length, off / length + 4 * FLOAT32
+
+
+def _softplus(x: torch.Tensor) -> torch.Tensor:
+    return torch.where(x > 20, x, torch.log1p(x.clamp(max=20).exp()))
+
+
+def _gates(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Decay [T, Hv, 1 or K], its relative error [T, Hv, 1], and the factor of what is stored [T, Hv, 1]."""
+    rows, heads = data.q.shape[1], layer.v_heads
+    if layer.kind == "lightning":
+        assert layer.slope is not None
+        g = -layer.slope.double().view(1, heads, 1).expand(rows, heads, 1)
+        beta = torch.ones(rows, heads, 1, dtype=torch.float64)
+    else:
+        assert layer.A_log is not None
+        assert layer.dt_bias is not None
+        rate, wide = layer.A_log.double().exp().view(1, heads, 1), data.k.shape[-1] // heads
+        gate = data.k[index].double().reshape(rows, heads, wide) + layer.dt_bias.double().view(1, heads, -1)
+        if layer.lower_bound is not None:
+            g = layer.lower_bound * torch.sigmoid(rate * gate)
+        else:
+            g = -rate * _softplus(gate)
+        if layer.kind == "mamba":
+            beta = _softplus(gate)
+        else:
+            beta = torch.sigmoid(data.v[index].double()).view(rows, heads, 1)
+    off = FLOAT32 * (_IN_EXP + 4 * g.abs())
+    # A state that is forgotten has no error left, however large g is.
+    off = torch.where(g < -_FORGOTTEN, 0.0, off)
+    return g.exp(), off.amax(-1, keepdim=True), beta
+
+
+_FORGOTTEN = 104.0
+"""exp(-g) beyond it is below the smallest float32 number."""
+
+
+def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
+    """Activations after the convolution [T, C] float64, and how far each element may be off."""
+    rows = data.q[index].double()
+    if layer.conv_weight is None:
+        return rows, torch.zeros_like(rows)
+    weight, width = layer.conv_weight.double(), layer.conv_width
+    out, size = torch.zeros_like(rows), torch.zeros_like(rows)
+    first = 0
+    for request, new in enumerate(data.news):
+        every = torch.cat([data.windows[index, request].double().T, rows[first : first + new]])
+        for tap in range(width):
+            term = weight[:, tap] * every[tap : tap + new]
+            out[first : first + new] += term
+            size[first : first + new] += term.abs()
+        first += new
+    if layer.conv_bias is not None:
+        out, size = out + layer.conv_bias.double(), size + layer.conv_bias.double().abs()
+    off = FLOAT32 * (width + 4) * size
+    if layer.activation == "silu":
+        out, off = out * torch.sigmoid(out), 1.1 * off + 4 * FLOAT32 * out.abs()
+    # Servers' convolutions give back the model's dtype.
+    return out, off + UNIT_ROUNDOFF[data.dtype] * out.abs()
+
+
+def _windows(data: StateStepData) -> torch.Tensor:
+    """The last W - 1 inputs of each request: copies."""
+    found, first, width = [], 0, data.windows.shape[-1]
+    for request, new in enumerate(data.news):
+        rows = data.q[:, first : first + new].transpose(1, 2)
+        every = torch.cat([data.windows[:, request], rows], -1)
+        found.append(every[..., every.shape[-1] - width :])
+        first += new
+    return torch.stack(found, 1) if found else data.windows
+
+
+assert math.exp(-_FORGOTTEN) < 1e-45

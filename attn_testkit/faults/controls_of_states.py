@@ -1,0 +1,50 @@
+"""Known-good backends of recurrent states: the parent of their faults, and every convention of servers."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import ForwardBatch, State, StateLayer
+from .catalogue import control
+from .states import StateParent
+
+__all__ = ["StatesAsTheyAre", "StatesByConvention", "StatesClearedByTheServer"]
+
+
+@control("states")
+class StatesAsTheyAre(StateParent):
+    """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control("states-by-convention")
+class StatesByConvention(StateParent):
+    """Padding with index 0 that is skipped (vLLM) or written (SGLang in eager mode), slots that lie apart, [K, V]."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        state=State(
+            k_dims={32, 64}, conv_widths={2, 4}, dtypes={"bf16", "fp16"}, orders={"vk", "kv"},
+            padding={"skip_zero", "write_zero"}, strided=True,
+        )
+    )  # fmt: skip
+
+    @override
+    def stores(self, batch: ForwardBatch) -> torch.Tensor:
+        live = super().stores(batch)
+        return torch.ones_like(live) if self.states.padding == "write_zero" else live
+
+    @override
+    def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        conv, temporal = super().pools(layer)
+        return conv, temporal.mT if self.states.pool.order == "kv" else temporal
+
+
+@control("states-cleared-by-the-server")
+class StatesClearedByTheServer(StateParent):
+    """No look at has_initial_state: SGLang clears the slot of a fresh request when it is handed out."""
+
+    capabilities = StateParent.capabilities.with_changes(state=State(k_dims={64}, fresh={"zeroed"}))
+
+    @override
+    def begins(self, batch: ForwardBatch) -> torch.Tensor:
+        return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)

@@ -1,0 +1,362 @@
+"""Class S: indexers of sparse attention. Index keys in the wrong bytes, wrong scores, and wrong selections."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
+from .catalogue import fault
+from .indexer import INDEX_MODES, IndexerParent
+
+_GRAPH = ("graph",)
+_STORED, _FORM, _BEST = "index-stored", "selection-well-formed", "selects-best"
+
+
+@fault(
+    slug="index-scales-of-first-layer",
+    source="ROCm/ATOM #1466",
+    modes=INDEX_MODES,
+    checks=(_STORED,),
+    hint="layers share a view of scales",
+)
+class IndexScalesOfFirstLayer(IndexerParent):
+    """The view of scales has an offset into the whole memory, without that of its layer, so all layers share one."""
+
+    @override
+    def scale_plane(self, layer_id: int) -> torch.Tensor:
+        assert self.context.index_pool is not None
+        return super().scale_plane(self.context.index_pool.layer_ids[0])
+
+
+@fault(
+    slug="index-scales-of-first-layer-read",
+    source="ROCm/ATOM #1466",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+    hint="scales of the keys are those of the first layer",
+    modelled="upstream the scales are written to the first layer's plane too; here only reads are wrong",
+)
+class IndexScalesOfFirstLayerRead(IndexerParent):
+    """Scores of all layers have the scales of the first one."""
+
+    @override
+    def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.context.index_pool is not None
+        first = self.context.index_pool.layer_ids[0]
+        return super().gathered(slots, layer_id)[0], super().gathered(slots, first)[1]
+
+
+@fault(
+    slug="index-page-written-by-token",
+    source="1CatAI/1Cat-vLLM #250",
+    modes=INDEX_MODES,
+    checks=(_STORED,),
+    hint="written token by token",
+)
+class IndexPageWrittenByToken(IndexerParent):
+    """A key is stored with its scale behind it, as rows of 132 bytes."""
+
+    @override
+    def put(
+        self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
+    ) -> None:
+        assert self.context.index_pool is not None
+        rows = self.context.index_pool.get_index_buffer(layer_id).view(-1, 64, 132)
+        rows[page, place] = torch.cat([keys, scales[:, None].view(torch.uint8)], 1)
+
+
+@fault(
+    slug="index-page-read-by-token",
+    source="1CatAI/1Cat-vLLM #250; vLLM #50576",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+    hint="read token by token",
+)
+class IndexPageReadByToken(IndexerParent):
+    """A key is read at 132 times its place in the page, and four FP8 numbers are taken for its scale."""
+
+    @override
+    def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        assert self.context.index_pool is not None
+        rows = self.context.index_pool.get_index_buffer(layer_id).view(-1, 64, 132)[slots // 64, slots % 64]
+        keys = rows[..., :128].contiguous().view(torch.float8_e4m3fn).float()
+        return keys.nan_to_num(0.0), rows[..., 128:].contiguous().view(torch.float32)[..., 0].nan_to_num(0.0)
+
+
+@fault(slug="indexer-without-relu", source="1CatAI/1Cat-vLLM #250", modes=INDEX_MODES, checks=(_BEST,), hint="ReLU")
+class IndexerWithoutRelu(IndexerParent):
+    """Negative products of a head count."""
+
+    @override
+    def products(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+        return q.float() @ keys.mT
+
+
+@fault(
+    slug="indexer-scores-are-zero",
+    source="mlx-lm #1454",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+    hint="the last 16 keys",
+    modelled="upstream from 128k keys on; here at any length",
+)
+class IndexerScoresAreZero(IndexerParent):
+    """All scores are 0, and the last keys are selected."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        scores = super().scored(q, weights, plan)
+        return torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
+
+
+@fault(
+    slug="indexer-topk-and-length-exchanged",
+    source="antirez/ds4 #358",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+    hint="top-k and the number of keys are exchanged",
+)
+class IndexerTopkAndLengthExchanged(IndexerParent):
+    """Top-k gets its two numbers in the wrong order, and sorts the first topk keys."""
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        return super().best(scores, lengths.clamp(max=topk), topk)
+
+
+@fault(
+    slug="indexer-stale-behind-the-count",
+    source="tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2",
+    modes=INDEX_MODES,
+    checks=(_FORM, "reads-own-kv", "matches-oracle"),
+)
+class IndexerStaleBehindTheCount(IndexerParent):
+    """The output is a buffer that lasts, and a row fills only as many columns as it has keys."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
+        self.buffer = torch.arange(topk, dtype=torch.int32, device=context.device).repeat(rows, 1)
+
+    @override
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        found = super().run_select(q_index, weights, plan)
+        mine = self.buffer[: len(found)]
+        mine.copy_(torch.where(found >= 0, found, mine))
+        return mine.clone()
+
+
+@fault(
+    slug="index-keys-of-padding-stored",
+    source="vLLM #32175 (#32172)",
+    modes=INDEX_MODES,
+    executions=_GRAPH,
+    checks=(_STORED,),
+    modelled="upstream the padded rows have the slots of an earlier step; here those behind the first live row's",
+)
+class IndexKeysOfPaddingStored(IndexerParent):
+    """Padded rows are stored too, in a slot that is not theirs."""
+
+    @override
+    def pool_slots(self, plan: KernelPlan) -> torch.Tensor:
+        slots = super().pool_slots(plan)
+        assert self.context.index_pool is not None
+        last = self.context.kv_pool.num_slots - 1
+        return torch.where(slots < self.context.page_size, last - slots, slots)
+
+
+@fault(
+    slug="indexer-rows-and-lengths-differ",
+    source="sglang #33059 (#32762)",
+    modes=INDEX_MODES,
+    checks=(_FORM, _BEST),
+    modelled="upstream padded rows shift the lengths; here each row has the length of the row before it",
+)
+class IndexerRowsAndLengthsDiffer(IndexerParent):
+    """Scores and lengths have different numbers of rows, so a row has the length of another."""
+
+    @override
+    def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().lengths(rows, plan).roll(1)
+
+
+@fault(
+    slug="indexer-length-of-the-capture",
+    source="vLLM #51538 (#51593); TensorRT-LLM #16290",
+    modes=INDEX_MODES,
+    executions=_GRAPH,
+    checks=(_FORM, _BEST),
+    hint="of the capture",
+)
+class IndexerLengthOfTheCapture(IndexerParent):
+    """Lengths are computed by the plan of the capture, and replays use them."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    @override
+    def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        found = super().lengths(rows, plan)
+        kept = self.kept.setdefault((len(rows), plan.layer.layer_id), found.clone())
+        return kept if torch.cuda.is_current_stream_capturing() else kept.copy_(found)
+
+
+@fault(
+    slug="selection-buffer-of-all-layers",
+    source="general; TensorRT-LLM #16290 (an output that the allocator gives away)",
+    modes=INDEX_MODES,
+    checks=("matches-oracle", "reads-own-kv", "finite"),
+    modelled="here the next operation clears the memory, where upstream another subsystem writes it",
+)
+class SelectionBufferOfAllLayers(IndexerParent):
+    """The selection lies in scratch memory, which the attention of the same layer clears before it reads it."""
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return torch.where(torch.arange(selected.shape[1], device=selected.device) < 1, selected, -1)
+
+
+@fault(
+    slug="index-slot-taken-for-page",
+    source="sglang #31218",
+    modes=INDEX_MODES,
+    checks=(_STORED,),
+    modelled="upstream cached keys are moved; here new keys are stored",
+)
+class IndexSlotTakenForPage(IndexerParent):
+    """The pool's rows are pages, and a slot is used as the number of a row."""
+
+    @override
+    def put(
+        self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
+    ) -> None:
+        pages = len(self.key_plane(layer_id))
+        super().put(keys, scales, (page * 64 + place).clamp(max=pages - 1), place * 0, layer_id)
+
+
+@fault(
+    slug="indexer-key-scale-dropped",
+    source="TensorRT-LLM #18658",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+    hint="scales of the keys are left out",
+    modelled="upstream the block scale of the key projection is dropped; here the scale of a key",
+)
+class IndexerKeyScaleDropped(IndexerParent):
+    """Scores are products of FP8 numbers without their scale."""
+
+    @override
+    def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, scales = super().gathered(slots, layer_id)
+        return keys, torch.where(scales.isfinite(), 1.0, scales)
+
+
+@fault(
+    slug="selection-clipped-to-the-keys",
+    source="tilelang #2069",
+    modes=INDEX_MODES,
+    checks=("output-contract",),
+    modelled="upstream the width is the number of blocks; here that of the longest request of an eager step",
+    executions=("eager",),
+)
+class SelectionClippedToTheKeys(IndexerParent):
+    """The result has as many columns as the longest request has keys, where these are fewer than topk."""
+
+    @override
+    def select(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
+    ) -> torch.Tensor:
+        found = super().select(q_index, weights, layer, batch)
+        return found[:, : layer.topk - 1] if layer.topk > 1 else found
+
+
+@fault(
+    slug="selection-reused-from-the-step-before",
+    source="ik_llama.cpp #2063, #2095 (layers that share a selection)",
+    modes=INDEX_MODES,
+    checks=("matches-oracle", "steps-independent", "finite", "reads-own-kv", "replay-follows-batch"),
+    modelled="upstream such layers select by themselves; here they keep a selection of their own",
+)
+class SelectionReusedFromTheStepBefore(IndexerParent):
+    """A layer that uses the selection of the layer before it keeps a copy, and attends that of the step before."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        if not plan.layer.reuses_selection:
+            return selected
+        kept = self.kept.setdefault((len(selected), plan.layer.layer_id), selected.clone())
+        old = kept.clone()
+        kept.copy_(selected)
+        return old
+
+
+@fault(
+    slug="indexer-gates-without-sign",
+    source="general; ROCm/ATOM #809 (an argument of another layout)",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+)
+class IndexerGatesWithoutSign(IndexerParent):
+    """The weights of the heads are taken to be positive, as those of a softmax."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().scored(q, weights.abs(), plan)
+
+
+@fault(
+    slug="indexer-scores-before-the-store",
+    source="general; vllm-ascend #10827 (another number of tokens than were stored)",
+    modes=INDEX_MODES,
+    checks=(_BEST, _FORM),
+    hint="keys of this step are not selected",
+)
+class IndexerScoresBeforeTheStore(IndexerParent):
+    """The new tokens are not among the keys that compete."""
+
+    @override
+    def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return plan.prefix_lens[self.request_of_row(rows, plan)].long()
+
+
+@fault(
+    slug="index-scale-not-a-power-of-two",
+    source="general; DeepGEMM's UE8M0 scales",
+    modes=INDEX_MODES,
+    checks=(_STORED,),
+    hint="powers of two are declared",
+)
+class IndexScaleNotAPowerOfTwo(IndexerParent):
+    """Scales are amax / 448, and the scoring kernel reads only their exponent."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        sparse=Sparse(topk={16}, indexer=Indexer(heads={4}, scale="power_of_two"))
+    )
+
+
+@fault(
+    slug="selection-of-the-layer-before",
+    source="general; sglang dsa (skip_topk in a layer with index keys of its own)",
+    modes=INDEX_MODES,
+    checks=(_BEST,),
+    hint="of the layer before",
+)
+class SelectionOfTheLayerBefore(IndexerParent):
+    """Queries and index keys are those of the layer before."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.of_before: dict[int, torch.Tensor] = {}
+
+    @override
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        first = plan.layer.layer_id == self.context.layers[0].layer_id
+        if first or len(q_index) not in self.of_before:
+            self.of_before[len(q_index)] = super().run_select(q_index, weights, plan)
+        return self.of_before[len(q_index)].clone()

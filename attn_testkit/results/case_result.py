@@ -1,0 +1,147 @@
+"""The result of one case-run: plain values that can be pickled and written as JSON, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from .finding import MOST_CHARACTERS, Finding
+from .names import KIT_ERROR, NO_ROOM, NOT_COMPILED, NOT_STARTED
+from .texts import readable
+
+__all__ = ["BAD", "RAN", "CaseResult", "Status", "emulated_parts", "failed_check"]
+
+
+class Status(StrEnum):
+    """Ending of one case-run. Each status means something else to the reader, so they are never merged."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    CRASHED = "crashed"
+    """The process died, or the device's context was lost."""
+    TIMED_OUT = "timed out"
+    KNOWN_FAILURE = "known failure"
+    """The case-run failed as an entry of the known-failures file describes."""
+    UNEXPECTEDLY_PASSED = "unexpectedly passed"
+    """The known-failures file expects a failure, and there was none: the entry is out of date."""
+    QUARANTINED = "quarantined"
+    """The known-failures file forbids to launch the case-run. It counts as accounted for, not as passed."""
+    UNSUPPORTED = "unsupported"
+    """The backend does not declare it."""
+    NOT_RUN_HERE = "not run here"
+    """The backend declares it, but this machine lacks the hardware or a package."""
+
+
+BAD = frozenset({Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.UNEXPECTEDLY_PASSED})
+"""Statuses that make a run fail."""
+
+RAN = frozenset({Status.PASSED, Status.KNOWN_FAILURE}) | BAD
+"""Statuses of case-runs that really executed."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """One case-run: a backend, a mode, an execution and a case."""
+
+    backend: str
+    """The spec that named it."""
+    mode: str
+    execution: str
+    case: str
+    """The case id, or ``""`` for the row of a whole mode (unsupported, not run here)."""
+    status: Status
+    findings: tuple[Finding, ...] = ()
+    checks: tuple[str, ...] = ()
+    """Ids of the checks that were evaluated, passed or failed, in reading order."""
+    not_evaluated: tuple[str, ...] = ()
+    """Ids of checks that apply and could not be evaluated, because the case-run ended before, or because they depend on
+    attention outputs that are wrong."""
+    margin: float | None = None
+    """Largest error / limit over all outputs; a passing case is at most 1."""
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """Wall time by phase: setup, eager, capture, replay, oracle, checks."""
+    graph: str = ""
+    """One of ``cuda`` and ``emulated``; empty in eager."""
+    device: str = ""
+    """One of ``cuda`` and ``emulated`` (a CPU that emulates a device)."""
+    kernels: str = "real"
+    """One of ``real``, ``stores`` and ``emulated``: see ``AttentionBackend.kernels``. Also ``not compiled``: regions
+    that torch.compile would have compiled ran eagerly."""
+    launches: int | None = None
+    """Number of launches of kernels that are not torch's: Triton's, and operators of other packages. 0: only torch ran.
+    None: nobody counted."""
+    reason: str = ""
+    """The reason why it did not run or crashed, or the issue of a known failure."""
+    after: tuple[str, ...] = ()
+    """Case-runs, as ``eager:CASE`` or ``graph:CASE``, that must run before it in the same process for this result."""
+    hints: tuple[str, ...] = ()
+    """Remarks that are not failures, such as graph support that works but is not declared."""
+    like: str = ""
+    """The earlier failure, as ``eager:CASE`` or ``graph:CASE``, whose cause this one is taken to have: only that one
+    was diagnosed, or both. A wrong number that was not has the check of that one."""
+    diagnosed: bool = False
+    """True if the cause of a failure was looked for."""
+    failed_mode: str = ""
+    """The mode of the step that failed first, if it is another than ``mode``: of an instance that runs several modes.
+    Tables count the failure there."""
+    printed: str = ""
+    """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
+    node: str = ""
+    """The machine of a cluster that ran it; empty without a cluster."""
+    gpu: str = ""
+    """The GPU of that machine; empty without a cluster, or if the device is emulated."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "reason", readable(self.reason, MOST_CHARACTERS["reason"]))
+        object.__setattr__(self, "hints", tuple(map(readable, self.hints)))
+        object.__setattr__(self, "printed", readable(self.printed))
+
+    @property
+    def emulated(self) -> bool:
+        """True if something in this case-run was emulated, so that it proves nothing about hardware."""
+        return bool(emulated_parts(self))
+
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """Backend, mode and execution under which tables count it."""
+        return self.backend, self.failed_mode or self.mode, self.execution
+
+    @property
+    def is_case_run(self) -> bool:
+        """True for a case that is declared, false for the row of a whole mode."""
+        return bool(self.case) and self.status is not Status.UNSUPPORTED
+
+    @property
+    def left_out(self) -> bool:
+        """True if the budget of the run left no time for it."""
+        return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NOT_STARTED)
+
+    @property
+    def had_no_room(self) -> bool:
+        """True if the machine lacks the memory that it takes, so that nothing is known of it."""
+        return self.status is Status.NOT_RUN_HERE and self.reason.startswith(NO_ROOM)
+
+    @property
+    def of_the_kit(self) -> bool:
+        """True if the kit itself failed, so that the result says nothing about the backend."""
+        return self.reason.startswith(KIT_ERROR)
+
+
+def failed_check(result: CaseResult) -> str:
+    """The first check that failed, or the status: failures that share it are taken to have one cause."""
+    return result.findings[0].check if result.findings else result.status.value
+
+
+def emulated_parts(result: CaseResult) -> list[str]:
+    """The emulated ones of device, graph and kernels; ``stores`` if torch stored new keys and values, and ``compiled
+    regions`` if these ran eagerly.
+    """
+    parts = (("device", result.device), ("graph", result.graph), ("kernels", result.kernels))
+    emulated = [name for name, how in parts if how == "emulated"]
+    part = _EMULATED_PART.get(result.kernels)
+    return [*emulated, part] if part else emulated
+
+
+_EMULATED_PART = {"stores": "stores", NOT_COMPILED: "compiled regions"}
+"""Value of ``CaseResult.kernels`` if only a part is emulated -> that part."""

@@ -1,0 +1,81 @@
+"""Names that front ends need before torch is imported: modes, executions, checks, parts of reasons."""
+
+from __future__ import annotations
+
+__all__ = [
+    "CANNOT_IMPORT",
+    "CHECK_IDS",
+    "EXECUTIONS",
+    "FUZZ",
+    "KIT_ERROR",
+    "MODES",
+    "NOT_COMPILED",
+    "NOT_STARTED",
+    "NO_CASE",
+    "NO_ROOM",
+]
+
+# The spellings of contract/modes.py, repeated here because it imports torch, for which reports and --help must not
+# wait. A test compares them.
+MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode")
+
+EXECUTIONS = ("eager", "graph")
+
+# The ids of checks/ in its reading order, repeated here because it imports torch. A test compares them.
+CHECK_IDS = (
+    "completes",
+    "output-contract",
+    "matches-oracle",
+    "finite",
+    "output-written",
+    "keys-counted-once",
+    "log-sum-exp",
+    "mode-outputs",
+    "reads-own-kv",
+    "writes-own-kv",
+    "inputs-unchanged",
+    "reads-own-state",
+    "writes-own-state",
+    "conv-window-exact",
+    "state-matches-oracle",
+    "state-counts-tokens",
+    "index-stored",
+    "selection-well-formed",
+    "selects-best",
+    "graph-matches-eager",
+    "captures-cleanly",
+    "replay-follows-batch",
+    "addresses-stable",
+    "padding-inert",
+    "buckets-independent",
+    "steps-independent",
+    "leaves-process-alone",
+    "no-host-lengths",
+    "compiles-once",
+    "capabilities-honest",
+    "refuses-undeclared",
+    "repeatable",
+    "batch-invariant",
+    "lossless",
+)
+
+NO_CASE = "(no case)"
+"""The case of a row for a declared mode that no case can satisfy, or for a backend that cannot be imported."""
+
+FUZZ = "fuzz"
+"""The tier of a results file of random cases, which have no planned number."""
+
+KIT_ERROR = "the kit itself failed: "
+"""Beginning of a result's reason if the kit itself failed, not the backend."""
+
+NO_ROOM = "no room "
+"""Beginning of a result's reason if the machine lacks the memory that the case takes."""
+
+NOT_STARTED = "not started: "
+"""Beginning of a result's reason if the budget of the run left no time for it."""
+
+CANNOT_IMPORT = "is installed and cannot be imported"
+"""Part of the reason of what is not run because a package is broken."""
+
+NOT_COMPILED = "not compiled"
+"""Value of ``CaseResult.kernels`` if torch.compile was kept from compiling."""

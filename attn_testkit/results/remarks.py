@@ -1,0 +1,109 @@
+"""Lines about a whole run that are not failures: what was not covered, not declared, not launched, left out."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from .case_result import CaseResult, Status
+from .run_header import RunHeader
+
+__all__ = [
+    "launch_lines",
+    "left_lines",
+    "not_covered_lines",
+    "not_declared_lines",
+    "note_lines",
+    "printed_lines",
+]
+
+
+def not_covered_lines(not_covered: Mapping[str, Sequence[str]], how: str = "") -> list[str]:
+    """Declared values that were not covered, from ``RunHeader.not_covered``: one line per backend that has any.
+
+    ``how``: the way to list the values, as ``--show-not-covered lists them``; the line then only counts them.
+    """
+    several = len(not_covered) > 1
+    return [
+        f"not covered{f' ({spec})' if several else ''}: "
+        + (f"{_values(len(phrases))}; {how}" if how else "; ".join(phrases))
+        for spec, phrases in not_covered.items()
+        if phrases
+    ]
+
+
+def _values(count: int) -> str:
+    return f"{count} declared value{'s' if count != 1 else ''}"
+
+
+def not_declared_lines(not_declared: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of ``RunHeader.not_declared``: one per backend that has any."""
+    return [
+        f"not declared{f' ({spec})' if len(not_declared) > 1 else ''}: {'; '.join(phrases)}"
+        for spec, phrases in not_declared.items()
+        if phrases
+    ]
+
+
+def launch_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
+    """One line per backend that may not have run its own kernels: some case-runs launched none while others did, or it
+    has Triton kernels and launched none at all. A backend that uses only torch has no line.
+    """
+    counted: dict[str, list[CaseResult]] = {}
+    for result in results:
+        if result.status is Status.PASSED and result.launches is not None:
+            counted.setdefault(result.backend, []).append(result)
+    lines = []
+    for spec, rows in counted.items():
+        without = Counter(f"{row.mode} {row.execution}" for row in rows if not row.launches)
+        none, kernels = sum(without.values()), header.sources.get(spec, {}).get("kernels", "")
+        if 0 < none < len(rows):
+            places = ", ".join(f"{place} {count}" for place, count in without.items())
+            lines.append(f"{none} of {len(rows)} case-runs launched no kernel of {spec}, only torch ran: {places}")
+        elif none and kernels:
+            lines.append(f"none of {len(rows)} case-runs launched a kernel of {spec}, which has {kernels}")
+    return lines
+
+
+def note_lines(notes: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines of ``RunHeader.notes``, one per remark."""
+    return [f"{spec}: {text}" for spec, texts in notes.items() for text in texts]
+
+
+def printed_lines(results: Iterable[CaseResult]) -> list[str]:
+    """One line about what backends printed, which is shown with failures only; empty if they printed nothing."""
+    counts = [len(result.printed.splitlines()) for result in results if result.printed.strip()]
+    if not counts:
+        return []
+    return [
+        f"printed by the backend: {sum(counts)} line{'s' if sum(counts) != 1 else ''} in {len(counts)} case-run"
+        f"{'s' if len(counts) != 1 else ''}; failures show the end of it, and `attn-testkit repro` the rest"
+    ]
+
+
+def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
+    """Lines about what the budget left out, by mode and execution, and the command that runs it; empty for nothing."""
+    left = Counter((result.mode, result.execution) for result in results if result.left_out)
+    if not left:
+        return []
+    counts = ", ".join(f"{mode} {execution} {count}" for (mode, execution), count in left.items())
+    return [f"left out by the budget: {counts}", f"the rest: {_without_budget(header.command)}"]
+
+
+_OF_A_BUDGET = ("--budget", "--attn-budget", "--last", "--html")
+
+
+def _without_budget(command: str) -> str:
+    """The command of a run without its budget; if it kept results, only what they lack."""
+    words = iter(shlex.split(command))
+    kept: list[str] = []
+    for word in words:
+        name, given, value = word.partition("=")
+        if name not in (*_OF_A_BUDGET, "--json"):
+            kept.append(word)
+            continue
+        value = value if given else next(words, "")
+        if name == "--json":
+            kept += ["--rest-of", value]
+    return shlex.join(kept)

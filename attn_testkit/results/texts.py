@@ -1,0 +1,52 @@
+"""Texts of a backend or a compiler, as they are sent, recorded and recognized."""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["MOST_OTHERS", "is_generated", "message_of", "readable"]
+
+MOST_OTHERS = 4000
+
+_UNREADABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+"""Control characters and lone surrogates: they move a terminal's cursor, and cannot be written to a file."""
+
+
+def readable(text: str, most: int = MOST_OTHERS) -> str:
+    """The text as it is sent and recorded: without control characters, at most ``most`` characters. A longer text keeps
+    its beginning and its end, with the number of characters left out between them.
+    """
+    text = _UNREADABLE.sub(lambda found: repr(found[0])[1:-1], text.replace("\r\n", "\n"))
+    if len(text) <= most:
+        return text
+    room = most - len(_left_out(len(text)))
+    head = room * 3 // 4
+    return text[:head] + _left_out(len(text) - room) + text[len(text) - room + head :]
+
+
+def _left_out(count: int) -> str:
+    return f" [... {count} characters left out ...] "
+
+
+def message_of(error: BaseException) -> str:
+    """The message of an exception, even if its own ``__str__`` raises."""
+    try:
+        return str.__str__(str(error))
+    except BaseException as broken:
+        return f"(no message: its __str__ raised {type(broken).__name__})"
+
+
+_GENERATED = re.compile(
+    # FX graphs, dataclasses, decorators, frozen modules; not what somebody types into a notebook or at a prompt.
+    r"^<(?!stdin|ipython-input|doctest)"
+    # Inductor names a file after the hash of what is in it, in a folder that each user may choose.
+    r"|(?:^|/)c[a-z2-7]{51}\.py$|/torchinductor_[^/]*/|/fxgraph/|/torch_compile_debug/"
+    # Folders of compiled kernels: Triton's are hashes in base 32; FlashInfer, TileLang, CuTe and torch's extensions.
+    r"|/[A-Z2-7]{52}/|/\.triton/|/triton[-_]cache/|/\.tilelang/|/\.cache/(?:flashinfer|tilelang|torch|triton|nvidia)/"
+    r"|/torch_extensions/|/cutlass_python_cache"
+)
+
+
+def is_generated(filename: str) -> bool:
+    """True if a compiler wrote this file, according to its path: no line of it belongs to an author."""
+    return bool(_GENERATED.search(filename.replace("\\", "/")))

@@ -1,0 +1,166 @@
+"""The numbers of an indexer in a step: index keys by slot, queries and weights by row, and memory of the index pool.
+
+Exact data are small whole numbers: sums of products are exact in float32, and in the narrower sums of FP8 tensor cores
+too. No two keys have the same score where a row's selection ends, so one selection is right.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from cachetools import LRUCache, cached
+
+from ..cases.case import Case
+from ..contract import INDEX_WIDTH, IndexPool
+from .data import DTYPES, KEPT_BYTES, bytes_in, make_step_data, numbers_of
+from .schedule import Ints, Schedule, Step
+
+__all__ = ["IndexData", "index_layers", "index_memory", "make_index_data", "scale_of"]
+
+_TRIES = 200
+_GAUSS = 3.0
+_VECTORS_OF_TIES = 9
+
+
+@dataclass(frozen=True, eq=False)
+class IndexData:
+    """Host tensors of one step. T live rows, packed request by request; S slots of the schedule."""
+
+    q: torch.Tensor
+    """[L, T, heads, 128] e4m3."""
+    weights: torch.Tensor
+    """[L, T, heads] float32."""
+    k: torch.Tensor
+    """[L, T, 128] in the model's dtype: the new index keys."""
+    by_slot: torch.Tensor
+    """[L, S, 128] in the model's dtype: the index key of each slot that a request owns."""
+    slots: tuple[Ints, ...]
+    """Slots of the keys of each request."""
+
+
+def index_layers(case: Case) -> list[int]:
+    """Layers that have index keys."""
+    assert case.indexer is not None
+    return [layer for layer in range(case.layers.count) if case.indexer.source(layer) == layer]
+
+
+def scale_of(case: Case) -> str:
+    """The convention of scales, one of ``INDEX_SCALES``."""
+    return "power_of_two" if case.indexer and case.indexer.pow2 else "amax"
+
+
+def _keys(case: Case, slots: int, rng: np.random.Generator) -> torch.Tensor:
+    """[L, slots, 128] float32."""
+    assert case.indexer is not None
+    layers = case.layers.count
+    if case.indexer.data == "gauss":
+        return torch.from_numpy(rng.standard_normal((layers, slots, INDEX_WIDTH), np.float32) * np.float32(_GAUSS))
+    numbers = rng.integers(-4, 5, (layers, slots, INDEX_WIDTH), np.int8).astype(np.float32)
+    # The largest number makes the scale a power of two, and queries have 0 there.
+    numbers[..., -1] = 448 * rng.choice((-1, 1), (layers, slots))
+    numbers *= np.exp2(rng.integers(-2, 3, (layers, slots, 1), np.int8)).astype(np.float32)
+    if case.indexer.data == "ties":
+        same = rng.integers(_VECTORS_OF_TIES, size=slots)
+        numbers = numbers[:, same]
+    return torch.from_numpy(numbers)
+
+
+def _queries(case: Case, rows: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, heads, 128] and [rows, heads], float32."""
+    assert case.indexer is not None
+    shape = (rows, case.indexer.heads)
+    if case.indexer.data == "gauss":
+        return rng.standard_normal((*shape, INDEX_WIDTH), np.float32), rng.standard_normal(shape, np.float32)
+    q = rng.integers(-3, 4, (*shape, INDEX_WIDTH), np.int8).astype(np.float32)
+    q[..., -1] = 0
+    # Gates are those of a linear layer, so some are negative.
+    return q, rng.choice(np.array([-2, -1, 1, 2, 3, 4], np.float32), shape) / np.float32(8)
+
+
+def _is_tied(q: np.ndarray, weights: np.ndarray, keys: np.ndarray, topk: int) -> bool:
+    """True if the last selected key of a row has the score of one that is not selected. ``keys`` [n, 128]."""
+    if len(keys) <= topk:
+        return False
+    scores = weights @ np.maximum(q @ keys.T, 0)
+    ordered = np.sort(scores)[::-1]
+    return bool(ordered[topk - 1] == ordered[topk])
+
+
+def make_index_data(schedule: Schedule, step: Step) -> IndexData:
+    """Draw a step's numbers. Some requests of a step, and one chunk of it, have those of the whole step."""
+    whole = step.part_of[0] if step.part_of else step
+    drawn = _drawn(schedule, whole.chunk_of or whole)
+    if whole.chunk_of is not None:
+        pairs = zip(whole.requests, whole.chunk_of.requests, strict=True)
+        first = torch.tensor([mine.prefix - all_.prefix for mine, all_ in pairs])
+        news = torch.tensor([request.new for request in whole.requests])
+        data = make_step_data(schedule, whole.chunk_of)
+        of = data.row_offset - first[data.row_request]
+        drawn = _rows(drawn, (of >= 0) & (of < news[data.row_request]))
+    if step.part_of:
+        of_row = make_step_data(schedule, whole).row_request
+        drawn = _rows(drawn, torch.cat([(of_row == index).nonzero()[:, 0] for index in step.part_of[1]]))
+    return replace(drawn, slots=tuple(request.slots for request in step.requests))
+
+
+def _rows(data: IndexData, rows: torch.Tensor) -> IndexData:
+    q = data.q.view(torch.uint8)[:, rows].view(data.q.dtype)
+    return replace(data, q=q, weights=data.weights[:, rows], k=data.k[:, rows])
+
+
+@cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
+def _drawn(schedule: Schedule, step: Step) -> IndexData:
+    case = schedule.case
+    assert case.indexer is not None
+    assert case.selection is not None
+    rng = np.random.default_rng(step.seed ^ 0x1D)
+    by_slot = _keys(case, (schedule.num_pages + 1) * case.page_size, rng).to(DTYPES[case.dtype])
+    rows, layers = step.tokens, case.layers.count
+    q = np.empty((layers, rows, case.indexer.heads, INDEX_WIDTH), np.float32)
+    weights = np.empty(q.shape[:3], np.float32)
+    data = make_step_data(schedule, step)
+    for layer in range(layers):
+        q[layer], weights[layer] = _queries(case, rows, rng)
+        if not case.indexer.is_exact:
+            continue
+        keys = by_slot[layer].float().numpy()
+        for row, (of, offset) in enumerate(zip(data.row_request.tolist(), data.row_offset.tolist(), strict=True)):
+            own = step.requests[of]
+            seen = keys[own.slots[: own.prefix + offset + 1]]
+            for _ in range(_TRIES):
+                if not _is_tied(q[layer, row], weights[layer, row], seen, case.selection.topk):
+                    break
+                q[layer, row : row + 1], weights[layer, row : row + 1] = _queries(case, 1, rng)
+            else:
+                raise AssertionError(f"{case.id}: no query of {_TRIES} has one best selection of its keys")
+    return IndexData(
+        torch.from_numpy(q).to(torch.float8_e4m3fn),
+        torch.from_numpy(weights),
+        by_slot[:, data.out_cache_loc],
+        by_slot,
+        tuple(request.slots for request in step.requests),
+    )
+
+
+def index_memory(schedule: Schedule, step: Step, *, after: bool) -> torch.Tensor:
+    """[layers with index keys, pages, 64 * 132] uint8: the index pool before or ``after`` a step.
+
+    Keys and scales of tokens that no live request owns are NaN.
+    """
+    case = schedule.case
+    assert case.indexer is not None
+    layers = index_layers(case)
+    pool = IndexPool((schedule.num_pages + 1) * case.page_size, layers, scale_of(case), torch.device("cpu"))
+    pool.memory.fill_(0xFF)
+    by_slot = make_index_data(schedule, step).by_slot
+    owned = [request.slots[: request.prefix + (request.new if after else 0)] for request in step.requests]
+    live = torch.zeros(by_slot.shape[1], dtype=torch.bool)
+    for each in owned:
+        live[torch.from_numpy(each)] = True
+    slots = live.nonzero()[:, 0]
+    for layer in layers:
+        pool.store(layer, slots, by_slot[layer, slots])
+    return pool.memory

@@ -1,0 +1,166 @@
+"""The indexer: its numbers on the device, its pool before and after a step, and a wrapper between model and backend.
+
+To the model ``WithIndexer`` is a backend. It has the backend store index keys and select, as the indexer of a server's
+layer does before attention. Device work only, so all of it may be captured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from attn_testkit.cases.indexing import Indexing
+from attn_testkit.checks.observation import Bytes, Piece
+from attn_testkit.contract import (
+    INDEX_WIDTH,
+    AttentionLayer,
+    BackendContext,
+    ForwardBatch,
+    IndexPool,
+)
+from attn_testkit.model import Trace
+from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
+from attn_testkit.steps.schedule import Schedule, Step
+from attn_testkit.watches.past_modes import past_modes
+from attn_testkit.watches.uploads import upload, upload_into
+
+from .returned import check_returned
+
+__all__ = ["IndexWatch", "WithIndexer", "index_pool_for"]
+
+_WEIGHT_BYTES = 4
+_FINITE = 0x3C
+"""Byte of rows that no step has filled: graphs are captured on token 0."""
+
+
+def index_pool_for(
+    schedules: Sequence[Schedule], layers: Sequence[AttentionLayer], slots: int, device: torch.device
+) -> IndexPool | None:
+    """The index pool of an instance; None without an indexer."""
+    case = next((each.case for each in schedules if each.case.indexer), None)
+    if case is None or case.indexer is None:
+        return None
+    ids = [layers[place].layer_id for place in index_layers(case)]
+    return IndexPool(slots, ids, scale_of(case), device)
+
+
+class IndexWatch:
+    """Numbers of the indexer for a step, and the index pool before it."""
+
+    def __init__(self, context: BackendContext, schedules: Sequence[Schedule], rows: int) -> None:
+        """Allocate the table. ``rows``: most tokens that can have their own numbers."""
+        assert context.index_pool is not None
+        self.pool, self._device = context.index_pool, context.device
+        case = next(each.case for each in schedules if each.case.indexer)
+        assert case.indexer is not None
+        self._heads, self._dtype = case.indexer.heads, context.dtype
+        sizes = self._heads * INDEX_WIDTH, self._heads * _WEIGHT_BYTES, INDEX_WIDTH * context.dtype.itemsize
+        self._ends = np.cumsum(sizes).tolist()
+        # The last row holds NaN, as that of the model's table does.
+        shape = (rows + 1, case.layers.count, self._ends[-1])
+        self._table = torch.full(shape, 0xFF, dtype=torch.uint8, device=context.device)
+        self._table[:-1].fill_(_FINITE)
+        self._before = torch.empty(0, dtype=torch.uint8)
+
+    def clear(self) -> None:
+        """Prepare memory as a server has it at capture: page 0 zeros, NaN everywhere else."""
+        self.pool.memory.fill_(0xFF)
+        self.pool.memory[:, :1].zero_()
+
+    def load(self, schedule: Schedule, step: Step) -> None:
+        """Put a step's numbers and the pool before it in place."""
+        with past_modes():
+            data = make_index_data(schedule, step)
+            packed = _packed(data)
+            self._before = index_memory(schedule, step, after=step.stored)
+        before = upload(self._before, self._device)
+        with past_modes():
+            if len(packed):
+                upload_into(self._table[: len(packed)], packed)
+            self.pool.memory.fill_(0xFF)
+            self.pool.memory[:, : before.shape[1]].copy_(before)
+
+    def look(self) -> tuple[tuple[torch.Tensor, int], ...]:
+        """Bytes of the pool on the device, and their number."""
+        held = self.pool.memory[:, : self._before.shape[1]]
+        return ((held.reshape(-1), held.numel()),)
+
+    def changes(self, now: Bytes) -> list[Piece]:
+        """Places of the bytes that a step changed, and what they hold; ``now``: those of ``look``, on the host."""
+        at = np.flatnonzero(now != self._before.numpy().reshape(-1))
+        held = now[at]
+        return [
+            Piece("index", "at", torch.int64, at.shape, at.astype(np.int64).view(np.uint8)),
+            Piece("index", "now", torch.uint8, held.shape, held),
+        ]
+
+    def rows(self, ids: torch.Tensor, place: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """q [T, heads, 128] e4m3, weights [T, heads] float32 and k [T, 128] of the layer of number ``place``."""
+        packed = self._table.index_select(0, ids)[:, place]
+        first, second, end = self._ends
+        parts = packed[:, :first], packed[:, first:second], packed[:, second:end]
+        q, weights, k = (part.clone(memory_format=torch.contiguous_format) for part in parts)
+        q = q.view(torch.float8_e4m3fn).view(-1, self._heads, INDEX_WIDTH)
+        return q, weights.view(torch.float32), k.view(self._dtype)
+
+
+def _packed(data: IndexData) -> torch.Tensor:
+    """[T, L, bytes] uint8."""
+    if not data.k.shape[1]:
+        # torch may give an empty tensor strides that it then refuses.
+        return torch.empty(0, dtype=torch.uint8)
+    parts = data.q.flatten(2), data.weights, data.k
+    return torch.cat([part.transpose(0, 1).contiguous().view(torch.uint8) for part in parts], -1)
+
+
+class WithIndexer:
+    """A backend that selects the keys that it attends, for one forward of the model."""
+
+    def __init__(self, harness: Any, indexer: Indexing) -> None:
+        self._harness, self._indexer = harness, indexer
+        self._last: torch.Tensor | None = None
+        self._copies: dict[int, torch.Tensor] = {}
+        self._returned: list[torch.Tensor] = []
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        selected: torch.Tensor,
+        **named: Any,
+    ) -> torch.Tensor:
+        """Select and attend. Raises ``ShapeError``; passes errors on."""
+        backend, place = self._harness.backend, self._harness.context.layers.index(layer)
+        if not save_kv_cache:
+            named["save_kv_cache"] = False
+        q_index, weights, k_index = self._harness.index.rows(batch.input_ids, place)
+        if self._indexer.fused:
+            inputs = {"q_index": q_index, "index_weights": weights, "k_index": k_index}
+            result: torch.Tensor = backend.forward(q, k, v, layer, batch, **named, **inputs)
+            return result
+        if not layer.reuses_selection:
+            if save_kv_cache:
+                backend.store_index(k_index, layer, batch)
+            self._last = backend.select(q_index, weights, layer, batch)
+            name = f"select of layer {layer.layer_id}"
+            check_returned(
+                name, self._last, ((len(q), layer.topk),), torch.int32, self._harness.device, "as indices are"
+            )
+            self._returned.append(self._last)
+            self._copies[place] = self._last.clone(memory_format=torch.contiguous_format)
+        assert self._last is not None
+        named["selected"] = self._last if self._indexer.is_exact else selected
+        result = backend.forward(q, k, v, layer, batch, **named)
+        return result
+
+    def leave_in(self, trace: Trace) -> None:
+        """Add what was selected to the trace of the forward."""
+        trace.selections, trace.of_selections = self._copies, self._returned

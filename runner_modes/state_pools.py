@@ -1,0 +1,39 @@
+"""The pool of states of an instance, and the slot of each row of the request table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from attn_testkit.contract import BackendContext, StateContext, StateLayer, StatePool
+from attn_testkit.families.recurrent.data import shape_of, state_table
+from attn_testkit.families.recurrent.memory import slots_in
+from attn_testkit.steps.data import DTYPES
+from attn_testkit.steps.schedule import Schedule, Step
+from attn_testkit.watches.uploads import upload_into
+
+__all__ = ["load_states", "with_states"]
+
+
+def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> BackendContext:
+    """The context with a pool of states, if its layers keep any."""
+    layers = tuple(layer for layer in context.layers if isinstance(layer, StateLayer))
+    if not layers:
+        return context
+    shape = shape_of(schedules[0].case)
+    pool = StatePool(
+        max(map(slots_in, schedules)), layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
+        strided=shape.strided,
+    )  # fmt: skip
+    rows = max(schedule.pool_rows for schedule in schedules)
+    table = torch.zeros(rows + 1, dtype=torch.int32, device=context.device)
+    return replace(context, state=StateContext(layers, pool, table, shape.padding, shape.fresh))
+
+
+def load_states(context: BackendContext, schedule: Schedule, step: Step) -> None:
+    """Put the slot of each row of the request table in place."""
+    if context.state is not None:
+        table = torch.from_numpy(state_table(schedule, step))
+        upload_into(context.state.req_to_state[: len(table)], table)

@@ -1,0 +1,244 @@
+"""The recurrence and its limits, against formulas written down once more, and the numbers that it is asked about."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from attn_testkit.cases.case import parse_case
+from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_slots, state_table
+from attn_testkit.families.recurrent.family import RECURRENT
+from attn_testkit.families.recurrent.recurrence import recur
+from attn_testkit.families.table import family_of
+from attn_testkit.steps.schedule import make_schedule, only
+
+CASE = "extend-{kind}-d32-{dtype}-p16-k0.17.5-n6a1.4.9-shuffled-{data}-k16w{width}s{state}{more}-b3prod"
+KINDS = ["gdn2x2", "kda2x2", "mamba2x2", "lightning2"]
+
+
+def case_id(
+    kind: str = "gdn2x2", dtype: str = "bf16", data: str = "mild_decay", state: str = "32", more: str = ""
+) -> str:
+    return CASE.format(kind=kind, dtype=dtype, data=data, state=state, more=more, width=1 if kind[0] == "l" else 4)
+
+
+def data_of(name: str) -> StateStepData:
+    schedule = make_schedule(parse_case(name))
+    return make_state_data(schedule, schedule.steps[0])
+
+
+def softplus(x: float) -> float:
+    return x if x > 20 else math.log1p(math.exp(x))
+
+
+def by_hand(data: StateStepData, layer_index: int, request: int) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [rows, Hv, V] and state [Hv, V, K] of one request: loops over tokens and heads, in numpy."""
+    layer = data.layers[layer_index]
+    rows = (data.row_request == request).nonzero().flatten().tolist()
+    inputs = [data.windows[layer_index, request].double().numpy()[:, i] for i in range(data.windows.shape[-1])]
+    state = data.states[layer_index, request].double().numpy().copy()
+    keys, values, found = layer.k_heads * layer.k_dim, layer.v_heads * layer.v_dim, []
+    for row in rows:
+        x = data.q[layer_index, row].double().numpy()
+        inputs.append(x)
+        if layer.conv_weight is not None:
+            weight = layer.conv_weight.double().numpy()
+            x = sum(weight[:, tap] * inputs[len(inputs) - weight.shape[1] + tap] for tap in range(weight.shape[1]))
+            x = x if layer.conv_bias is None else x + layer.conv_bias.double().numpy()
+            x = x / (1 + np.exp(-x)) if layer.activation == "silu" else x
+        out = np.zeros((layer.v_heads, layer.v_dim))
+        for head in range(layer.v_heads):
+            group = head // (layer.v_heads // layer.k_heads)
+            own = slice(group * layer.k_dim, (group + 1) * layer.k_dim)
+            if layer.kind == "mamba":
+                v, k, q = x[:values], x[values : values + keys], x[values + keys :]
+            else:
+                q, k, v = x[:keys], x[keys : 2 * keys], x[2 * keys :]
+            q, k, v = q[own], k[own], v[head * layer.v_dim : (head + 1) * layer.v_dim]
+            s = state[head]
+            if layer.kind == "lightning":
+                s = math.exp(-float(layer.slope[head])) * s + np.outer(v, k)
+                out[head] = s @ q
+            elif layer.kind == "mamba":
+                dt = softplus(float(data.k[layer_index, row, head]) + float(layer.dt_bias[head]))
+                s = math.exp(-math.exp(float(layer.A_log[head])) * dt) * s + dt * np.outer(v, k)
+                out[head] = s @ q + float(layer.D[head]) * v
+            else:
+                wide = layer.k_dim if layer.kind == "kda" else 1
+                a = data.k[layer_index, row].double().numpy()[head * wide : (head + 1) * wide]
+                a = a + layer.dt_bias.double().numpy().reshape(layer.v_heads, wide)[head]
+                rate = math.exp(float(layer.A_log[head]))
+                if layer.lower_bound is not None:
+                    g = layer.lower_bound / (1 + np.exp(-rate * a))
+                else:
+                    g = np.array([-rate * softplus(each) for each in a])
+                beta = 1 / (1 + math.exp(-float(data.v[layer_index, row, head])))
+                q, k = (each / math.sqrt(float(each @ each) + 1e-6) for each in (q, k))
+                s = s * np.exp(g)
+                s = s + beta * np.outer(v - s @ k, k)
+                out[head] = s @ q / math.sqrt(layer.k_dim)
+            state[head] = s
+        found.append(out)
+    return np.array(found), state
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("data", ["mild_decay", "weak_decay", "strong_decay", "unit_keys"])
+def test_outputs_and_states_are_those_of_the_formulas(kind: str, data: str) -> None:
+    step = data_of(case_id(kind, data=data))
+    found = recur(step)
+    for layer in range(len(step.layers)):
+        for request in range(3):
+            out, state = by_hand(step, layer, request)
+            rows = step.row_request == request
+            assert np.allclose(found.out[layer, rows], out, rtol=1e-12, atol=1e-12)
+            assert np.allclose(found.states[layer, request], state, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS[:3])
+def test_windows_are_the_last_inputs_and_short_prompts_keep_older_ones(kind: str) -> None:
+    step = data_of(case_id(kind))
+    windows = recur(step).windows
+    first = 0
+    for request, new in enumerate(step.news):
+        rows = step.q[:, first : first + new].transpose(1, 2)
+        kept = min(new, 3)
+        assert torch.equal(windows[:, request, :, 3 - kept :], rows[..., new - kept :])
+        assert torch.equal(windows[:, request, :, : 3 - kept], step.windows[:, request, :, kept:])
+        first += new
+    assert windows.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("data", "low", "high"),
+    [("mild_decay", 0.39, 0.81), ("weak_decay", 0.997, 0.999), ("no_decay", 1, 1), ("strong_decay", 0, 0)],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_decay_of_a_pattern_is_what_its_name_says(kind: str, data: str, low: float, high: float) -> None:
+    """A state is asked for, which a token multiplies by the decay: the token's own value is 0."""
+    step = data_of(case_id(kind, dtype="fp32", data=data))
+    for layer_index, layer in enumerate(step.layers):
+        if layer.lower_bound is not None:
+            # Its decay is at least exp(-5) by definition.
+            low, high = max(low, math.exp(-5.0)), max(high, 0.9)
+        if layer.slope is not None:
+            decay = np.exp(-layer.slope.double().numpy())
+        elif layer.kind == "mamba":
+            gate = step.k[layer_index].double() + layer.dt_bias.double()
+            decay = torch.exp(-layer.A_log.double().exp() * torch.nn.functional.softplus(gate)).numpy()
+        else:
+            gate = step.k[layer_index].double().unflatten(-1, (2 * layer.k_heads, -1))
+            gate = gate + layer.dt_bias.double().view(2 * layer.k_heads, -1)
+            rate = layer.A_log.double().exp()[:, None]
+            g = -rate * torch.nn.functional.softplus(gate)
+            if layer.lower_bound is not None:
+                g = layer.lower_bound * torch.sigmoid(rate * gate)
+            decay = g.exp().numpy()
+        assert decay.min() >= low - 1e-9
+        assert decay.max() <= high + 1e-9
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_data_puts_values_of_tokens_into_columns(kind: str) -> None:
+    step = data_of(case_id(kind, data="unit_keys"))
+    found, keys = recur(step), step.unit_keys
+    assert keys is not None
+    layer = step.layers[0]
+    last = int((step.row_request == 2).nonzero().flatten()[-1])
+    mixed = step.q[0, last].double()
+    first = 0 if kind[0] == "m" else 2 * layer.k_heads * layer.k_dim
+    value, column = mixed[first : first + layer.v_dim], found.states[0, 2, 0, :, int(keys[0, last, 0])]
+    if kind[:1] in "gk":
+        assert float((column - value).abs().max()) < 1e-3, "the last token overwrites its column"
+    else:
+        factor = 32.0 if kind[0] == "m" else 1.0
+        before = column - factor * value
+        assert torch.equal(before, before.round()), "the last token is one term of a sum of integers"
+    assert float((found.states - found.states.round()).abs().max()) < 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("state", ["32", "b16", "16"])
+def test_a_kernel_in_float32_is_within_the_limit_and_one_that_is_off_by_it_is_not(kind: str, state: str) -> None:
+    step = data_of(case_id(kind, state=state))
+    found = recur(step)
+    rounded = found.states.to(step.states.dtype).double()
+    off = torch.linalg.vector_norm(rounded - found.states, dim=-1) / found.state_limit
+    assert float(off.max()) < 1
+    size = torch.linalg.vector_norm(found.states, dim=-1)
+    part = found.state_limit / size.clamp(min=1e-3)
+    # bf16 activations are rounded by the convolution of a server; a state may not be off by a whole percent or two.
+    assert float(part.median()) < 0.05
+    assert float(part.median()) > {"32": 1e-6, "b16": 4e-3, "16": 5e-4}[state]
+
+
+def test_coarser_products_and_activations_have_wider_limits() -> None:
+    step = data_of(case_id("gdn2x2", dtype="fp32"))
+    narrow, wide = recur(step), recur(replace(step, products="model", dtype="bf16"))
+    assert float((wide.state_limit / narrow.state_limit).min()) > 50
+    assert bool((wide.out_limit > narrow.out_limit).all())
+    in_tf32 = recur(replace(step, products="tf32"))
+    assert bool((in_tf32.state_limit > narrow.state_limit).all())
+
+
+def test_the_limit_does_not_grow_like_a_sum_over_tokens() -> None:
+    name = "extend-gdn2x2-d32-fp32-p16-k9-n{0}a{0}-shuffled-mild_decay-k16w4s32-b1prod"
+    few, many = (recur(data_of(name.format(new))) for new in (20, 160))
+    assert float(many.state_limit.mean()) < 1.5 * float(few.state_limit.mean())
+
+
+def test_a_part_of_a_step_has_the_numbers_of_the_whole() -> None:
+    schedule = make_schedule(parse_case(case_id()))
+    whole, step = make_state_data(schedule, schedule.steps[0]), only(schedule.steps[0], 1)
+    one, rows = make_state_data(schedule, step), whole.row_request == 1
+    assert torch.equal(one.q, whole.q[:, rows])
+    assert torch.equal(one.states[:, 0], whole.states[:, 1])
+    assert one.slots.tolist() == [whole.slots.tolist()[1]]
+
+
+def test_requests_layers_and_steps_have_different_numbers() -> None:
+    schedule = make_schedule(parse_case(case_id()))
+    one, other = (make_state_data(schedule, step) for step in schedule.steps[:2])
+    assert not torch.equal(one.states[:, 1], one.states[:, 2])
+    assert not torch.equal(one.states[0], one.states[1])
+    assert not torch.equal(one.q[0, 0], other.q[0, 0])
+
+
+def test_fresh_requests_are_those_without_a_token_before_the_step() -> None:
+    step = data_of(case_id())
+    assert step.fresh.tolist() == [True, False, False]
+    assert not step.states[:, 0].any()
+    assert not step.windows[:, 0].any()
+
+
+@pytest.mark.parametrize("name", [case_id(), "decode-gdn2x2-d32-bf16-p16-k3.9.1.4-shuffled-mild_decay-k16w4s32-b5prod"])
+def test_a_slot_is_neither_the_row_nor_the_place_of_its_request(name: str) -> None:
+    schedule = make_schedule(parse_case(name))
+    for step in schedule.steps:
+        slots = state_slots(schedule, step)
+        table = state_table(schedule, step)
+        assert table[0] == 0
+        assert len(set(slots.tolist())) == step.bs
+        assert 0 not in slots
+        for place, request in enumerate(step.requests):
+            assert slots[place] not in (place, request.pool_row)
+
+
+def test_layers_differ_and_only_some_have_a_bias() -> None:
+    layers = state_layers(parse_case(case_id().replace("-b3prod", "-layers3from5-b3prod")))
+    assert [layer.layer_id for layer in layers] == [5, 6, 7]
+    assert [layer.conv_bias is None for layer in layers] == [False, True, False]
+    assert not torch.equal(layers[0].A_log, layers[1].A_log)  # type: ignore[arg-type]
+    assert family_of(parse_case(case_id())) is RECURRENT
+
+
+def test_an_idle_step_has_no_rows() -> None:
+    schedule = make_schedule(parse_case(case_id()))
+    step = replace(schedule.steps[0], requests=(), name="idle")
+    data = make_state_data(schedule, step)
+    assert data.q.shape[1] == data.states.shape[1] == 0
+    assert recur(data).out.shape[1] == 0
