@@ -87,7 +87,9 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
         return ()
     strength = min(TIERS[tier], len(names))
     unpaired = _unpaired(tuple(names)) if tier == "core" else frozenset[tuple[int, int]]()
-    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value, unpaired)
+    # With other rows two derived parameters have values that never meet.
+    salt = f"{mode.value} 1" if tier == "core" else mode.value
+    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, salt, unpaired)
     cases: dict[str, Case] = {}
     for row in rows:
         built = _build(declared, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
@@ -180,7 +182,7 @@ def _unpaired(names: tuple[str, ...]) -> frozenset[tuple[int, int]]:
     return frozenset(
         (at, later)
         for (at, one), (later, other) in combinations(enumerate(names), 2)
-        if (one in inside and other not in inside[one]) or (other in inside and one not in inside[other])
+        if (one in inside or other in inside) and other not in inside.get(one, ()) and one not in inside.get(other, ())
     )
 
 

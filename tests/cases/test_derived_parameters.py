@@ -33,6 +33,7 @@ FEW_CASES = {
     ("kv-memory", "shared-prefixes"): "one layout of five in one mode",
     ("kv-memory", "draft-topk"): "draft-extend has no such k and v",
     ("kv-memory", "num-tokens-per-req"): "speculative modes have no such k and v, but in mixed cases",
+    ("windowed-layer", "last-chunk"): "an alternating window in a few of the cases in chunks, of one mode",
     ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
     ("capped-layer", "chunked-requests"): "a soft cap in a few of the cases in chunks, of one mode",
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",
@@ -198,7 +199,7 @@ def test_the_second_eager_step_is_the_one_that_was_chosen() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tier", "count", "digest"), [("smoke", 33, "f806faa46e8e712d"), ("core", 218, "aafdc91aa483d2dc")]
+    ("tier", "count", "digest"), [("smoke", 33, "f806faa46e8e712d"), ("core", 219, "2a35f163e22f06b9")]
 )
 def test_the_ids_of_a_backend_that_declares_everything_are_those_of_the_last_release(
     tier: str, count: int, digest: str
