@@ -107,9 +107,9 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     ),
     DerivedParameter(
         "richest-layer",
-        "the layer with the soft cap and sinks; those after it have the cap, sinks, neither",
+        "the layer with the soft cap, which the one after it has too",
         _LAYERS_IN_WORDS,
-        lambda case: case.layers.varied and (case.logit_cap > 0 or case.sinks),
+        lambda case: case.layers.varied and case.logit_cap > 0,
     ),
     # If a request fills the context, the context need not be whole pages.
     DerivedParameter(

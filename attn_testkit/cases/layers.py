@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..contract import HeadShape
 from .head_shapes import SHAPES_WORD, shapes_word
 
-__all__ = ["CAPPED", "LAYERS_WORD", "PERIOD", "SETTINGS", "WITH_SINKS", "Layers", "Setting", "varies"]
+__all__ = ["CAPPED", "LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting", "varies"]
 
 
 class Setting(NamedTuple):
@@ -34,8 +34,8 @@ SETTINGS = (
 PERIOD = 2
 """Layers after which windows and soft caps repeat, as in models in which every second layer has a window."""
 
-CAPPED, WITH_SINKS = (0, 1), (0, 2)
-"""Turns in which a layer has the soft cap, and sinks, where options vary: all four combinations in as many layers."""
+CAPPED = (0, 1)
+"""Turns in which a layer has the soft cap, where options vary."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +56,8 @@ class Layers:
     shapes: tuple[HeadShape, ...] = ()
     """Alternating shapes of their heads. Empty: all have those of the case."""
     varied: bool = False
-    """Each layer has its own combination of window, soft cap and sinks, out of those that the case has. Without it they
-    alternate."""
+    """Each layer has its own combination of window and soft cap, out of those that the case has. Without it they
+    alternate. Sinks are in all layers: the oracle of softmax takes those of all layers, or none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:

@@ -29,7 +29,6 @@ from .dimension import (
 )
 from .logit_cap import capped
 from .outside import pool_like
-from .sinks import with_sinks
 from .window import windows_of
 
 __all__ = ["LAYERS", "fields_with_shapes"]
@@ -71,14 +70,13 @@ def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[C
 
 def _alone(case: Fields) -> Iterator[Changes]:
     """Each layer by itself, with the options that it has among the others."""
-    options = zip(windows_of(case), capped(case), with_sinks(case), strict=True)
-    for window, has_cap, has_sinks in options:
+    options = zip(windows_of(case), capped(case), strict=True)
+    for window, has_cap in options:
         yield {
             "layers": Layers(1, case.layers.first),
             "window": window,
             "layer_windows": case.layer_windows if window >= 0 else "any",
             "logit_cap": case.logit_cap * has_cap,
-            "sinks": has_sinks,
         }
 
 

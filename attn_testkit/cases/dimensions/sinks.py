@@ -11,7 +11,7 @@ import torch
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
-from ..layers import SETTINGS, WITH_SINKS, varies
+from ..layers import SETTINGS, varies
 from ..normals import normals
 from .dimension import (
     Asked,
@@ -25,7 +25,7 @@ from .dimension import (
     option,
 )
 
-__all__ = ["SINKS", "with_sinks"]
+__all__ = ["SINKS"]
 
 
 def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -47,27 +47,14 @@ def _sinks(case: Fields) -> Sequence[Changes]:
         # Some heads of a long request must feel their sink too.
         sinks[::2] += math.log(1 + max(case.prefixes))
         found.append({"sinks": sinks})
-    return [each if has else {} for has, each in zip(with_sinks(case), found, strict=True)]
-
-
-def with_sinks(case: Fields) -> list[bool]:
-    """Whether each layer has sinks."""
-    if not case.sinks or not case.layers.varied:
-        return [case.sinks] * case.layers.count
-    return [turn in WITH_SINKS for turn in case.layers.turns_from(case.derived("richest-layer"))]
-
-
-def _phrase(case: Fields) -> str:
-    having = [case.layers.name(place) for place, has in enumerate(with_sinks(case)) if has]
-    where = f", in {', '.join(having)}" if case.layers.varied else ""
-    return f"one more logit for each query head{where}"
+    return found
 
 
 SINKS = Dimension(
     name="sinks",
     fields=("sinks",),
     words=(flag_word("sink", "sinks"),),
-    describe=lambda case: {"sinks": _phrase(case) if case.sinks else ""},
+    describe=lambda case: {"sinks": "one more logit for each query head" if case.sinks else ""},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
     fit=Without("Cases are made of declared options."),
     values=Columns(
