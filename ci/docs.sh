@@ -21,4 +21,4 @@ fi
 # Material's own page about the future of mkdocs: no remark on these pages.
 export NO_MKDOCS_2_WARNING=1
 build/docs/bin/mkdocs build --strict "$@" # and not --quiet: it counts what it prints
-echo "ci/docs.sh: site/index.html"
+echo "ci/docs.sh: site/index.html; search needs a server: $python -m http.server -d site, then http://localhost:8000"

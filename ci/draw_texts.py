@@ -4,7 +4,7 @@
     python ci/draw_texts.py --seed 1 --count 5
 
 The same seed draws the same texts as long as the texts stay the same. What is read, and what was found with which seed,
-is on docs/contributing/reading-aloud.md.
+is on docs/evidence/first-hour.md.
 """
 
 from __future__ import annotations
@@ -52,10 +52,13 @@ def hints() -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree):
             if id(node) in kept | inside:
                 continue
+            text = ""
             if isinstance(node, ast.JoinedStr):
-                yield f"{name}:{node.lineno}", "".join(_part(part) for part in node.values)
+                text = "".join(_part(part) for part in node.values)
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                yield f"{name}:{node.lineno}", node.value
+                text = node.value
+            if re.match(r"[\w{`]", text) and "|" not in text:
+                yield f"{name}:{node.lineno}", text
 
 
 def _part(node: ast.expr) -> str:

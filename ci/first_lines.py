@@ -17,8 +17,7 @@ import sys
 import click
 
 from attn_testkit.audit import Settings, audit
-from attn_testkit.audit.history import caught_before
-from attn_testkit.audit.verdicts import FaultVerdict, Verdict
+from attn_testkit.audit.verdicts import FaultVerdict, Verdict, caught_before
 from attn_testkit.faults import all_faults
 
 _HINTS = 2

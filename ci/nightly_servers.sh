@@ -30,7 +30,7 @@ declare -A backends=(
     vllm_kernels:DecodeMLA vllm_kernels:DecodeMLAOneHead vllm_kernels:GroupedDecode lightllm_kernels:GQADecode
     lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask
     sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
-    vllm_kernels:SparseMLA"
+    vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo"
 )
 declare -A known=(
   [sglang-0.5.23]=known_failures.toml

@@ -25,7 +25,10 @@ diff \
   <(find attn_testkit runner_modes -type f ! -name '*.pyc' | sed 's|^runner_modes/|attn_testkit/runner_modes/|' | sort) \
   <(cd "$built/unpacked" && find attn_testkit -type f | sort) ||
   { echo "ci/pr.sh: the wheel lacks the files marked <; see [tool.setuptools] in pyproject.toml" >&2; exit 1; }
-(cd "$built/unpacked" && "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" -p attn_testkit)
+# Fills the time in which a test waits for a process; what it says comes after them.
+(cd "$built/unpacked" &&
+  nice "$python" -m mypy --config-file "$root/pyproject.toml" --cache-dir "$root/.mypy_cache" -p attn_testkit) > "$built/types" 2>&1 &
+types=$!
 
 echo "== tests"
 wait "$browser"
@@ -36,4 +39,11 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$root/build/pycache}"
 # Slow tests start first (tests/conftest.py), and a worker that is through takes over what another has not begun.
-"$python" -m pytest -n "${ATTN_WORKERS:-2}" --dist worksteal "$@"
+tested=0
+"$python" -m pytest -n "${ATTN_WORKERS:-2}" --dist worksteal "$@" || tested=$?
+
+echo "== types"
+typed=0
+wait "$types" || typed=$?
+cat "$built/types"
+exit $((tested ? tested : typed))

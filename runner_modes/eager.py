@@ -24,6 +24,7 @@ from .looked_at import looked_at
 from .mode_runners import MODE_RUNNERS
 from .observe import observe, readable
 from .overlap_scheduling import next_of, plans_ahead
+from .states import commit_states
 
 __all__ = ["batch_of", "eager_by_turns", "run_eager"]
 
@@ -74,6 +75,7 @@ def run_eager(
             done_ahead()
         with blame("forward", label):
             torch.cuda.synchronize()
+        commit_states(harness, staged, batch.state, step.bs)
     with clock.phase("read back"), blame("read back", label):
         given = (*sent, staged.table)
         return observe(

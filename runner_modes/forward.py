@@ -56,10 +56,10 @@ def forward(
         look = check if between is None else partial(_checked, check, between)
         selects = part.input_ids.shape[0] - (_PADDED_TOKENS if _has_fewer_selections(harness) else 0)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None
-        with_indexer = WithIndexer(harness, case.indexer) if case.indexer else None
+        with_indexer = WithIndexer(harness, case.indexer, with_kv_splits or harness.backend) if case.indexer else None
         traces.append(
             harness.model.forward(
-                with_kv_splits or with_indexer or harness.backend,
+                with_indexer or with_kv_splits or harness.backend,
                 part,
                 look,
                 save_kv_cache,

@@ -21,7 +21,7 @@ from attn_testkit.contract import (
     ForwardBatch,
     IndexPool,
 )
-from attn_testkit.model import Trace
+from attn_testkit.model import Attends, Trace
 from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.past_modes import past_modes
@@ -119,8 +119,9 @@ def _packed(data: IndexData) -> torch.Tensor:
 class WithIndexer:
     """A backend that selects the keys that it attends, for one forward of the model."""
 
-    def __init__(self, harness: Any, indexer: Indexing) -> None:
-        self._harness, self._indexer = harness, indexer
+    def __init__(self, harness: Any, indexer: Indexing, attends: Attends) -> None:
+        """``attends``: the backend, or a wrapper of it, which gets the selections."""
+        self._harness, self._indexer, self._attends = harness, indexer, attends
         self._last: torch.Tensor | None = None
         self._copies: dict[int, torch.Tensor] = {}
         self._returned: list[torch.Tensor] = []
@@ -158,7 +159,7 @@ class WithIndexer:
             self._copies[place] = self._last.clone(memory_format=torch.contiguous_format)
         assert self._last is not None
         named["selected"] = self._last if self._indexer.is_exact else selected
-        result = backend.forward(q, k, v, layer, batch, **named)
+        result = self._attends.forward(q, k, v, layer, batch, **named)
         return result
 
     def leave_in(self, trace: Trace) -> None:

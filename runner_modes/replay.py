@@ -25,7 +25,7 @@ from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
 from .overlap_scheduling import next_of, plans_ahead
-from .states import fill_states
+from .states import captured_states, commit_states, fill_states
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
 
@@ -91,6 +91,8 @@ def replay(
             done_ahead()
         with blame("replay", label):
             torch.cuda.synchronize()
+        state = captured_states(harness.context, graphs.static, staged.schedule.case.mode, step.bucket)
+        commit_states(harness, staged, state, step.bucket)
     with clock.phase("read back"), blame("read back", label):
         observed = observe(
             harness,

@@ -25,11 +25,17 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     shape = shape_of(schedules[0].case)
     pool = StatePool(
         max(map(slots_in, schedules)), layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
-        strided=shape.strided,
+        strided=shape.strided, drafts=_drafts(schedules),
     )  # fmt: skip
     rows = max(schedule.pool_rows for schedule in schedules)
     table = torch.zeros(rows + 1, dtype=torch.int32, device=context.device)
     return replace(context, state=StateContext(layers, pool, table, shape.padding, shape.fresh))
+
+
+def _drafts(schedules: Sequence[Schedule]) -> tuple[int, int]:
+    """Requests and nodes that the scratch of target-verify has room for."""
+    verify = [schedule for schedule in schedules if schedule.case.tree is not None]
+    return max([0] + [each.most_requests for each in verify]), max([0] + [each.case.width for each in verify])
 
 
 def load_states(context: BackendContext, schedule: Schedule, step: Step) -> None:

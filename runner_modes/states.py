@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import torch
 
-from attn_testkit.contract import BackendContext, ForwardMode, StateInput
-from attn_testkit.families.recurrent.data import shape_of, state_table
+from attn_testkit.contract import BackendContext, ForwardMode, StateBackend, StateInput
+from attn_testkit.families.recurrent.data import StateStepData, shape_of, state_table
+from attn_testkit.families.recurrent.memory import StateWatch
+from attn_testkit.watches.uploads import upload
 
-from .harness import StagedStep
+from .errors import blame
+from .harness import ServerHarness, StagedStep
 from .static_inputs import StaticInputs
 
-__all__ = ["captured_states", "eager_states", "fill_states"]
+__all__ = ["captured_states", "commit_states", "eager_states", "fill_states"]
 
 
 def _slots_of(staged: StagedStep) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -38,6 +43,20 @@ def captured_states(context: BackendContext, static: StaticInputs, mode: Forward
         return None
     begun = static.has_initial_state[:bs] if mode is ForwardMode.EXTEND else None
     return StateInput(static.state_indices[:bs], begun)
+
+
+def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput | None, bs: int) -> None:
+    """Commit what a verify of ``bs`` requests accepted, as a server does after the step; nothing in other modes."""
+    if state is None or staged.schedule.case.mode is not ForwardMode.TARGET_VERIFY:
+        return
+    assert isinstance(harness.pool, StateWatch)
+    assert isinstance(staged.data, StateStepData)
+    harness.pool.before_commit()
+    kept = [count - 1 for count in staged.data.kept] + [-1] * (bs - staged.step.bs)
+    steps = upload(torch.tensor(kept, dtype=torch.int32), harness.device)
+    with blame("commit"):
+        cast(StateBackend, harness.backend).commit(steps, state)
+        torch.cuda.synchronize()
 
 
 def fill_states(context: BackendContext, static: StaticInputs, staged: StagedStep) -> None:

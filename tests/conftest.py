@@ -1,5 +1,6 @@
 """Helpers that tests of several folders share lie here, beside this file."""
 
+import gc
 import os
 import sys
 from pathlib import Path
@@ -12,6 +13,14 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+# Modules and items live until the end: the collector would look at all of them again and again.
+gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks

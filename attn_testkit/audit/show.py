@@ -63,7 +63,7 @@ def verdict_line(audit: Audit) -> str:
 
 
 def _columns(audit: Audit) -> list[str]:
-    """Columns of the kill matrix: all checks, or in a partial audit those that caught or were expected to."""
+    """Columns of the kill matrix: all checks. In a partial audit: those that caught a fault or were expected to."""
     used = {check for verdict in audit.faults for check in verdict.caught_by}
     asked = {check for v in audit.faults for check in v.expected} if audit.settings.partial else set(CHECKS)
     return [check for check in (*CHECKS, "crashed", "timed out") if check in asked | used]

@@ -67,7 +67,7 @@ def tasks_for(settings: Settings) -> list[Task]:
 
 
 def kill_order(items: Sequence[Item], first: tuple[str, str] | None = None) -> list[Item]:
-    """Cheap first: modes and executions take turns, each as often as its cost allows. The order knows no fault.
+    """Cheap first: modes and executions alternate, each as often as its cost allows. The order knows no fault.
 
     As in a run, everything under no_grad comes before everything under inference_mode. ``first``: (execution, case)
     that comes before all others, if it is among them.

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 from ..checks import CHECKS
+from ..registry import UsageError
 
-__all__ = ["AdversarialVerdict", "Audit", "ControlVerdict", "FaultVerdict", "Settings", "Task", "Verdict"]
+__all__ = [
+    "AdversarialVerdict",
+    "Audit",
+    "ControlVerdict",
+    "FaultVerdict",
+    "Settings",
+    "Task",
+    "Verdict",
+    "caught_before",
+]
 
 
 @dataclass(frozen=True)
@@ -199,3 +211,20 @@ class Audit:
             "controls": [asdict(verdict) for verdict in self.controls],
             "adversarial": [asdict(verdict) for verdict in self.adversarial],
         }
+
+
+def caught_before(path: str) -> Mapping[str, tuple[str, str]]:
+    """Slug of each fault that was caught in a recorded audit -> (execution, case) that caught it.
+
+    That case will most likely catch it now. Raises ``UsageError`` for a file that cannot be read, or is not a record
+    of an audit.
+    """
+    try:
+        record = json.loads(Path(path).read_text("utf-8"))
+        return {row["slug"]: (row["execution"], row["case"]) for row in record["faults"] if row["case"]}
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"{path} is not a record of an audit, as --json writes it: {type(error).__name__}: {error}"
+        ) from error

@@ -15,7 +15,7 @@ from ..contract import (
     Sparse,
 )
 
-__all__ = ["TorchNativeSparseBackend", "TorchNativeSparseSlotsBackend"]
+__all__ = ["TorchNativeSparseBackend", "TorchNativeSparseBlocksBackend", "TorchNativeSparseSlotsBackend"]
 
 
 class TorchNativeSparseBackend(KernelBackend):
@@ -55,6 +55,11 @@ class TorchNativeSparseBackend(KernelBackend):
         found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
         return found.clamp(max=len(plan.kv_lens) - 1)
 
+    def keys_seen(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: number of keys that each of ``rows`` [T, ...] may see."""
+        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
+        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, topk] int64: the slot of each selected key; any slot for -1."""
         request = self.request_of_row(selected, plan)
@@ -64,8 +69,12 @@ class TorchNativeSparseBackend(KernelBackend):
         """[T, n]: ``keys`` [T, n] int64, positions, as ``selected`` names them. ``table`` [T, keys]: their slots."""
         return keys
 
-    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """Score every key of the pool, look up those of each request, and take the best of those that a row sees."""
+    def scored(
+        self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Score every key of the pool, and look up those of each request: [T, keys] float32. Keys that each row sees,
+        [T]; scores behind them may be NaN.
+        """
         pool, layer = self.context.index_pool, plan.layer
         assert pool is not None
         keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
@@ -74,14 +83,17 @@ class TorchNativeSparseBackend(KernelBackend):
             of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
         of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
         request = self.request_of_row(q_index, plan)
-        table, row = plan.slot_table[request].long(), torch.arange(len(q_index), device=keys.device)
-        sees = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
-        key = torch.arange(table.shape[1], device=keys.device)
-        # Memory behind the last key may be NaN.
-        scores = torch.where(key < sees[:, None], of_slot.gather(1, table), -torch.inf)
-        best = scores.topk(min(layer.topk, table.shape[1]), 1).indices
+        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
+
+    def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """Take the best keys of those that a row sees."""
+        scores, sees = self.scored(q_index, weights, plan)
+        topk, columns = plan.layer.topk, scores.shape[1]
+        key = torch.arange(columns, device=scores.device)
+        best = torch.where(key < sees[:, None], scores, -torch.inf).topk(min(topk, columns), 1).indices
+        table = plan.slot_table[self.request_of_row(q_index, plan)].long()
         found = torch.where(best < sees[:, None], self.indices(best, table), -1).to(torch.int32)
-        return torch.nn.functional.pad(found, (0, layer.topk - found.shape[1]), value=-1)
+        return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
 
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         """Gather the selected keys of each row, and attend them."""
@@ -143,3 +155,30 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Slots of the keys."""
         return table.gather(1, keys)
+
+
+class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
+    """``selected`` holds blocks of 16 keys. The last block of a row ends with the row's own key."""
+
+    block = 16
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
+        families={"mha", "gqa", "mqa"},
+        mla_rope_dims=set(),
+        sparse=Sparse(topk={1, 4, 16}, block=block, holes=True, fewer_rows=True, any_padding=True),
+        lse=LogSumExp("e", whole=frozenset(ForwardMode)),
+    )
+
+    def run_return_lse(
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend the keys of the selected blocks that a row may see."""
+        assert plan.selected is not None
+        selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
+        request, seen = self.request_of_row(selected, plan), self.keys_seen(selected, plan)
+        inside = torch.arange(self.block, device=selected.device)
+        keys = (selected[..., None] * self.block + inside).flatten(1)
+        is_key = (selected >= 0).repeat_interleave(self.block, 1) & (keys < seen[:, None])
+        # A padded row may hold any block, also one behind the table.
+        places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
+        slots = plan.slot_table[request[:, None], places].long()
+        return self.attend(q, kv, plan, slots, is_key)

@@ -8,23 +8,34 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, Capabilities, ForwardBatch, ForwardMode, State, StateBackend, StateLayer
+from ..contract import (
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    State,
+    StateBackend,
+    StateInput,
+    StateLayer,
+)
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
 
 __all__ = ["TorchNativeStateBackend"]
 
-_MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+_MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 
 
 class TorchNativeStateBackend(StateBackend):
-    """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode runs under graphs, too.
+    """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode and verify run under graphs, too.
 
     Hooks for what may go wrong are methods of their own: ``slots``, ``begins``, ``stores``, ``window_after``.
     """
 
     capabilities = Capabilities(
         eager=_MODES,
-        graph={ForwardMode.DECODE},
+        graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
+        max_q_rows=8,
+        max_topk=1,
         families={"gdn", "kda", "mamba", "lightning"},
         gqa_ratios={1, 2, 4},
         head_dims={32, 64, 128},
@@ -55,8 +66,8 @@ class TorchNativeStateBackend(StateBackend):
             assert batch.extend_seq_lens is not None
             self.counts, self.width = batch.extend_seq_lens.long(), max(batch.extend_seq_lens_cpu or [rows])
         else:
-            self.counts = torch.ones(bs, dtype=torch.int64, device=batch.seq_lens.device)
             self.width = rows // bs if bs else 0
+            self.counts = torch.full((bs,), self.width, dtype=torch.int64, device=batch.seq_lens.device)
         self.first = self.counts.cumsum(0) - self.counts
 
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
@@ -105,9 +116,26 @@ class TorchNativeStateBackend(StateBackend):
             window = torch.where(now[:, None, None], moved, window)
             state = torch.where(now[:, None, None, None], after, state)
             out.index_copy_(0, torch.where(now, row, len(mixed)), read.to(out.dtype))
+            if batch.forward_mode.is_target_verify():
+                for part, now_held in zip(self.states.pool.scratch(layer.layer_id), (window, state), strict=True):
+                    turned = self.states.pool.order == "kv" and now_held.dim() == 4
+                    part[: len(now_held), token] = (now_held.mT if turned else now_held).to(part.dtype)
+        if batch.forward_mode.is_target_verify():
+            return out[:-1]
         self.store(conv, window, self.index)
         self.store(temporal, (state.mT if self.states.pool.order == "kv" else state).to(temporal.dtype), self.index)
         return out[:-1]
+
+    @override
+    def commit(self, steps: torch.Tensor, state: StateInput) -> None:
+        """Copy from scratch to slots."""
+        index, place = state.indices.long().clamp(min=0), torch.arange(len(steps), device=steps.device)
+        live = (steps >= 0) & (state.indices > 0)
+        for layer in self.states.layers:
+            pools = self.states.pool.conv(layer.layer_id), self.states.pool.temporal(layer.layer_id)
+            for pool, scratch in zip(pools, self.states.pool.scratch(layer.layer_id), strict=True):
+                rows = scratch[place, steps.long().clamp(min=0)]
+                pool.index_put_((index,), torch.where(live.view(-1, *[1] * (rows.dim() - 1)), rows, pool[index]))
 
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         """Write rows into their slots; those that are not live get back what slot 0 holds."""

@@ -51,7 +51,7 @@ class Layers:
     first: int = 0
     """Id of the first layer; the others follow."""
     groups: bool = False
-    """Two KV groups, whose layers take turns: the windowed ones and the others. Without it all share one."""
+    """Two KV groups, whose layers alternate: the windowed ones and the others. Without it all share one."""
 
     shapes: tuple[HeadShape, ...] = ()
     """Alternating shapes of their heads. Empty: all have those of the case."""

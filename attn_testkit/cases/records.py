@@ -124,7 +124,7 @@ class LayerOptions:
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
         if self.indexer and not self.selection:
-            raise ValueError(f"{self.indexer} selects keys, and layers attend all: add a word such as sel16")
+            raise ValueError(f"{self.indexer} selects keys, and layers attend to all: add a word such as sel16")
 
 
 @dataclass(frozen=True)

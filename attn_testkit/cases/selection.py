@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 __all__ = ["PATTERN", "Selection"]
 
-PATTERN = r"sel(\d+)(slots)?(holes)?(empty)?"
+PATTERN = r"sel(\d+)(?:of(\d+))?(slots)?(holes)?(empty)?"
 """The word of a selection in a case id."""
 
 
@@ -23,11 +23,19 @@ class Selection:
     """-1 is listed before keys, too."""
     empty_rows: bool = False
     """Some rows select no key."""
+    block: int = 1
+    """Keys of a block; 1 if an index is a key."""
 
     def __str__(self) -> str:
-        return f"sel{self.topk}{'slots' * self.slots}{'holes' * self.holes}{'empty' * self.empty_rows}"
+        blocks = f"of{self.block}" if self.block > 1 else ""
+        return f"sel{self.topk}{blocks}{'slots' * self.slots}{'holes' * self.holes}{'empty' * self.empty_rows}"
 
     @classmethod
     def read(cls, match: re.Match[str]) -> Selection:
         """The selection that a match of ``PATTERN`` says."""
-        return cls(int(match[1]), bool(match[2]), bool(match[3]), bool(match[4]))
+        return cls(int(match[1]), bool(match[3]), bool(match[4]), bool(match[5]), int(match[2] or 1))
+
+    @property
+    def keys(self) -> int:
+        """Most keys of a row."""
+        return self.topk * self.block

@@ -51,8 +51,8 @@ def declared_pair_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 
 def _groups_in_fp8(declared: Capabilities, one: Case) -> Iterator[Case]:
-    """Another kernel, or another layout of rows, for a group and a pool of FP8: 32 heads of MLA were folded to rows of
-    16 only in FP8 (vLLM #46952), which one row of one request does not show. FP8 dtypes take turns. Some groups have
+    """A group and a pool of FP8 may have another kernel or layout of rows: 32 heads of MLA were folded to rows of
+    16 only in FP8 (vLLM #46952), which one row of one request does not show. FP8 dtypes alternate. Some groups have
     it in many lengths (``page_counts.py``).
     """
     groups: list[tuple[Heads, int]] = []

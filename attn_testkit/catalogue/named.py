@@ -72,8 +72,9 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     yield minimal.of_requests((300, 70), rows=minimal.rows.counted((minimal.width, 1)), data="rising_logits")
     yield _many_requests(declared, minimal)
     if not minimal.heads.layout.wide_rows or tier == "full":
-        # 576 numbers per key: minutes without a device.
-        yield _beyond_16_bits(declared, minimal)
+        # Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid. Wide rows
+        # have 576 numbers per key: minutes without a device.
+        yield smallest_of(declared, minimal).of_requests((66_000,), data="one_hot")
     yield from _wide_heads(declared, minimal)
     if mode is ForwardMode.TARGET_VERIFY:
         two = (9, 40)
@@ -142,12 +143,6 @@ def _many_requests(declared: Capabilities, minimal: Case) -> Case:
     small = smallest_of(declared, minimal)
     rows = small.rows.counted((1,) * 66 + (small.width,) * 66)
     return small.of_requests((3,) * 45 + (1,) * 43 + (9,) * 44, rows=rows, data="gauss")
-
-
-def _beyond_16_bits(declared: Capabilities, minimal: Case) -> Case:
-    """Lengths, positions and slots beyond 16 bits, which is also beyond the largest y and z of a grid."""
-    small = smallest_of(declared, minimal)
-    return small.of_requests((66_000,), data="one_hot")
 
 
 def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:

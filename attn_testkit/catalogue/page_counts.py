@@ -21,7 +21,7 @@ _WIDE = 16
 
 def page_count_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Kernels are written for a group and a dtype, and choose by pages: one was NaN at 16 pages with a tail, for groups
-    of 16 and FP8 only (ATOM #2211). Made of ``small``; head dims and dtypes of the model take turns.
+    of 16 and FP8 only (ATOM #2211). Made of ``small``; head dims and dtypes of the model alternate.
     """
     if small.mode is not ForwardMode.DECODE:
         return

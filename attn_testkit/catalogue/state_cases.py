@@ -8,8 +8,9 @@ from typing import Any
 from ..cases.case import Case, Heads
 from ..cases.head_layouts import state_heads
 from ..cases.layers import Layers
-from ..cases.rows import Decode, Extend, Rows, room_for
+from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
+from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
 from .covering import covering_array
@@ -50,7 +51,7 @@ _MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, Sequence[Any]]:
     state = declared.state
     assert state is not None
-    lens: Sequence[str] = tuple(_BATCHES) if mode is ForwardMode.DECODE else tuple(_prompts(4))
+    lens: Sequence[str] = tuple(_prompts(4)) if mode is ForwardMode.EXTEND else tuple(_BATCHES)
     dims = sorted(declared.head_dims & {64, 128} or declared.head_dims)
     keys = sorted(state.k_dims & {64, 128} or state.k_dims)
     return {
@@ -69,7 +70,13 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
         "order": [each for each in ORDERS if each in state.orders],
         "strided": [False, True] if state.strided else [False],
         "layers": [Layers(), Layers(3, 5), Layers(1)],
+        **({"nodes": _nodes(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
     }
+
+
+def _nodes(declared: Capabilities) -> list[int]:
+    """Nodes of a draft: shorter than the window of a convolution, as long as it, and longer."""
+    return sorted({min(each, declared.max_q_rows) for each in (2, 3, 4, 6)})
 
 
 def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
@@ -77,8 +84,8 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
     shape = StateShape(
         row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"]
     )
-    rows: Rows = Decode()
-    if mode is ForwardMode.DECODE:
+    rows: Rows = Verify(chain(row["nodes"])) if "nodes" in row else Decode()
+    if mode is not ForwardMode.EXTEND:
         prefixes = _BATCHES[row["lens"]]
     else:
         prefixes, new = _prompts(width)[row["lens"]]
@@ -138,7 +145,7 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
     """Exact data of each kind: what a token did is seen in the state at any length."""
     for index, heads in enumerate(_kinds(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
-        if mode is ForwardMode.DECODE:
+        if mode is not ForwardMode.EXTEND:
             yield case.of_requests((5, 1, 30), padded=1)
             continue
         yield _with_prompts(declared, case, _prompts(4)["chunk and one"])
@@ -153,7 +160,7 @@ def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[C
     """Batches and lengths that no covering array is sure to meet."""
     for heads in _kinds(declared):
         case = _plain(declared, first, heads)
-        if mode is ForwardMode.DECODE:
+        if mode is not ForwardMode.EXTEND:
             # More requests than a warp has lanes.
             yield case.of_requests((3,) * 20 + (9,) * 14, padded=2)
             yield case.of_requests((4, 9, 2), padded=5, padding="stale")

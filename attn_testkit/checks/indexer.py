@@ -19,6 +19,7 @@ from .selection_hints import Selected, consistent, hint_of
 __all__ = ["CHECKS", "index_stored", "selection_well_formed", "selects_best"]
 
 _KEY_BYTES = INDEX_PAGE * INDEX_WIDTH
+_NEAR = 2.0**-20
 _SLACK = 1 + 2.0**-10
 """A quotient is rounded before it is rounded to FP8."""
 
@@ -60,8 +61,12 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
         want = index_scales(given, scale_of(case))
         got, held = scales[slots], keys[slots].float().double()
         # NaN is not within any limit.
-        ulps = (got.view(torch.int32) - want.view(torch.int32)).abs()
-        right_scale = (ulps <= (0 if case.indexer.pow2 else 1)) & got.isfinite()
+        if case.indexer.pow2:
+            # A logarithm in float32 does not tell a power of two from those next to it.
+            low, high = (index_scales(given * (1 + each), scale_of(case)) for each in (-_NEAR, _NEAR))
+            right_scale = (got == low) | (got == high)
+        else:
+            right_scale = ((got.view(torch.int32) - want.view(torch.int32)).abs() <= 1) & got.isfinite()
         exact = given.double() / got.double()[:, None]
         exponent = exact.abs().clamp(min=2.0**-6).log2().floor()
         right = ((held - exact).abs() <= _SLACK * (exponent - 4).exp2()).all(-1)

@@ -46,7 +46,7 @@ class Miscount:
     first: int
     last: int
     extra: int
-    """Number of extra counts: -1 is left out."""
+    """Number of extra counts; -1 means that the keys are left out."""
 
     @property
     def length(self) -> int:

@@ -49,7 +49,7 @@ def _values(data: StateStepData, layer: int, request: int, head: int, key: int) 
     keys, wide = of_layer.k_heads * of_layer.k_dim, of_layer.v_dim
     first = (0 if of_layer.kind == "mamba" else 2 * keys) + head * wide
     group = head * of_layer.k_heads // of_layer.v_heads
-    for row in (data.row_request == request).nonzero().flatten().tolist():
+    for row in (data.row_request == request).nonzero().flatten().tolist()[: data.kept[request]]:
         if int(data.unit_keys[layer, row, group]) == key:
             value = data.q[layer, row, first : first + wide].double()
             factor = data.k[layer, row, head].double() if of_layer.kind == "mamba" else 1.0

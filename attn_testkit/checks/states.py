@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -117,6 +118,41 @@ def _finding(observed: Observation, check: str, what: str, where: str, hint: str
     return Finding(check, what, where=where, hint=hint, step=observed.label)
 
 
+def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
+    """Check that a verify changed no state before its commit."""
+    moved = observed.copies.group("pool").get("moved")
+    after = _after(observed)
+    if moved is None or after is None or not len(moved):
+        return []
+    slots = after.data.slots.tolist()
+    own = [slots.index(slot) for slot in moved.tolist() if slot in slots]
+    what = f"the state of request {own[0]}" if own else f"slot {int(moved[0])}, which no request of the batch has,"
+    return [
+        _finding(
+            observed, "verify-keeps-state", f"{what} was changed by the verify, before anything was accepted",
+            f"slots whose states changed: {index_ranges(moved.tolist())}",
+            "write the state behind each node to pool.scratch; commit makes one of them the slot's",
+        )
+    ]  # fmt: skip
+
+
+def _of_another_node(after: _After, bad: torch.Tensor) -> str:
+    """Name the node of a draft whose state the slot has instead of the last accepted one's."""
+    data = after.data
+    if data.kept == data.news:
+        return ""
+    for off in (-2, -1, 1, 2):
+        kept = tuple(min(max(count + off, 0), new) for count, new in zip(data.kept, data.news, strict=True))
+        other = recur(replace(data, kept=kept))
+        near = torch.linalg.vector_norm(after.states.double() - other.states, dim=-1) <= other.state_limit
+        if bool(near.flatten(2).all(-1).all(0)[bad].all()):
+            nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "behind" if off > 0 else "before"
+            return f"it is the state {nodes} {where} the last accepted one"
+    whole = recur(replace(data, kept=data.news))
+    near = torch.linalg.vector_norm(after.states.double() - whole.states, dim=-1) <= whole.state_limit
+    return "it is the state behind the whole draft" if bool(near.flatten(2).all(-1).all(0)[bad].all()) else ""
+
+
 def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     """Check that own windows hold the last W - 1 inputs, bit for bit."""
     after = _after(observed)
@@ -220,7 +256,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     ]
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
-    return next((text for text, other in others if fits(other)), "")
+    return next((text for text, other in others if fits(other)), "") or _of_another_node(after, bad)
 
 
 def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
@@ -273,8 +309,19 @@ CHECKS = (
         run=lambda comparison, schedule, declared: writes_own_state(comparison.observed, schedule.case),
     ),
     Check(
+        "verify-keeps-state",
+        "A target-verify leaves the state of each request as it was, bit for bit, until its commit.",
+        "A kernel whose write-back is not off, a slot that is updated while the draft is not yet accepted.",
+        "mlx-swift-lm #218; Avarok atlas #604",
+        "States behind nodes belong to pool.scratch. The headline names the request.",
+        evaluated_from=Stage.OBSERVED,
+        shown_by=lambda case: case.state is not None and case.tree is not None,
+        run=lambda comparison, schedule, declared: verify_keeps_state(comparison.observed, schedule.case),
+    ),
+    Check(
         "conv-window-exact",
-        "The convolution window of each request holds its last W - 1 inputs afterwards, bit for bit.",
+        "The convolution window of each request holds its last W - 1 inputs afterwards, bit for bit. After a commit "
+        "these end with the last accepted node.",
         "A prompt shorter than the window, a window that is not rolled back, columns in another order.",
         "vLLM #56196, #40738; mlx-swift-lm #218",
         "Windows are copies of inputs. `where` names the column; short requests keep columns of the window before.",

@@ -13,6 +13,7 @@ __all__ = ["evaluate_step"]
 
 _ORDER = (
     "writes-own-state",
+    "verify-keeps-state",
     "state-counts-tokens",
     "writes-own-kv",  # wrong writes make wrong numbers, and never the other way round
     "index-stored",  # a wrong index key makes a wrong selection, and that wrong numbers
@@ -23,8 +24,8 @@ _ORDER = (
     "finite",
     "matches-oracle",
     "keys-counted-once",
-    "conv-window-exact",
     "state-matches-oracle",
+    "conv-window-exact",
     "graph-matches-eager",
     "mode-outputs",
     "inputs-unchanged",

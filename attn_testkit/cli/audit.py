@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..registry import UsageError
-from ..reports.record import cannot_write
+from ..reports.record import cannot_write, write_text
 from ..running.planning.request import TIERS
 from .audit_mutants import hunt_mutants, mutant_options
-from .files import write_text
 from .options import Seconds, Spelled, device_option
 
 if TYPE_CHECKING:
@@ -106,8 +105,8 @@ def audit(
         return code
     from ..audit import Settings
     from ..audit import audit as run_audit
-    from ..audit.history import caught_before
     from ..audit.show import audit_page, audit_text, check_pages
+    from ..audit.verdicts import caught_before
     from ..environment import resolve
 
     if docs:

@@ -12,8 +12,8 @@ import click
 from click.core import ParameterSource
 
 from ..registry import UsageError
+from ..reports.record import write_text
 from ..running.planning.request import MODES
-from .files import write_text
 from .options import F, Spelled
 
 __all__ = ["hunt_mutants", "mutant_options"]

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 import click
 
 from ..registry import UsageError
-from ..reports.record import Report
+from ..reports.record import Report, write_text
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure
 from ..running.check_backend import run_request
 from ..running.planning.request import Options, Request
-from .files import write_text
 from .options import device_option
 from .run import terminated_like_interrupted
 

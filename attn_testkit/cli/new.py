@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import importlib.util
 import keyword
@@ -125,8 +126,10 @@ def _write(path: Path, text: str) -> None:
 
 
 def _next_commands(module: str, folder: Path) -> list[str]:
+    first = ["pip install pytest"]
     enter = [] if folder == Path() else [f"cd {shlex.quote(str(folder))}"]
-    first = [] if importlib.util.find_spec("pytest") else ["pip install pytest"]
+    with contextlib.suppress(ImportError):
+        first = [] if importlib.util.find_spec("pytest") else first
     return [
         *enter,
         f"attn-testkit run --backend {module}:{_class_name(module)}",

@@ -5,9 +5,8 @@ from __future__ import annotations
 import click
 
 from ..registry import UsageError
-from ..reports.record import read_report
+from ..reports.record import read_report, write_text
 from ..reports.shards import read_runs
-from .files import write_text
 
 __all__ = ["report"]
 

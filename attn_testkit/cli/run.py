@@ -17,7 +17,7 @@ import click
 
 from ..registry import UsageError
 from ..reports.junit import junit_xml, unfinished_xml
-from ..reports.record import Record, Report, read_report
+from ..reports.record import Record, Report, read_report, write_text
 from ..reports.verdict import refuse_another_run
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.names import NO_CASE
@@ -27,7 +27,6 @@ from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
 from .choosing import choose, echo_durations, echo_items, pytest_options
 from .cluster_run import ray_option, refuse_with_ray, run_on_cluster
-from .files import write_text
 from .last_failed import keep_failed
 from .options import Seconds, request_from, selection_options
 from .shards import refuse_other_shard, shard_options, sharded

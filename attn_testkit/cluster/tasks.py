@@ -1,7 +1,6 @@
 """Tasks of the nodes: the judge of a shard, and the actor that keeps what is finished.
 
-A Ray worker process of the CPU is used for several tasks, so its judge is kept. Ray ends the worker process of a GPU
-task with the task, so that the memory of the GPU is free.
+A Ray worker process is used for several tasks, also of a GPU (seen with Ray 2.60), so its judge is kept.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
 MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
 Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor")
 FP32_PRODUCTS = ("ieee", "tf32")
-_MODES_OF_STATES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+_MODES_OF_STATES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 _LEAST = {"max_q_rows": 1, "max_extend_tokens": 1, "max_topk": 0, "max_draft_branches": 1, "max_context_len": 1}
 
 
@@ -243,11 +243,15 @@ class Capabilities(Declared):
                 "max_topk=K for trees of up to K children per node, or leave target-verify out"
             )
 
+    def _selects_in_forward(self) -> bool:
+        return self.sparse is not None and self.sparse.indexer is not None and self.sparse.indexer.fused
+
     def _check_sparse(self) -> None:
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
             "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
+            "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
             raise ValueError(f"Capabilities declare sparse and {name}, which no case has together; leave {name} out")
@@ -273,6 +277,10 @@ class Capabilities(Declared):
             raise ValueError(
                 f"Capabilities declare state and {', '.join(sorted(others))}: layers that keep a state run in "
                 f"{', '.join(sorted(_MODES_OF_STATES))}; a draft model has attention layers. Leave the mode out"
+            )
+        if self.max_topk > 1:
+            raise ValueError(
+                "Capabilities declare state and max_topk above 1: layers that keep a state verify chains only"
             )
 
     def _check_requirements(self) -> None:

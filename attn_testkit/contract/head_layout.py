@@ -39,7 +39,7 @@ class HeadLayout:
     by_layer: bool = True
     """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
     wide_rows: bool = False
-    """A row is so wide that cases of many heads or long contexts have fewer of them."""
+    """Rows are so wide that large cases have fewer heads and shorter contexts."""
     has_state: bool = False
     """Layers keep a recurrent state for each request, and no keys: ``contract/state_layer.py``."""
 

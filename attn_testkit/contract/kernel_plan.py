@@ -109,7 +109,7 @@ class KernelPlan:
     it."""
     selected: torch.Tensor | None = None
     """[T, topk] int32: keys of each row, as ``Capabilities.sparse`` says; -1 means no key. None if a row attends
-    all keys that it may see."""
+    to all keys that it may see."""
     part: KVSplit = _WHOLE
     """KV split that ``run_return_lse`` attends. Only ``part_...`` describe its keys; all other members describe all
     keys."""

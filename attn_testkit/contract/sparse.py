@@ -63,20 +63,24 @@ class Sparse(Declared):
     """
 
     topk: Set[int]
-    """Which widths of ``selected``? It has no default. DeepSeek V3.2 has 2048."""
+    """Widths of ``selected``. It has no default. DeepSeek V3.2 has 2048."""
     index_space: str = "positions"
-    """What is an index? Default, ``positions``: a key's place in its request, 0 being the first, which the request
+    """Meaning of an index. ``positions``: a key's place in its request, 0 being the first, which the request
     table maps to a slot. ``slots``: a slot of the KV pool (the fused top-k of SGLang, ``PAGED``)."""
+    block: int = 1
+    """How many keys does an index select? Default, 1: the key itself. B: keys ``B * i .. B * i + B - 1`` of the request
+    (NSA, MoBA, quest), of which a row attends those that it may see. ``topk`` then counts blocks, and a row always
+    lists the block of its own key, which may be cut off behind it. All heads of a row have one selection."""
     holes: bool = False
-    """May -1 come before a key, too? Default: every -1 of a row is behind its last key."""
+    """True if -1 may come before a key. False: every -1 of a row is after its last key."""
     empty_rows: bool = False
-    """May a row of a live request select no key? Its output must be finite then. Default: each selects one or more."""
+    """True if a live row may select no key; its output must be finite then. False: each selects one or more."""
     fewer_rows: bool = False
-    """May ``selected`` have fewer rows than ``q``? Rows of ``q`` behind it belong to no request: the layers around
+    """True if ``selected`` may have fewer rows than ``q``. Other rows of ``q`` belong to no request: the layers around
     attention were padded, and the indexer was not (``ServerConventions.takes_more_rows``). Their output must be finite.
-    Default: it has one row for each of ``q``."""
+    False: it has one row for each of ``q``."""
     any_padding: bool = False
-    """May padded rows hold any index, stale ones of earlier requests too? Default: a padded row holds -1, or the keys
+    """True if padded rows may hold any index, even a stale one. False: a padded row holds -1, or the keys
     of a live row."""
     indexer: Indexer | None = None
     """Indexer, if the backend selects keys too. Default: selections are given."""
@@ -89,4 +93,11 @@ class Sparse(Declared):
         spelled("index_space", self.index_space, INDEX_SPACES)
         if not isinstance(self.indexer, Indexer | None):
             raise ValueError(f"Sparse.indexer must be an Indexer, got {self.indexer!r}; write Indexer(heads={{64}})")
+        if not is_whole(self.block) or self.block < 1:
+            raise ValueError(f"Sparse.block must be a whole number from 1 on, got {self.block!r}")
+        if self.block > 1 and (self.index_space != "positions" or self.empty_rows or self.indexer):
+            raise ValueError(
+                "Sparse.block above 1 goes with index_space='positions' and without empty_rows and indexer: an index "
+                "is a block of a request, and each row lists that of its own key"
+            )
         self._check_flags()

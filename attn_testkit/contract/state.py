@@ -48,6 +48,11 @@ class State(Declared):
     model's dtype, as chunked kernels of prefill do. The limits follow from it, in extend only: kernels that go token
     by token multiply in float32."""
 
+    conv_products: str = "fp32"
+    """Format to which the convolution rounds each product of a tap and an input before it adds them: ``fp32``, or
+    ``model``, as a Triton kernel does that multiplies two bf16 tensors (``causal_conv1d_update`` of SGLang and vLLM).
+    The limits follow from it, in every mode."""
+
     def __post_init__(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
@@ -63,4 +68,5 @@ class State(Declared):
                 )
             self._set(name, frozenset(values))
         spelled("products", self.products, PRODUCTS)
+        spelled("conv_products", self.conv_products, ("fp32", "model"))
         self._check_flags()

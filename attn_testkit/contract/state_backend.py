@@ -9,6 +9,7 @@ import torch
 from .backend import AttentionBackend
 from .batch import ForwardBatch
 from .state_layer import StateLayer
+from .state_pool import StateInput
 
 __all__ = ["StateBackend"]
 
@@ -38,4 +39,15 @@ class StateBackend(AttentionBackend):
         slot ``batch.state.indices[i]``, and is stored there. In extend a request whose ``has_initial_state`` is False
         begins from zeros: its slot may hold anything, NaN included. Every other slot holds NaN, and must be neither
         read nor written.
+
+        In target-verify each request has N rows, a chain. The state of a slot stays as it is; window and state behind
+        each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows.
         """
+
+    def commit(self, steps: torch.Tensor, state: StateInput) -> None:
+        """Make window and state behind the last accepted node of each draft those of its slot, in all layers.
+
+        Called after acceptance, outside of any graph: device work only. ``steps`` [bs] int32: number of that node, 0
+        being the root; -1: nothing is stored, as for padded requests. ``state``: that of the verify's batch.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares target-verify and has no commit")

@@ -34,8 +34,12 @@ class StatePool:
         order: str = "vk",
         *,
         strided: bool = False,
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
-        """Allocate memory, filled with zeros. ``num_slots``: slot 0 included. ``dtype``: of the recurrent state."""
+        """Allocate memory, filled with zeros. ``num_slots``: slot 0 included. ``dtype``: of the recurrent state.
+
+        ``drafts``: requests of a batch and nodes of a draft that the scratch of target-verify has room for.
+        """
         self.num_slots, self.layers, self.order, self.strided = num_slots, layers, order, strided
         self.conv_dtype, self.dtype, self.device = conv_dtype, dtype, torch.device(device)
         end, found = _GUARD, dict[int, list[torch.Tensor]]()
@@ -50,6 +54,12 @@ class StatePool:
             found.setdefault(layer.layer_id, []).append(self._view(end, (num_slots, *shape), kind, step))
             end += _GUARD + (size if strided else num_slots * size)
         self._views = found
+        self._scratch = {
+            layer.layer_id: [
+                torch.zeros(*drafts, *shape, dtype=kind, device=self.device) for shape, kind in self._shapes(layer)
+            ]
+            for layer in layers
+        }
 
     def _shapes(self, layer: StateLayer) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of a slot's window and state."""
@@ -77,6 +87,18 @@ class StatePool:
     def temporal(self, layer_id: int) -> torch.Tensor:
         """[slots, Hv, V, K], or [slots, Hv, K, V]: states of a layer; a view. Raises ``KeyError``, likewise."""
         return self._views[layer_id][1]
+
+    def scratch(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node of each draft, by the
+        place of a request in the batch. Target-verify fills it, and ``StateBackend.commit`` reads it.
+        """
+        window, state = self._scratch[layer_id]
+        return window, state
+
+    @property
+    def scratch_parts(self) -> tuple[torch.Tensor, ...]:
+        """All memory of ``scratch``."""
+        return tuple(part for parts in self._scratch.values() for part in parts)
 
     @cached_property
     def parts(self) -> tuple[torch.Tensor, ...]:

@@ -78,14 +78,11 @@ def looking_at_accesses(
     the start of a tensor's memory, the first address and the one after the last of a load or a store, of which at least
     one element in between is used, and True for a store.
     """
-    span_of = _storage_of if policy.bounds == "storage" else _view_of
-    spans = [span_of(tensor) for tensor in given.values()]
     storages = [_storage_of(tensor) for tensor in given.values()]
+    spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
     owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
-    outer, _local.launch = (
-        _local.launch,
-        _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison"),
-    )
+    outer = _local.launch
+    _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
     try:
         yield
     finally:

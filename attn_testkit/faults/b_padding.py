@@ -71,7 +71,7 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="slot of an earlier token|no live request|this step",
-    modelled="row 1 plays the part of row 0, which this contract reserves",
+    modelled="row 1 is used instead of row 0, which is reserved here",
 )
 class PadReqRowAliasesLiveRequest(PlannedBackend):
     """Write slots are derived from request rows, and padding points at a row that a live request may own."""

@@ -7,8 +7,8 @@ from typing_extensions import override
 
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
-from .indexer import IndexerParent
-from .sparse import GroupedSparse, SparseParent, SparseWithSums, UnionOfRows
+from .indexer import FusedIndexer, IndexerParent
+from .sparse import GroupedSparse, SparseBlocks, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -126,3 +126,13 @@ class SparseTwoThousand(SparseParent):
     """The width of DeepSeek V3.2."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
+
+
+@control("indexer-fused")
+class IndexerFused(FusedIndexer):
+    """The indexer is a part of ``forward``: one kernel scores, selects and attends."""
+
+
+@control("sparse-blocks")
+class SparseByBlocks(SparseBlocks):
+    """Blocks of 16 keys, with holes; a row's own block ends with it."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, State, StateLayer
+from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
 from .states import StateParent
 
-__all__ = ["StatesAsTheyAre", "StatesByConvention", "StatesClearedByTheServer"]
+__all__ = ["StatesAsTheyAre", "StatesByConvention", "StatesClearedByTheServer", "StatesOfPaddingUnwritten"]
 
 
 @control("states")
@@ -38,6 +38,11 @@ class StatesByConvention(StateParent):
         conv, temporal = super().pools(layer)
         return conv, temporal.mT if self.states.pool.order == "kv" else temporal
 
+    @override
+    def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        windows, states = super().scratch(layer)
+        return windows, states.mT if self.states.pool.order == "kv" else states
+
 
 @control("states-cleared-by-the-server")
 class StatesClearedByTheServer(StateParent):
@@ -48,3 +53,23 @@ class StatesClearedByTheServer(StateParent):
     @override
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)
+
+
+@control("states-of-padding-unwritten")
+class StatesOfPaddingUnwritten(StateParent):
+    """Rows of padded requests are never written, as SGLang's kernels return at an index of -1: here they hold NaN."""
+
+    @override
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        out = super().forward(mixed, a, b, layer, batch)
+        if batch.forward_mode is ForwardMode.EXTEND:
+            return out
+        skipped = (~self.live).repeat_interleave(len(out) // max(batch.batch_size, 1))
+        return out.masked_fill(skipped[:, None, None], torch.nan)

@@ -88,7 +88,7 @@ class DenseBackend(AttentionBackend):
         self.key = torch.arange(context.max_context_len, device=context.device)
         """[C] int64: 0, 1, 2, ..."""
         self.mask_buffer: VerifyMask | None = None
-        """QLEN_ONLY, of [max_bs * N * N] bool; None before there are graphs, and without trees."""
+        """[max_bs * N * N] bool, as QLEN_ONLY. None before graphs are made, and without trees."""
 
     @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardMode, Indexer, KernelPlan, Sparse
+from ..contract import AttentionLayer, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 from .sparse import SparseParent
 
-__all__ = ["INDEX_MODES", "IndexerParent"]
+__all__ = ["INDEX_MODES", "FusedIndexer", "IndexerParent"]
 
 INDEX_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 _PAGE, _WIDTH, _LARGEST = 64, 128, 448.0
@@ -73,9 +73,8 @@ class IndexerParent(SparseParent):
         return torch.einsum("thn,th->tn", self.products(q, keys), weights) * scales
 
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        """[T] int64: keys that each row sees."""
-        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
-        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
+        """[T] int64: keys from which each row selects."""
+        return self.keys_seen(rows, plan)
 
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         """[T, topk] int64: places of the highest scores of the first ``lengths`` [T]; -1 in the rest."""
@@ -89,3 +88,30 @@ class IndexerParent(SparseParent):
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = self.scored(q_index, weights, plan)
         return self.best(scores, self.lengths(q_index, plan), plan.layer.topk).to(torch.int32)
+
+
+class FusedIndexer(IndexerParent):
+    """A right backend whose ``forward`` selects: it gets the inputs of the indexer, and no selection."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        sparse=Sparse(topk={16}, indexer=Indexer(heads={4}, fused=True))
+    )
+
+    @override
+    def forward(  # type: ignore[override]
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        *,
+        q_index: torch.Tensor,
+        index_weights: torch.Tensor,
+        k_index: torch.Tensor,
+    ) -> torch.Tensor:
+        if save_kv_cache:
+            self.store_index(k_index, layer, batch)
+        selected = self.select(q_index, index_weights, layer, batch)
+        return super().forward(q, k, v, layer, batch, save_kv_cache, selected=selected)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, ForwardBatch, ForwardMode, StateLayer
+from ..contract import BackendContext, ForwardBatch, ForwardMode, StateInput, StateLayer
 from .catalogue import fault
 from .states import StateParent
 
@@ -342,6 +342,114 @@ class OutputReadBeforeTheUpdate(StateParent):
     @override
     def read(self, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return super().read(before, before, q)
+
+
+_VERIFY = (ForwardMode.TARGET_VERIFY,)
+
+
+@fault(
+    slug="verify-writes-the-state",
+    source="general; sglang (disable_state_update)",
+    modes=_VERIFY,
+    checks=("verify-keeps-state",),
+    hint="before anything was accepted",
+)
+class VerifyWritesTheState(StateParent):
+    """The write-back of the recurrent kernel is not off in a verify."""
+
+    @override
+    def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
+        super().note(layer, token, window, state)
+        self.store(self.pools(layer)[1], state, self.index)
+
+
+@fault(
+    slug="accepted-states-never-committed",
+    source="sglang #26351",
+    modes=_VERIFY,
+    checks=("state-matches-oracle", "state-counts-tokens"),
+    hint="not stored|not applied",
+)
+class AcceptedStatesNeverCommitted(StateParent):
+    """Drafts of one kind are verified, and nothing is committed."""
+
+    @override
+    def commit(self, steps: torch.Tensor, state: StateInput) -> None:
+        """Nothing."""
+
+
+@fault(
+    slug="rolls-back-states-and-not-windows",
+    source="mlx-swift-lm #218; vLLM #40738 (#39273)",
+    modes=_VERIFY,
+    checks=("conv-window-exact",),
+)
+class RollsBackStatesAndNotWindows(StateParent):
+    """The window behind the whole draft stays, whatever was accepted."""
+
+    @override
+    def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
+        last = torch.where(steps >= 0, scratch.shape[1] - 1, steps)
+        super().accept(pool, scratch, last if pool.dim() == 3 else steps, index)
+
+
+@fault(
+    slug="commits-the-whole-draft",
+    source="general",
+    modes=_VERIFY,
+    checks=("state-matches-oracle", "state-counts-tokens", "conv-window-exact"),
+)
+class CommitsTheWholeDraft(StateParent):
+    """The state behind the last node is committed, rejected nodes included."""
+
+    @override
+    def accepted(self, steps: torch.Tensor) -> torch.Tensor:
+        return torch.where(steps >= 0, self.context.num_draft_tokens - 1, steps.long())
+
+
+@fault(
+    slug="commits-a-node-too-few",
+    source="Avarok atlas #604 (a step that the verify never wrote)",
+    modes=_VERIFY,
+    checks=("state-matches-oracle", "state-counts-tokens", "conv-window-exact"),
+    modelled="upstream the step is one that was never written; here it is the one before",
+)
+class CommitsANodeTooFew(StateParent):
+    """The number of accepted drafts is taken for the number of the node, and the root is not counted."""
+
+    @override
+    def accepted(self, steps: torch.Tensor) -> torch.Tensor:
+        return steps.long() - 1
+
+
+@fault(
+    slug="scratch-indexed-by-slot",
+    source="sglang #26829",
+    modes=_VERIFY,
+    checks=("state-matches-oracle", "state-counts-tokens", "conv-window-exact"),
+)
+class ScratchIndexedBySlot(StateParent):
+    """The verify writes the scratch by place, and the commit reads it by slot."""
+
+    @override
+    def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
+        super().accept(pool, scratch[index.clamp(min=0) % len(scratch)], steps, index)
+
+
+@fault(
+    slug="padded-commits-reach-slot-0",
+    source="tokenspeed #700",
+    modes=_VERIFY,
+    executions=["graph"],
+    checks=("writes-own-state",),
+)
+class PaddedCommitsReachSlot0(StateParent):
+    """A commit takes -1 of a padded request for node 0, and its index of -1 for slot 0."""
+
+    @override
+    def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
+        place = torch.arange(len(steps), device=steps.device)
+        pool[index.clamp(min=0)] = scratch[place, steps.clamp(min=0)]
 
 
 @fault(

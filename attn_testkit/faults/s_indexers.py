@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
 from .catalogue import fault
-from .indexer import INDEX_MODES, IndexerParent
+from .indexer import INDEX_MODES, FusedIndexer, IndexerParent
 
 _GRAPH = ("graph",)
 _STORED, _FORM, _BEST = "index-stored", "selection-well-formed", "selects-best"
@@ -360,3 +360,34 @@ class SelectionOfTheLayerBefore(IndexerParent):
         if first or len(q_index) not in self.of_before:
             self.of_before[len(q_index)] = super().run_select(q_index, weights, plan)
         return self.of_before[len(q_index)].clone()
+
+
+@fault(
+    slug="fused-indexer-scores-are-zero",
+    source="ROCm/ATOM #1466; mlx-lm #1454 (in a kernel that attends too)",
+    modes=INDEX_MODES,
+    checks=("matches-oracle",),
+    hint="the first 16 keys are attended",
+)
+class FusedIndexerScoresAreZero(FusedIndexer):
+    """All scores are 0 in a fused kernel, and the first keys are attended."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        scores = super().scored(q, weights, plan)
+        return -torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
+
+
+@fault(
+    slug="fused-indexer-stores-after-it-reads",
+    source="general; a fused kernel without a barrier between the store of index keys and their scores",
+    modes=INDEX_MODES,
+    checks=("matches-oracle", "finite"),
+    modelled="upstream a race; here the store always comes too late",
+)
+class FusedIndexerStoresAfterItReads(FusedIndexer):
+    """The keys of the step are stored when the scores are computed, and compete only in the next step."""
+
+    @override
+    def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return plan.prefix_lens[self.request_of_row(rows, plan)].clamp(min=1).long()

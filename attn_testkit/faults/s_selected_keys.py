@@ -29,10 +29,7 @@ class SelectionIgnored(SparseParent):
     @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         key = torch.arange(self.context.max_context_len, device=selected.device)
-        row = torch.arange(len(selected), device=selected.device)
-        request = self.request_of_row(selected, plan)
-        seen = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
-        return torch.where(key < seen[:, None], key, -1)
+        return torch.where(key < self.keys_seen(selected, plan)[:, None], key, -1)
 
 
 @fault(
@@ -84,12 +81,9 @@ class SelectionOfTheRowBefore(SparseParent):
 
     @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        request = self.request_of_row(selected, plan)
         shifted = selected.roll(1, 0)
         # A key that the row may not see is dropped, as the causal mask of the kernel does.
-        row = torch.arange(len(selected), device=selected.device)
-        seen = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
-        return torch.where(shifted < seen[:, None], shifted, -1)
+        return torch.where(shifted < self.keys_seen(selected, plan)[:, None], shifted, -1)
 
 
 @fault(

@@ -74,10 +74,7 @@ class TopKOfOneIsDense(SparseParent):
         if selected.shape[1] > 1:
             return selected
         key = torch.arange(self.context.max_context_len, device=selected.device)
-        row = torch.arange(len(selected), device=selected.device)
-        request = self.request_of_row(selected, plan)
-        seen = plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
-        return torch.where(key < seen[:, None], key, -1)
+        return torch.where(key < self.keys_seen(selected, plan)[:, None], key, -1)
 
 
 @fault(

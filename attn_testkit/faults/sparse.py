@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, LogSumExp, Sparse
 
-__all__ = ["GroupedSparse", "SparseParent", "SparseWithSums", "UnionOfRows"]
+__all__ = ["GroupedSparse", "SparseBlocks", "SparseParent", "SparseWithSums", "UnionOfRows"]
 
 
 _ALL = frozenset(ForwardMode)
@@ -57,6 +57,11 @@ class SparseParent(KernelBackend):
         row = torch.arange(len(selected), device=selected.device)
         found: torch.Tensor = torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1
         return found.clamp(max=len(plan.kv_lens) - 1)
+
+    def keys_seen(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        """[T] int64: number of keys that each of ``rows`` [T, ...] may see."""
+        request, row = self.request_of_row(rows, plan), torch.arange(len(rows), device=rows.device)
+        return plan.prefix_lens[request] + row - plan.cu_seqlens_q[request] + 1
 
 
 class UnionOfRows(SparseParent):
@@ -134,3 +139,32 @@ class GroupedSparse(SparseParent):
         logits = torch.einsum("thd,tnhd->thn", q.float(), k[:, :, head]) * plan.layer.scaling
         weights = logits.masked_fill(~there[:, None, :, 0, 0], -torch.inf).softmax(-1).nan_to_num(nan=0.0)
         return torch.einsum("thn,tnhd->thd", weights, v[:, :, head]).to(q.dtype)
+
+
+class SparseBlocks(SparseParent):
+    """The parent for selected blocks: ``keys_of`` gives the keys of each row, ``clipped`` those that it may see."""
+
+    block = 16
+    capabilities = SparseParent.capabilities.with_changes(
+        families={"mqa"}, gqa_ratios={4}, mla_rope_dims=set(), sparse=Sparse(topk={4, 8}, block=block, holes=True)
+    )
+
+    def keys_of(self, selected: torch.Tensor) -> torch.Tensor:
+        """[T, topk, block] int64: places of the keys of each block."""
+        return selected[..., None].long() * self.block + torch.arange(self.block, device=selected.device)
+
+    def clipped(self, there: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
+        """[T, topk, block] bool: ``there`` for the keys that a row may see, of which there are ``seen`` [T]."""
+        return there & (keys < seen[:, None, None])
+
+    def is_block(self, selected: torch.Tensor) -> torch.Tensor:
+        """[T, topk] bool: whether an index is a block."""
+        return selected >= 0
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        seen = self.keys_seen(selected, plan)
+        keys = self.keys_of(selected)
+        there = self.clipped(self.is_block(selected)[..., None].expand_as(keys), keys, seen)
+        keys = keys.clamp(min=0, max=plan.slot_table.shape[1] - 1)
+        return torch.where(there, keys, -1).flatten(1)

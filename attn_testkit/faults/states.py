@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, Capabilities, ForwardBatch, ForwardMode, State, StateBackend, StateLayer
+from ..contract import (
+    BackendContext,
+    Capabilities,
+    ForwardBatch,
+    ForwardMode,
+    State,
+    StateBackend,
+    StateInput,
+    StateLayer,
+)
 
 __all__ = ["StateParent"]
 
-_MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+_MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
 
 
 class StateParent(StateBackend):
@@ -19,8 +28,9 @@ class StateParent(StateBackend):
     """
 
     capabilities = Capabilities(
-        eager=_MODES, graph={ForwardMode.DECODE}, families={"gdn", "mamba"}, gqa_ratios={4}, head_dims={64},
-        dtypes={"bf16"}, page_sizes={16}, state=State(k_dims={64}), needs_cpu_seq_lens=False, deterministic=True,
+        eager=_MODES, graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}, max_q_rows=6, max_topk=1,
+        families={"gdn", "mamba"}, gqa_ratios={4}, head_dims={64}, dtypes={"bf16"}, page_sizes={16},
+        state=State(k_dims={64}), needs_cpu_seq_lens=False, deterministic=True,
     )  # fmt: skip
 
     index: torch.Tensor
@@ -66,7 +76,9 @@ class StateParent(StateBackend):
         if batch.extend_seq_lens_cpu is not None and batch.extend_seq_lens is not None:
             self.counts, self.most = batch.extend_seq_lens.long(), max(batch.extend_seq_lens_cpu, default=0)
         else:
-            self.counts, self.most = torch.ones_like(self.index), 1
+            self.most = batch.input_ids.shape[0] // max(batch.batch_size, 1)
+            self.counts = torch.full_like(self.index, self.most)
+        self.verifies = batch.forward_mode.is_target_verify()
 
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows [slots, C, W - 1] and states [slots, Hv, V, K] of a layer."""
@@ -105,9 +117,37 @@ class StateParent(StateBackend):
             state = torch.where(now[..., None], self.kept_state(state, after, token), state)
             window = torch.where(now, every[..., 1:], window)
             out[torch.where(now[:, 0, 0], row, len(mixed))] = read.to(out.dtype)
-        self.store(conv, window, self.index)
-        self.store(temporal, state, self.index)
+            if self.verifies:
+                self.note(layer, token, window, state)
+        if not self.verifies:
+            self.store(conv, window, self.index)
+            self.store(temporal, state, self.index)
         return out[:-1]
+
+    def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
+        """Write window and state behind node ``token`` of each draft to the scratch."""
+        windows, states = self.scratch(layer)
+        windows[: len(window), token], states[: len(state), token] = window, state.to(states.dtype)
+
+    def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node."""
+        return self.states.pool.scratch(layer.layer_id)
+
+    @override
+    def commit(self, steps: torch.Tensor, state: StateInput) -> None:
+        for layer in self.states.layers:
+            for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):
+                self.accept(pool, scratch, self.accepted(steps), state.indices.long())
+
+    def accepted(self, steps: torch.Tensor) -> torch.Tensor:
+        """[bs] int64: number of the node whose state stays, or -1."""
+        return steps.long()
+
+    def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
+        """Copy what is behind node ``steps`` of each request to its slot ``index`` [bs] int64."""
+        stays, index = (steps >= 0) & (index > 0), index.clamp(min=0)
+        rows = scratch[torch.arange(len(steps), device=steps.device), steps.clamp(min=0)]
+        pool[index] = torch.where(stays.view(-1, *[1] * (rows.dim() - 1)), rows, pool[index])
 
     def convolved(self, every: torch.Tensor, layer: StateLayer) -> torch.Tensor:
         """[bs, C] in float32 of the last W inputs [bs, C, W]."""

@@ -83,32 +83,6 @@ def conformance_cases(
     Raises ``UsageError``. An error that only planning can find, such as a backend that cannot be imported, is reported
     when the test is collected.
     """
-    wanted = _wanted(
-        *backends,
-        tier=tier,
-        device=device,
-        modes=modes,
-        executions=executions,
-        seed=seed,
-        cases=cases,
-        timeout_s=timeout_s,
-        known_failures=known_failures,
-    )
-    return getattr(pytest.mark, MARK)(wanted)  # type: ignore[no-any-return]
-
-
-def _wanted(
-    *backends: str | type[Any],
-    tier: str = "smoke",
-    device: str = "auto",
-    modes: Sequence[str] = (),
-    executions: Sequence[str] = (),
-    seed: int = 0,
-    cases: Sequence[str] = (),
-    timeout_s: float = 300.0,
-    known_failures: str | Path | None = None,
-) -> Wanted:
-    """Make a request of the arguments of the decorator, the mark and the fixture. Raises ``UsageError``."""
     if not backends:
         raise UsageError("no backend is named; write conformance_cases('module:Class') or conformance_cases(MyBackend)")
     if isinstance(modes, str) or isinstance(executions, str) or isinstance(cases, str):
@@ -125,7 +99,14 @@ def _wanted(
         counts_tier=True,
         order="plainest",
     )
-    return Wanted(request, Options(timeout_s=timeout_s), Path(known_failures) if known_failures else None)
+    wanted = Wanted(request, Options(timeout_s=timeout_s), Path(known_failures) if known_failures else None)
+    return getattr(pytest.mark, MARK)(wanted)  # type: ignore[no-any-return]
+
+
+def _wanted(*backends: str | type[Any], **arguments: Any) -> Wanted:
+    """The request of the decorator's arguments, which the mark and the fixture take, too. Raises ``UsageError``."""
+    decorator: Any = conformance_cases(*backends, **arguments)
+    return decorator.args[0]  # type: ignore[no-any-return]
 
 
 def _of_mark(mark: pytest.Mark) -> Wanted:
@@ -135,7 +116,7 @@ def _of_mark(mark: pytest.Mark) -> Wanted:
     try:
         return _wanted(*mark.args, **mark.kwargs)
     except TypeError as error:
-        known = ", ".join(inspect.signature(_wanted).parameters)
+        known = ", ".join(inspect.signature(conformance_cases).parameters)
         raise UsageError(f"@pytest.mark.{MARK}: {str(error).partition(' ')[2]} (arguments: {known})") from None
 
 

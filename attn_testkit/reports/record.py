@@ -18,7 +18,17 @@ from ..results.finding import ErrorMap, Finding, KeyMap
 from ..results.run_header import RunHeader, Selection
 from .record_check import Digest, contradiction
 
-__all__ = ["FORMAT", "Record", "Report", "cannot_write", "plain", "read_report", "result_from_plain", "schema"]
+__all__ = [
+    "FORMAT",
+    "Record",
+    "Report",
+    "cannot_write",
+    "plain",
+    "read_report",
+    "result_from_plain",
+    "schema",
+    "write_text",
+]
 
 FORMAT = "attn-testkit-report/1"
 """The format of a results file; its number grows if a reader of the old form would misread the new one."""
@@ -105,6 +115,14 @@ def cannot_write(path: Path, error: OSError) -> UsageError:
     if not path.parent.is_dir():
         return UsageError(f"cannot write {path}: there is no directory {path.parent}; create it, or fix the name")
     return UsageError(f"cannot write {path}: {error.strerror or error}")
+
+
+def write_text(path: str, text: str) -> None:
+    """Write a file that a command was asked for. Raises ``UsageError`` with the reason in one line."""
+    try:
+        Path(path).write_text(text, "utf-8")
+    except OSError as error:
+        raise cannot_write(Path(path), error) from error
 
 
 class Record:

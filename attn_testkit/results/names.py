@@ -36,6 +36,7 @@ CHECK_IDS = (
     "inputs-unchanged",
     "reads-own-state",
     "writes-own-state",
+    "verify-keeps-state",
     "conv-window-exact",
     "state-matches-oracle",
     "state-counts-tokens",

@@ -60,7 +60,7 @@ class Loop:
         return self.schedules[0].spec_steps
 
     def extend_of(self, number: int) -> ForwardMode:
-        """The draft-extend of a round, from 0 on: those that are declared take turns."""
+        """The draft-extend of a round, from 0 on: the declared ones alternate."""
         extends = [schedule.case.mode for schedule in self.schedules[2:]]
         return extends[number % len(extends)]
 

@@ -27,6 +27,8 @@ class Numerics:
     multiply in FP8."""
     state_products: str = "fp32"
     """Format of the factors of products in layers with states (``State.products``); ``fp32`` outside of extend."""
+    conv_products: str = "fp32"
+    """Format of the products of a convolution in such layers (``State.conv_products``)."""
 
 
 MODEL = Numerics()
@@ -48,4 +50,5 @@ def numerics_of(case: Case, declared: Capabilities) -> Numerics:
         state_products=declared.state.products
         if declared.state is not None and case.state is not None and case.mode is ForwardMode.EXTEND
         else "fp32",
+        conv_products=declared.state.conv_products if declared.state is not None and case.state is not None else "fp32",
     )

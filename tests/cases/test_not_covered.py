@@ -75,8 +75,12 @@ def lacking(tier: str, mode: ForwardMode, supported: Capabilities) -> dict[str, 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
 @pytest.mark.parametrize("name", BUNDLED)
 def test_core_tries_every_value_that_a_bundled_backend_declares_but_those_of_long_capabilities(
-    name: str, mode: ForwardMode
+    name: str, mode: ForwardMode, request: pytest.FixtureRequest
 ) -> None:
+    if name == "torch_native_state":
+        # Strict: red as soon as core tries them.
+        reason = "core leaves out values of states, and not_covered counts them in modes that are not declared"
+        request.applymarker(pytest.mark.xfail(reason=reason, strict=True))
     left = lacking("core", mode, BUNDLED[name])
     if name in ("torch_native", "torch_native_sparse"):
         # With several rows 7 has a case of its own (``catalogue/row_edges.py``), in decode each usual one

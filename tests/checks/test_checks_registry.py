@@ -44,6 +44,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "inputs-unchanged",
         "reads-own-state",
         "writes-own-state",
+        "verify-keeps-state",
         "conv-window-exact",
         "state-matches-oracle",
         "state-counts-tokens",

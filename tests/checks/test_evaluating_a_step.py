@@ -82,7 +82,8 @@ def test_with_right_attention_outputs_everything_is_evaluated() -> None:
         assert "graph-matches-eager" not in ids(wrong_in_everything(LIMIT / 4), CAPABILITIES.with_changes(**half))
 
 
-OF_STATES = {"writes-own-state", "state-counts-tokens", "conv-window-exact", "state-matches-oracle"}
+OF_STATES = {"writes-own-state", "state-counts-tokens", "conv-window-exact", "state-matches-oracle",
+             "verify-keeps-state"}  # fmt: skip
 
 
 def test_every_finding_names_its_step() -> None:
@@ -107,11 +108,11 @@ def test_every_finding_names_its_step() -> None:
 def test_every_check_that_judges_a_step_is_run_and_the_first_finding_is_the_cause() -> None:
     assert set(_ORDER) == {check.id for check in CHECKS.values() if check.run}
     assert len(_ORDER) == len(set(_ORDER))
-    assert _ORDER[:2] == ("writes-own-state", "state-counts-tokens"), "wrong writes make wrong numbers"
-    assert _ORDER[2] == "writes-own-kv", "wrong writes make wrong numbers"
-    assert _ORDER[3:6] == BEFORE_OUTPUTS, "a wrong index key makes a wrong selection, and that wrong numbers"
-    assert _ORDER[6] == "log-sum-exp", "a wrong one makes a wrong merge"
-    assert _ORDER[7:11] == NUMERIC
+    assert _ORDER[:3] == ("writes-own-state", "verify-keeps-state", "state-counts-tokens"), "the same"
+    assert _ORDER[3] == "writes-own-kv", "wrong writes make wrong numbers"
+    assert _ORDER[4:7] == BEFORE_OUTPUTS, "a wrong index key makes a wrong selection, and that wrong numbers"
+    assert _ORDER[7] == "log-sum-exp", "a wrong one makes a wrong merge"
+    assert _ORDER[8:12] == NUMERIC
 
 
 class Operations(TorchDispatchMode):

@@ -14,6 +14,7 @@ from attn_testkit.checks.states import (
     conv_window_exact,
     state_counts_tokens,
     state_matches_oracle,
+    verify_keeps_state,
     writes_own_state,
 )
 from attn_testkit.families.recurrent.memory import as_rows
@@ -27,8 +28,8 @@ CASE = "extend-gdn2x2-d32-bf16-p16-k0.17.5-n6a1.2.9-shuffled-{}-k16w4s32{}-b3pro
 class Step:
     """A step whose slots hold what they should; a test changes windows, states, or what else was written."""
 
-    def __init__(self, data: str = "mild_decay", words: str = "", kind: str = "gdn2x2") -> None:
-        self.schedule = make_schedule(parse_case(CASE.format(data, words).replace("gdn2x2", kind)))
+    def __init__(self, data: str = "mild_decay", words: str = "", kind: str = "gdn2x2", name: str = CASE) -> None:
+        self.schedule = make_schedule(parse_case(name.format(data, words).replace("gdn2x2", kind)))
         self.case, step = self.schedule.case, self.schedule.steps[0]
         self.inputs = step_inputs(self.schedule, step, TorchNativeStateBackend.capabilities)
         self.data = self.inputs.data
@@ -40,6 +41,8 @@ class Step:
         self.others: dict[int, float] = {}
         """Other slots that changed, and what they hold."""
         self.outside: list[int] = []
+        self.moved: list[int] | None = None
+        """Slots that a verify changed before its commit."""
 
     def seen(self, **more: object) -> Observation:
         rows = as_rows(self.windows, self.states, self.data.shape.order)
@@ -50,6 +53,8 @@ class Step:
         pieces = [("pool", "slots", torch.tensor(slots)), ("pool", "rows", every)]
         if self.outside:
             pieces.append(("pool", "outside", torch.tensor(self.outside)))
+        if self.moved is not None:
+            pieces.append(("pool", "moved", torch.tensor(self.moved, dtype=torch.int64)))
         step = self.schedule.steps[0]
         return Observation(self.schedule, step, "a step", copies_of(pieces), inputs=self.inputs, **more)  # type: ignore[arg-type]
 
@@ -250,3 +255,40 @@ def test_a_step_without_a_request_may_write_nothing() -> None:
     assert "slot 3" in found.headline
     assert not conv_window_exact(seen, step.case)
     assert not state_matches_oracle(seen, step.case)
+
+
+VERIFY = "target-verify-gdn2x2-d32-bf16-p16-k7.17.5-chain4-shuffled-{}-k16w4s32{}-b3prod"
+
+
+def test_a_verify_that_changes_a_state_before_its_commit_is_named() -> None:
+    step = Step(name=VERIFY)
+    step.moved = []
+    assert not verify_keeps_state(step.seen(), step.case)
+    step.moved = [int(step.data.slots[1])]
+    (found,) = verify_keeps_state(step.seen(), step.case)
+    assert found.headline.startswith("the state of request 1 was changed by the verify")
+    assert found.step == "a step"
+    step.moved = [step.foreign()]
+    (found,) = verify_keeps_state(step.seen(), step.case)
+    assert found.headline.startswith(f"slot {step.foreign()}, which no request of the batch has")
+
+
+def test_outside_of_a_verify_nothing_is_kept() -> None:
+    assert not verify_keeps_state(Step().seen(), Step().case)
+
+
+@pytest.mark.parametrize(("off", "hint"), [(-1, "1 node before"), (1, "1 node behind"), (9, "behind the whole draft")])
+def test_the_node_whose_state_was_committed_is_named(off: int, hint: str) -> None:
+    step = Step(name=VERIFY)
+    assert sorted(set(step.data.kept)) != [4], "some node is rejected"
+    kept = tuple(min(max(count + off, 0), 4) for count in step.data.kept)
+    step.states = recur(replace(step.data, kept=kept)).states.to(step.states.dtype)
+    (found,) = state_matches_oracle(step.seen(), step.case)
+    assert hint in found.hint
+
+
+def test_the_window_behind_the_whole_draft_fails_where_nodes_were_rejected() -> None:
+    step = Step(name=VERIFY)
+    step.windows = recur(replace(step.data, kept=step.data.news)).windows
+    (found,) = conv_window_exact(step.seen(), step.case)
+    assert "is not that of its last inputs" in found.headline

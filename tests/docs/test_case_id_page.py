@@ -63,6 +63,9 @@ def with_word(case_id: str, word: str) -> str:
     """The id with this word in the place of the one of its kind, or where a word of its kind stands."""
     mode = next(m for m in sorted(PLAIN, key=len, reverse=True) if case_id.startswith(m + "-"))
     parts = case_id[len(mode) + 1 :].split("-")
+    if word.startswith("idx"):
+        # An indexer selects keys, and refuses layers that attend to all.
+        parts[parts.index("gauss") : parts.index("gauss") + 1] = ["gauss", "sel16"]
     kind = kind_of(word)
     # A tree takes the chain's place.
     same = [at for at, part in enumerate(parts) if kind_of(part) is kind or (part == "chain5" and word[0] == "t")]

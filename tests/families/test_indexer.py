@@ -11,13 +11,18 @@ from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.checks.selection_hints import consistent
-from attn_testkit.contract import ForwardMode, Indexer, IndexPool, Sparse
+from attn_testkit.contract import ForwardMode, Indexer, IndexPool, LogSumExp, Sparse
 from attn_testkit.contract.index_pool import index_scales, keys_of, scales_of
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.family import answer
 from attn_testkit.families.sparse.index_scores import RowScores, best_keys, row_scores, stored_index
 from attn_testkit.faults import s_indexers as faults
-from attn_testkit.faults.controls_of_selections import IndexerOneBuffer, IndexerPowerOfTwoScales, IndexerUnsorted
+from attn_testkit.faults.controls_of_selections import (
+    IndexerFused,
+    IndexerOneBuffer,
+    IndexerPowerOfTwoScales,
+    IndexerUnsorted,
+)
 from attn_testkit.faults.indexer import IndexerParent
 from attn_testkit.results.case_result import Status
 from attn_testkit.steps.data import make_layers
@@ -221,11 +226,20 @@ def test_the_attention_of_exact_data_has_the_selection_of_the_backend() -> None:
         (IndexerOneBuffer, DECODE.format("ties")),
         (IndexerPowerOfTwoScales, DECODE.format("pow2gauss").replace("sel16", "sel16slots")),
         (TorchNativeSparseBackend, V2.format("")),
+        (IndexerFused, EXTEND.format("fused")),
     ],
 )
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 def test_a_right_indexer_passes(backend, case_id: str, execution: str) -> None:
     assert not findings(backend, case_id, execution)
+
+
+def test_a_fused_indexer_is_judged_by_its_attention_and_its_pool() -> None:
+    found = findings(faults.FusedIndexerScoresAreZero, DECODE.format("fused"))
+    assert found[0].check == "matches-oracle"
+    assert "the first 16 keys are attended" in found[0].hint
+    short = "decode-mqa4-d64-bf16-p16-k15.16.17-contiguous-mean-sel16-idx4fused-b6small"
+    assert findings(faults.FusedIndexerStoresAfterItReads, short)[0].check == "matches-oracle"
 
 
 # What a backend declares.
@@ -237,6 +251,8 @@ def test_cases_have_what_is_declared() -> None:
         cases = generate(declared, mode, "core")
         assert {str(case.indexer) for case in cases} >= {"None", "idx4", "idx4reuse", "idx4ties", "idx4gauss", "idx64"}
     assert not any(case.indexer for case in generate(declared, ForwardMode.DRAFT_DECODE, "core"))
+    fused = generate(IndexerFused.capabilities, ForwardMode.DECODE, "core")
+    assert {str(case.indexer) for case in fused} == {"idx4fused"}
 
 
 def test_a_wrong_declaration_is_refused() -> None:
@@ -248,3 +264,14 @@ def test_a_wrong_declaration_is_refused() -> None:
         Indexer(heads={4}, scale="power_of_2")
     with pytest.raises(ValueError, match="add a word such as sel16"):
         parse_case("decode-mqa4-d64-bf16-p16-k9-shuffled-gauss-idx4-b1prod")
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_an_indexer_selects_for_attention_that_returns_a_log_sum_exp(execution: str) -> None:
+    case_id = "decode-mqa4-d64-bf16-p16-k100.37-shuffled-gauss-sel16-idx4-lsewhole-b4prod"
+    assert not findings(TorchNativeSparseBackend, case_id, execution)
+
+
+def test_a_fused_indexer_has_no_log_sum_exp() -> None:
+    with pytest.raises(ValueError, match="lse with a fused indexer"):
+        IndexerFused.capabilities.with_changes(lse=LogSumExp("e", whole={"decode"}))

@@ -12,7 +12,7 @@ import torch
 from attn_testkit.cases.case import parse_case
 from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_slots, state_table
 from attn_testkit.families.recurrent.family import RECURRENT
-from attn_testkit.families.recurrent.recurrence import recur
+from attn_testkit.families.recurrent.recurrence import _convolved, recur
 from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import make_schedule, only
 
@@ -242,3 +242,41 @@ def test_an_idle_step_has_no_rows() -> None:
     data = make_state_data(schedule, step)
     assert data.q.shape[1] == data.states.shape[1] == 0
     assert recur(data).out.shape[1] == 0
+
+
+def test_after_a_verify_the_state_is_that_of_the_accepted_nodes_and_outputs_are_those_of_all() -> None:
+    step = data_of("target-verify-gdn2x2-d32-bf16-p16-k7.17.5.2-chain4-shuffled-mild_decay-k16w4s32-b4prod")
+    assert sorted(step.kept) == [1, 2, 3, 4], "every count of accepted nodes is tried"
+    found, whole = recur(step), recur(replace(step, kept=step.news))
+    assert torch.equal(found.out, whole.out)
+    for request, kept in enumerate(step.kept):
+        rows = (step.row_request == request).nonzero().flatten()[:kept]
+        tensors = {name: getattr(step, name)[:, rows] for name in "qkv"}
+        alone = replace(
+            step, **tensors, news=(kept,), kept=(kept,), states=step.states[:, request : request + 1],
+            windows=step.windows[:, request : request + 1],
+        )  # fmt: skip
+        # A product of other sizes may round the last bit of a float64 another way.
+        for name in ("states", "state_limit"):
+            one, whole_batch = getattr(recur(alone), name)[:, 0], getattr(found, name)[:, request]
+            assert torch.allclose(one, whole_batch, rtol=1e-12, atol=1e-15)
+        assert torch.equal(recur(alone).windows[:, 0], found.windows[:, request])
+
+
+def test_rounded_products_of_a_convolution_are_within_the_limit_of_who_declares_them_and_of_nobody_else() -> None:
+    """A convolution as ``acc += x * w`` in bf16 gives it (SGLang's ``causal_conv1d_update``)."""
+    exact = data_of("decode-gdn2x2-d32-bf16-p16-k9x20-shuffled-mild_decay-k16w4s32-b20prod")
+    declared, layer, off = replace(exact, conv_products="model"), exact.layers[0], []
+    assert layer.conv_weight is not None
+    inputs = torch.cat([exact.windows[0], exact.q[0][..., None]], -1)
+    rounded = (inputs * layer.conv_weight).double().sum(-1)
+    right = (inputs.double() * layer.conv_weight.double()).sum(-1)
+    if layer.conv_bias is not None:
+        rounded, right = (each + layer.conv_bias.double() for each in (rounded, right))
+    for data in (exact, declared):
+        want, limit = _convolved(layer, 0, data)
+        # The output is rounded once more in either case.
+        got = torch.nn.functional.silu(rounded).to(torch.bfloat16).double()
+        off.append(float(((got - want).abs() / limit).max()))
+    assert not torch.equal(rounded, right)
+    assert off[0] > 1 > off[1]

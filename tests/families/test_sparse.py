@@ -16,6 +16,12 @@ from attn_testkit.families.softmax import answer as softmax
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.family import SPARSE, answer
 from attn_testkit.families.table import family_of, meaningless
+from attn_testkit.faults.s_selected_blocks import (
+    BlockTakenForItsFirstKey,
+    BlockZeroForMinusOne,
+    OwnBlockLeftOut,
+    OwnBlockNotCutOff,
+)
 from attn_testkit.faults.s_selected_keys import (
     FirstHoleEndsTheRow,
     MinusOneClampedToSlotZero,
@@ -28,7 +34,7 @@ from attn_testkit.faults.s_selected_rows import (
     SelectionsAlignedWithTheLastRows,
     SelectionsAssumedForAllRows,
 )
-from attn_testkit.faults.sparse import SparseWithSums
+from attn_testkit.faults.sparse import SparseBlocks, SparseWithSums
 from attn_testkit.steps.data import make_step_data
 from attn_testkit.steps.schedule import make_schedule
 
@@ -155,6 +161,53 @@ def test_fewer_selections_than_rows_and_empty_rows_are_given_to_those_who_declar
     assert check in {each.check for each in wrong.findings}
     found = [each for each in check_backend(SparseWithSums, device="cpu", cases=[case_id]) if each.case]
     assert [each.status for each in found] == ["passed", "passed"]
+
+
+BLOCKS = "target-verify-gqa4x2-d64-bf16-p16-k140.9.300-chain4-shuffled-gauss-sel4of16{}-b4prod"
+
+
+@pytest.mark.parametrize("holes", ["", "holes"])
+def test_a_row_attends_the_visible_keys_of_its_blocks_and_its_own_block_is_one_of_them(holes: str) -> None:
+    schedule, step = first_step(BLOCKS.format(holes))
+    data = make_sparse_data(schedule, step)
+    assert data.selected is not None
+    assert data.allowed is not None
+    left_out = 0
+    for layer, rows in enumerate(data.selected.tolist()):
+        for row, listed in enumerate(rows):
+            blocks = [each for each in listed if each >= 0]
+            assert len(set(blocks)) == len(blocks) <= 4
+            own = int(data.positions[row])
+            assert own // 16 in blocks
+            attended = data.allowed[layer, data.row_request[row], data.row_offset[row]].nonzero()[:, 0].tolist()
+            assert attended == [key for key in range(own + 1) if key // 16 in blocks]
+            left_out += len(attended) <= own
+    assert left_out > 8
+
+
+@pytest.mark.parametrize(
+    ("backend", "checks"),
+    [
+        (BlockTakenForItsFirstKey, {"matches-oracle", "reads-own-kv"}),
+        (OwnBlockNotCutOff, {"matches-oracle", "reads-own-kv"}),
+        (BlockZeroForMinusOne, {"matches-oracle"}),
+        (OwnBlockLeftOut, {"matches-oracle"}),
+    ],
+)
+def test_mistakes_about_blocks_are_found_and_a_right_backend_passes(backend: type, checks: set[str]) -> None:
+    case = BLOCKS.format("holes").replace("gqa4x2", "mqa4")
+    (wrong,) = [each for each in check_backend(backend, device="cpu", cases=[case], executions=["eager"]) if each.case]
+    assert {each.check for each in wrong.findings} & checks
+    found = [each for each in check_backend(SparseBlocks, device="cpu", cases=[case]) if each.case]
+    assert [each.status for each in found] == ["passed", "passed"]
+
+
+@pytest.mark.parametrize(
+    "given", [{"block": 0}, {"block": 16, "index_space": "slots"}, {"block": 16, "empty_rows": True}]
+)
+def test_blocks_that_no_case_has_are_refused(given: dict) -> None:
+    with pytest.raises(ValueError, match=r"Sparse\.block"):
+        Sparse(topk={4}, **given)
 
 
 def test_fewer_rows_are_not_declared_without_rows_of_padding() -> None:

@@ -14,7 +14,11 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
 from attn_testkit.faults import r_states as faults
-from attn_testkit.faults.controls_of_states import StatesByConvention, StatesClearedByTheServer
+from attn_testkit.faults.controls_of_states import (
+    StatesByConvention,
+    StatesClearedByTheServer,
+    StatesOfPaddingUnwritten,
+)
 
 DECLARED = TorchNativeStateBackend.capabilities
 DECODE = "decode-{}-d32-bf16-p16-k3.9.1-shuffled-{}-k32w{}s32{}-b5{}"
@@ -59,6 +63,7 @@ def test_a_case_that_cannot_be_is_refused_in_words(name: str, words: str) -> Non
         ({"families": {"gdn", "mha"}}, "others have none"),
         ({"eager": {"draft-decode"}, "graph": ()}, "draft-decode: layers that keep a state run in decode"),
         ({"graph": {"draft-extend"}}, "a draft model has attention layers"),
+        ({"max_topk": 2}, "verify chains only"),
     ],
 )
 def test_capabilities_that_no_case_has_together_are_refused(changes: dict, words: str) -> None:
@@ -80,6 +85,7 @@ def test_layers_that_keep_a_state_need_a_record_of_it(state: object, words: str)
         ({"k_dims": {0}}, "whole numbers from 1"),
         ({"conv_widths": ()}, "whole numbers from 1"),
         ({"products": "bf16"}, "unknown products"),
+        ({"conv_products": "tf32"}, "unknown conv_products"),
         ({"strided": 1}, "True or False"),
         ({"order": {"vk"}}, "orders"),
     ],
@@ -89,7 +95,7 @@ def test_a_record_of_states_is_spelled_right(given: dict, words: str) -> None:
         State(**given)
 
 
-@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY])
 def test_core_tries_every_declared_value_and_all_kinds_on_exact_data(mode: ForwardMode) -> None:
     cases = generate(DECLARED, mode, "core")
     state = DECLARED.state
@@ -109,6 +115,11 @@ def test_core_tries_every_declared_value_and_all_kinds_on_exact_data(mode: Forwa
     if mode is ForwardMode.EXTEND:
         assert any(0 in case.prefixes and 1 in case.new for case in cases), "a fresh prompt of one token"
         assert max(case.most_new for case in cases) > 128, "over two borders of a chunk"
+    if mode is ForwardMode.TARGET_VERIFY:
+        widths = {
+            (case.width > case.state.conv_width, case.width < case.state.conv_width) for case in cases if case.state
+        }
+        assert {(True, False), (False, True)} <= widths, "drafts longer and shorter than the window"
 
 
 def test_the_minimal_case_keeps_a_state() -> None:
@@ -119,7 +130,11 @@ def test_the_minimal_case_keeps_a_state() -> None:
     assert nearest_declared(DECLARED, other).state is None
 
 
+VERIFY = "target-verify-{}-d32-bf16-p16-k3.9.1-chain4-shuffled-{}-k32w{}s32{}-b5{}"
 CASES = [
+    VERIFY.format("kda2x2", "unit_keys", 4, "", "stale"),
+    VERIFY.format("mamba2x2", "mild_decay", 2, ".slot0.kv", "nan"),
+    VERIFY.format("lightning2", "no_decay", 1, ".null.strided", "prod"),
     *(DECODE.format(kind, "mild_decay", 4, "", "stale") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     DECODE.format("lightning2", "mild_decay", 1, ".slot0", "nan"),
     DECODE.format("gdn2x2", "no_decay", 2, ".null.kv.strided", "prod"),
@@ -133,15 +148,16 @@ CASES = [
 def test_the_reference_passes_each_kind_eagerly_and_in_graphs(case: str) -> None:
     found = [each for each in check_backend(TorchNativeStateBackend, cases=[case], device="cpu") if each.case]
     assert [each for each in found if each.status != "passed"] == []
-    assert len(found) == (2 if case.startswith("decode") else 1)
+    assert len(found) == (1 if case.startswith("extend") else 2)
     checks = {check for each in found for check in each.checks}
     assert {"writes-own-state", "state-matches-oracle"} <= checks
+    assert ("verify-keeps-state" in checks) == case.startswith("target-verify")
     assert ("conv-window-exact" in checks) == ("w1s" not in case)
     assert ("state-counts-tokens" in checks) == ("unit_keys" in case)
     assert "writes-own-kv" not in checks
 
 
-@pytest.mark.parametrize("backend", [StatesByConvention, StatesClearedByTheServer])
+@pytest.mark.parametrize("backend", [StatesByConvention, StatesClearedByTheServer, StatesOfPaddingUnwritten])
 @pytest.mark.parametrize("mode", ["decode", "extend"])
 def test_conventions_of_servers_pass(backend: type, mode: str) -> None:
     case = generate(backend.capabilities, ForwardMode(mode), "smoke")[0].id
@@ -160,6 +176,12 @@ MISTAKES = [
     (faults.PrefixHitsBeginFromZeros, EXTEND, "eager", "matches-oracle", "each request begins from zeros"),
     (faults.WindowOfAShortPromptNotMoved, EXTEND, "eager", "conv-window-exact", ""),
     (faults.StateNeverStored, DECODE, "eager", "state-matches-oracle", "not stored"),
+    (faults.VerifyWritesTheState, VERIFY, "eager", "verify-keeps-state", "before anything was accepted"),
+    (faults.AcceptedStatesNeverCommitted, VERIFY, "eager", "state-matches-oracle", "not stored"),
+    (faults.RollsBackStatesAndNotWindows, VERIFY, "eager", "conv-window-exact", ""),
+    (faults.CommitsTheWholeDraft, VERIFY, "eager", "state-matches-oracle", "behind the whole draft"),
+    (faults.CommitsANodeTooFew, VERIFY, "eager", "conv-window-exact", ""),
+    (faults.PaddedCommitsReachSlot0, VERIFY, "graph", "writes-own-state", "slot 0"),
     (faults.SlotsOfTheCapture, DECODE, "graph", "conv-window-exact", "not stored"),
 ]
 

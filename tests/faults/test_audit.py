@@ -13,10 +13,9 @@ import pytest
 from in_process import plan_run
 
 from attn_testkit.audit import Audit, Settings, audit
-from attn_testkit.audit.history import caught_before
 from attn_testkit.audit.show import audit_page, audit_text
 from attn_testkit.audit.tasks import kill_order, run_task, tasks_for
-from attn_testkit.audit.verdicts import AdversarialVerdict, ControlVerdict, FaultVerdict, Task
+from attn_testkit.audit.verdicts import AdversarialVerdict, ControlVerdict, FaultVerdict, Task, caught_before
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main

@@ -15,6 +15,7 @@ from in_process import plan_run
 from attn_testkit.audit import Settings
 from attn_testkit.audit.tasks import run_task
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
+from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
 from attn_testkit.faults.catalogue import CorpusEntry, field_bugs_in
 from attn_testkit.running.case_runs.loop import Runner
@@ -68,7 +69,7 @@ def test_a_run_tries_the_case_that_catches_a_bug(bug: CorpusEntry) -> None:
     plans = (
         plan_run(
             backends=[bug.backend], device="cpu", tier=tier, executions=[bug.executions[0].value],
-            modes=[bug.modes[0].value],
+            modes=[parse_case(bug.case_of_tier).mode.value],
         )
         for tier in ("smoke", "core")
     )  # fmt: skip

@@ -36,6 +36,8 @@ RIGHT = {
     "sglang_kernels:SparseMLAPrefill": SPARSE_DECODE,
     "sglang_kernels:SparseMLAPrefillUnion2": SPARSE_EXTEND,
     "sglang_kernels:SparseMLAForward": SPARSE_DECODE,
+    "sglang_indexer:IndexerAmax": SPARSE_DECODE.replace("slots", "slots-idx4"),
+    "sglang_indexer:IndexerPowersOfTwo": SPARSE_EXTEND.replace("slots", "slots-idx4pow2gauss"),
     "vllm_kernels:SparseMLA": SPARSE_DECODE,
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",
@@ -106,6 +108,7 @@ PROOFS = {
     "vllm_mla_one_head": "WRONG: q.k is multiplied and summed in the dtype",
     "sglang_mla_rope32": "WRONG: a shape is not taken",
     "lightllm_int32": "WRONG: slot 33554432 is not read at its place",
+    "vllm_sparse_mla_int32": "WRONG: slot 3728271 is not read at its place",
     "flag_gems_int32": "WRONG: page 233017 is not read at its place",
     "torch_sdpa_bool_mask": "right",
     "torch_flex_block_mask_in_region": "right",
@@ -163,7 +166,7 @@ def test_there_is_a_proof_for_each_file_of_proofs_and_the_findings_page_names_it
 def test_the_nightly_runs_every_adapter_and_known_failures_are_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     nightly = (ROOT / "ci" / "nightly_servers.sh").read_text()
-    listed = set(re.findall(r"\w+_kernels:\w+", nightly))
+    listed = set(re.findall(r"\w+_(?:kernels|indexer):\w+", nightly))
     assert listed == {*RIGHT, *WRONG}
     assert KNOWN.name in nightly
     for each in load_known(KNOWN):

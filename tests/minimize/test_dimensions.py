@@ -35,6 +35,7 @@ def test_every_dimension_is_that_of_some_case() -> None:
     prefixed = by_id("draft-decode-mha2-d64-bf16-p1-k1-topk1steps2-prefixed-contiguous-gauss-b1prod")
     seen |= set(odd_dimensions(prefixed, minimal_case(CAPABILITIES, prefixed.mode)))
     seen |= set(odd_dimensions(by_id("decode-mha2-d64-bf16-p1-k9-contiguous-gauss-sel4-idx4-b1prod"), DECODE))
+    seen |= set(odd_dimensions(by_id("decode-gdn2x1-d64-bf16-p1-k9-contiguous-mild_decay-k32w2s32-b1prod"), DECODE))
     assert list(DIMENSIONS) == [name for name in DIMENSIONS if name in seen]
 
 

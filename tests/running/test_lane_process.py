@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,6 +15,7 @@ from pathlib import Path
 import pytest
 from test_worker_process import THREE, TWO, alive
 
+from attn_testkit.registry import BackendNotFound
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.names import KIT_ERROR
 from attn_testkit.running.case_runs import lane_process
@@ -174,3 +177,55 @@ def test_the_plan_crosses_once(lane: LaneProcess, plan: Plan, monkeypatch: pytes
     for each in (plan, plan, other):
         assert run(lane, each, RIGHT, ONE).status is Status.PASSED
     assert [message[1] for message in sent] == [plan, None, other]
+
+
+class Describing:
+    """In the place of ``Child``: describes the backend, or says why it cannot, some seconds after a sign of life."""
+
+    ended = False
+
+    def __init__(self, after: float, answer: tuple[str, object]) -> None:
+        self.connection, self._theirs = multiprocessing.Pipe()
+        self._theirs.send(None)
+        self._timer = threading.Timer(after, self._theirs.send, [answer])
+        self.heard: list[object] = []
+
+    def tell(self, *_: object) -> None:
+        self._timer.start()
+
+    def wait_until_started(self) -> None: ...
+
+    def wait_for(self, seconds: float) -> None: ...
+
+    def answer(self) -> object:
+        self.heard.append(self.connection.recv())
+        return self.heard[-1]
+
+    def close(self) -> None:
+        self._timer.join()
+
+
+@pytest.mark.parametrize(
+    ("after", "answer", "heard_before"),
+    [
+        (0.0, ("described", "it"), [[None, ("described", "it")]]),
+        (0.6, ("described", "it"), [[None]]),
+        (0.0, ("not found", "no module"), []),
+    ],
+    ids=["at once", "a slow import", "cannot be imported"],
+)
+def test_others_start_after_the_first_description_or_after_its_head_start(
+    lane: LaneProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    after: float,
+    answer: tuple[str, object],
+    heard_before: list[object],
+) -> None:
+    monkeypatch.setattr(lane_process, "_HEAD_START", 0.3)
+    child = Describing(after, answer)
+    monkeypatch.setattr(lane, "child", child)
+    seen: list[object] = []
+    with contextlib.suppress(BackendNotFound):
+        lane.describe(RIGHT, "cpu", lambda: seen.append([*child.heard]))
+    assert seen == heard_before
+    assert child.heard[-1] == answer

@@ -109,7 +109,8 @@ def test_a_file_that_is_edited_while_the_run_goes_on_fails_what_its_new_text_run
         plan = runner.plan(Request((spec,), device="cpu", cases=tuple(CASES)))
         eager, graph = plan.items
         (before,) = runner.run(plan, [eager])
-        path.write_text(SOURCE.format(2))
+        # Of another length: of the same second and length, Python would take the byte code of the earlier text.
+        path.write_text(SOURCE.format(22))
         (by_the_same_process,) = runner.run(plan, [graph])
     assert {before.status, by_the_same_process.status} == {Status.PASSED}, "it has the text that was planned"
     with contextlib.closing(Runner(Options())) as runner:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...contract import BackendContext, Capabilities
+from ...contract import BackendContext, Capabilities, Sparse
 from ..fields import Changes, Fields
 from ..selection import PATTERN, Selection
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_fields, option
@@ -26,6 +26,8 @@ def _words(case: Fields) -> str:
     if each is None:
         return "layers that attend to all keys"
     more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
+    if each.block > 1:
+        return f"{each.topk} selected blocks of {each.block} keys per row{more}"
     return f"{each.topk} selected keys a row as {'slots' if each.slots else 'positions'}{more}"
 
 
@@ -35,6 +37,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         return sparse is None and each is None
     return (
         each.topk in sparse.topk
+        and each.block == sparse.block
         and each.slots == (sparse.index_space == "slots")
         and each.holes <= sparse.holes
         and each.empty_rows <= sparse.empty_rows
@@ -50,15 +53,16 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
     sizes = sorted(sparse.topk)
     # Cases that are made for dense layers take each width in turn, and each way to write it.
     turn = sum(case.prefixes) + case.bs if each is None else 0
-    topk = each.topk if each and each.topk in sizes else _of_keys(sizes, sizes[turn % len(sizes)], case.prefixes)
+    topk = each.topk if each and each.topk in sizes else _of_keys(sparse, sizes[turn % len(sizes)], case.prefixes)
     holes = sparse.holes and (each.holes if each else turn % 2 == 1)
     empty = sparse.empty_rows and (each.empty_rows if each else turn % 3 == 1)
-    return {"selection": Selection(topk, sparse.index_space == "slots", holes, empty)}
+    return {"selection": Selection(topk, sparse.index_space == "slots", holes, empty, sparse.block)}
 
 
-def _of_keys(sizes: Sequence[int], topk: int, prefixes: Sequence[int]) -> int:
+def _of_keys(sparse: Sparse, topk: int, prefixes: Sequence[int]) -> int:
     """The largest width up to ``topk`` that leaves keys out; the smallest if none does."""
-    return max((size for size in sizes if size <= topk and size < max(prefixes)), default=sizes[0])
+    most = max(prefixes)
+    return max((size for size in sparse.topk if size <= topk and size * sparse.block < most), default=min(sparse.topk))
 
 
 def _columns(declared: Capabilities, mode: object, tier: str) -> dict[str, Sequence[Any]]:
@@ -73,24 +77,26 @@ def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     if declared.sparse is None:
         return {}
     slots = declared.sparse.index_space == "slots"
-    topk = _of_keys(sorted(declared.sparse.topk), row["selected"], so_far.get("prefixes", (0,)))
-    return {"selection": Selection(topk, slots, row.get("holes", False), row.get("empty_rows", False))}
+    topk = _of_keys(declared.sparse, row["selected"], so_far.get("prefixes", (0,)))
+    more = row.get("holes", False), row.get("empty_rows", False), declared.sparse.block
+    return {"selection": Selection(topk, slots, *more)}
 
 
 def _tried(declared: Capabilities, case: Fields) -> int | None:
     """The top-k of a case in which some row has more keys than it selects."""
     if case.selection is None:
         return None
-    topk = case.selection.topk
-    return topk if max(case.prefixes) >= (topk + _MORE if topk >= _WIDE else 2 * topk) else None
+    keys = case.selection.keys
+    return case.selection.topk if max(case.prefixes) >= (keys + _MORE if keys >= _WIDE else 2 * keys) else None
 
 
 def _make(declared: Capabilities, case: Fields, value: Any) -> Changes:
     selection = case.selection or _fit(declared, case)["selection"]
-    if value >= _WIDE:
-        keys = (value + _MORE, *case.prefixes[1:])
+    wide = value * selection.block
+    if wide >= _WIDE:
+        keys = (wide + _MORE, *case.prefixes[1:])
     else:
-        keys = tuple(value * _LONGER + 3 * place + each for place, each in enumerate(case.prefixes))
+        keys = tuple(wide * _LONGER + 3 * place + each for place, each in enumerate(case.prefixes))
     return {"selection": replace(selection, topk=value), "prefixes": keys}
 
 

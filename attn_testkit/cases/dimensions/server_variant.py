@@ -8,7 +8,7 @@ from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
-from ..rows import Extend, Rows, Verify
+from ..rows import Extend, Verify
 from ..server_variants import SERVER_VARIANTS, all_fit, excluded, variant_of
 from ..trees import chain
 from .dimension import (
@@ -52,7 +52,11 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     with gives way. Layers that are not causal have no window and no tree, which few cases happen to be without.
     """
     drawn = Fields(**so_far)
-    chained = drawn.with_changes(window=-1, layer_windows="any", rows=_chain(drawn.rows))
+    chained = drawn.with_changes(
+        window=-1,
+        layer_windows="any",
+        rows=Verify(chain(len(drawn.rows.tree))) if isinstance(drawn.rows, Verify) else drawn.rows,
+    )
     rows = replace(chained.rows, chunks=1) if isinstance(chained.rows, Extend) else chained.rows
     minimal = chained.with_changes(layout="contiguous", rows=rows)
     words = [word for word, variant in SERVER_VARIANTS.items() if variant.fits(declared, minimal)]
@@ -64,10 +68,6 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
                 name: getattr(found, name) for name in ("kv_splits", "merged_by_backend", "window", "rows", "variants")
             }
     return {}
-
-
-def _chain(rows: Rows) -> Rows:
-    return Verify(chain(len(rows.tree))) if isinstance(rows, Verify) else rows
 
 
 def _not_causal(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:

@@ -36,7 +36,8 @@ def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 def _case(declared: Capabilities, small: C) -> Iterator[C]:
     """Case with one layer: 2 to 9 GB, of which very little is used."""
-    if usual_layout(declared) == OWN:
+    fused = declared.sparse is not None and declared.sparse.indexer is not None and declared.sparse.indexer.fused
+    if usual_layout(declared) == OWN or fused:
         return
     width = small.head_dim
     if not small.heads.layout.wide_rows:

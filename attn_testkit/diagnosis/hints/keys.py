@@ -122,8 +122,8 @@ def masked_too_late(e: Evidence) -> str:
         return ""
     if not e.right_with_zeros:
         return (
-            "keys are read from wrong slots (a page table, an offset or a stride of only K), or those of other rows "
-            "are: values of this row are read correctly, but with zeros the result is still wrong"
+            "keys are read from wrong slots (a page table, an offset or a stride of only K), or keys of other rows are "
+            "used: values of this row are read correctly, but with zeros the result is still wrong"
         )
     return (
         "the kernel multiplies foreign slots by weight 0, but 0 * NaN is NaN: mask V when it is loaded (tl.load(..., "

@@ -127,11 +127,15 @@ class StateStepData(StepData):
     layers: tuple[StateLayer, ...] = ()
     products: str = "fp32"
     """``State.products`` of the backend."""
+    conv_products: str = "fp32"
+    """``State.conv_products`` of the backend."""
     dtype: str = "bf16"
     """Dtype of the model, by its name."""
     shape: StateShape = field(default_factory=lambda: StateShape(1, 1))
     news: tuple[int, ...] = ()
     """Rows of each request."""
+    kept: tuple[int, ...] = ()
+    """Rows of each request whose effect stays: all, or in target-verify those of the accepted nodes."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
 
@@ -204,9 +208,19 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         slots=torch.from_numpy(state_slots(schedule, step)),
         fresh=torch.tensor([_is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
         states=joined["states"], windows=joined["windows"],
-        layers=state_layers(case), products=schedule.numerics.state_products, dtype=case.dtype, shape=shape_of(case),
-        news=tuple(news), unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
+        layers=state_layers(case), products=schedule.numerics.state_products,
+        conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
+        news=tuple(news), kept=_kept(case, whole, indices, news),
+        unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
     )  # fmt: skip
+
+
+def _kept(case: Fields, whole: Step, indices: tuple[int, ...], news: list[int]) -> tuple[int, ...]:
+    """Rows of each request whose effect stays. In target-verify 1 to N, in turn, so that a batch has several."""
+    if case.tree is None:
+        return tuple(news)
+    first = int(np.random.default_rng([whole.seed % 2**32, 0xACCE]).integers(0, 1 << 16))
+    return tuple((first + index) % new + 1 for index, new in zip(indices, news, strict=True))
 
 
 def _is_fresh(case: Fields, prefix: int) -> bool:

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...contract import BackendContext, StatePool
+from ...contract import BackendContext, ForwardMode, StatePool
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
@@ -61,7 +61,7 @@ def _held(
     """Slots and rows of requests that have a state before the step, and of fresh ones that the server clears."""
     data = cast(StateStepData, data)
     there = ~data.fresh
-    if data.shape.fresh == "zeroed" or not schedule.case.mode.is_extend():
+    if data.shape.fresh == "zeroed" or schedule.case.mode is not ForwardMode.EXTEND:
         # A decode has no flag: a state is read.
         there = torch.ones_like(there)
     rows = as_rows(data.windows[:, there], data.states[:, there], data.shape.order)
@@ -114,6 +114,8 @@ class StateWatch:
         """Rows are bytes."""
         self._pool, self._twin = pool, pool.twin()
         self._device = pool.device
+        self._moved: torch.Tensor | None = None
+        """[slots] uint8: states that changed before the commit of a verify; None outside of target-verify."""
         owned = torch.zeros(pool.memory.numel(), dtype=torch.uint8)
         marks = StatePool(
             pool.num_slots, pool.layers, pool.conv_dtype, pool.dtype, "cpu", pool.order, strided=pool.strided
@@ -139,6 +141,9 @@ class StateWatch:
             if len(slots):
                 self._put(*sent)
             self._pool.memory.copy_(self._twin.memory)
+            for part in self._pool.scratch_parts:
+                part.fill_(math.nan)
+        self._moved = None
 
     def _put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         first = 0
@@ -171,6 +176,18 @@ class StateWatch:
                 found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
         return found.view(torch.uint8)
 
+    def before_commit(self) -> None:
+        """Note which states a verify changed, before its commit does. Windows may be anything until then."""
+        found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
+        for now, before in zip(self._pool.parts[1::2], self._twin.parts[1::2], strict=True):
+            bits = _INTEGERS[now.dtype.itemsize]
+            found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
+        self._moved = found.view(torch.uint8)
+
+    def moved(self, found: Sequence[_Bytes]) -> _Ints | None:
+        """Slots whose states a verify changed before its commit, ascending; None outside of target-verify."""
+        return np.flatnonzero(found[3]) if len(found) > 3 else None
+
     def written_since_clear(self) -> _Ints:
         """Do the work of ``Watch.written_since_clear``."""
         slots: _Ints = np.flatnonzero(self._changed().cpu().numpy())
@@ -189,7 +206,8 @@ class StateWatch:
         rows = self._rows(due).reshape(-1)
         apart = (self._pool.memory != self._twin.memory) & self._between
         place = torch.stack([apart.any().long(), apart.to(torch.uint8).argmax()]).view(torch.uint8)
-        return (self._changed(), self._pool.num_slots), (rows, rows.numel()), (place, 16)
+        moved = () if self._moved is None else ((self._moved, self._pool.num_slots),)
+        return (self._changed(), self._pool.num_slots), (rows, rows.numel()), (place, 16), *moved
 
     def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
         """Do the work of ``Watch.written``: rows [L, 1, n, 1, bytes]."""

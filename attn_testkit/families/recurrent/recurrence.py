@@ -98,7 +98,8 @@ def _loop(
     limit = torch.zeros_like(inputs.v)
     products = {"fp32": FLOAT32, "tf32": UNIT_ROUNDOFF["tf32"], "model": UNIT_ROUNDOFF[data.dtype]}[data.products]
     starts = torch.tensor([0, *data.news]).cumsum(0)[:-1]
-    news = torch.tensor(data.news, dtype=torch.int64)
+    news, kept = (torch.tensor(each, dtype=torch.int64) for each in (data.news, data.kept))
+    last, last_walk = state.clone(), walk.clone()
     for token in range(max(data.news, default=0)):
         who = (news > token).nonzero()[:, 0]
         at = (starts[who] + token).long()
@@ -108,7 +109,9 @@ def _loop(
         })  # fmt: skip
         one = _step(state[:, who], walk[:, who], now, delta, products, data)
         state[:, who], walk[:, who], out[:, at], limit[:, at] = one
-    return out, limit, state, walk
+        done = (kept == token + 1).nonzero()[:, 0]
+        last[:, done], last_walk[:, done] = state[:, done], walk[:, done]
+    return out, limit, last, last_walk
 
 
 def _step(
@@ -222,9 +225,12 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
             out[first : first + new] += term
             size[first : first + new] += term.abs()
         first += new
+    products = size
     if layer.conv_bias is not None:
         out, size = out + layer.conv_bias.double(), size + layer.conv_bias.double().abs()
     off = FLOAT32 * (width + 4) * size
+    if data.conv_products == "model":
+        off = off + UNIT_ROUNDOFF[data.dtype] * products
     if layer.activation == "silu":
         out, off = out * torch.sigmoid(out), 1.1 * off + 4 * FLOAT32 * out.abs()
     # Servers' convolutions give back the model's dtype.
@@ -235,7 +241,7 @@ def _windows(data: StateStepData) -> torch.Tensor:
     """The last W - 1 inputs of each request: copies."""
     found, first, width = [], 0, data.windows.shape[-1]
     for request, new in enumerate(data.news):
-        rows = data.q[:, first : first + new].transpose(1, 2)
+        rows = data.q[:, first : first + data.kept[request]].transpose(1, 2)
         every = torch.cat([data.windows[:, request], rows], -1)
         found.append(every[..., every.shape[-1] - width :])
         first += new

@@ -47,6 +47,19 @@ def _chosen(visible: _Ints, topk: int, pattern: str, rng: np.random.Generator) -
     return rng.choice(visible[:-1] if pattern == "not its own" else visible, topk, replace=False)
 
 
+def _chosen_blocks(visible: _Ints, selection: Selection, pattern: str, rng: np.random.Generator) -> _Ints:
+    """Selects at most ``topk`` blocks of the positions ``visible``, the row's own block first of all."""
+    blocks = np.unique(visible // selection.block)
+    others, most = blocks[:-1], selection.topk - 1
+    if len(others) > most:
+        others = _chosen(others, most, pattern, rng) if most else others[:0]
+    found = rng.permutation(np.append(others, blocks[-1]))
+    if not selection.holes:
+        return found
+    # Holes take what is last.
+    return np.append(blocks[-1], found[found != blocks[-1]])
+
+
 def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Ints:
     """[topk] with -1 for what is not filled: behind the keys, or with holes anywhere, first too."""
     row = np.full(selection.topk, -1, np.int64)
@@ -61,7 +74,7 @@ def _listed(keys: _Ints, selection: Selection, rng: np.random.Generator) -> _Int
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=lambda keys: keys.nbytes), key=numbers_of, lock=threading.Lock())
 def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
-    """[L, T, topk] int64: keys that each live row selects, as places in its request along S; -1: none.
+    """[L, T, topk] int64: keys that each live row selects, as places in its request along S, or blocks; -1: none.
 
     Some requests of a step, and one chunk of it, have the selections that they have in the whole step.
     """
@@ -88,7 +101,11 @@ def _selected_keys(schedule: Schedule, step: Step) -> torch.Tensor:
         visible = data.visible[request, offset].nonzero()[:, 0].numpy()
         for layer in range(layers):
             pattern = _PATTERNS[(turn + row + 3 * layer) % len(_PATTERNS)]
-            found[layer, row] = _listed(_chosen(visible, selection.topk, pattern, rng), selection, rng)
+            if selection.block > 1:
+                chosen = _chosen_blocks(data.key_positions[request].numpy()[visible], selection, pattern, rng)
+            else:
+                chosen = _chosen(visible, selection.topk, pattern, rng)
+            found[layer, row] = _listed(chosen, selection, rng)
     if selection.empty_rows:
         # One row of each layer, and not the same one.
         for layer in range(layers):
@@ -105,11 +122,23 @@ def make_sparse_data(schedule: Schedule, step: Step, pattern: str | None = None)
         none = torch.full((schedule.case.layers.count, len(data.positions), schedule.case.selection.topk), -1)
         return replace(data, selected=none.to(torch.int32), index=make_index_data(schedule, step))
     keys = _selected_keys(schedule, step)
-    return replace(data, allowed=attended_by(data, keys), selected=_indices(schedule, step, data, keys))
+    block = schedule.case.selection.block if schedule.case.selection else 1
+    return replace(data, allowed=attended_by(data, keys, block), selected=_indices(schedule, step, data, keys))
 
 
-def attended_by(data: StepData, keys: torch.Tensor) -> torch.Tensor:
-    """[L, B, Tmax, S] bool: the keys of each row. ``keys`` [L, T, topk] int64, places along S; -1: none."""
+def attended_by(data: StepData, keys: torch.Tensor, block: int = 1) -> torch.Tensor:
+    """[L, B, Tmax, S] bool: the keys of each row. ``keys`` [L, T, topk] int64: places along S, or numbers of blocks of
+    ``block`` keys, of which a row attends those that it may see; -1: none.
+    """
+    if block > 1:
+        of_key = data.key_positions // block
+        listed = torch.zeros(*keys.shape[:2], int(of_key.max()) + 2 if of_key.numel() else 1, dtype=torch.bool)
+        listed.scatter_(2, keys.clamp(max=listed.shape[2] - 2) % listed.shape[2], True)
+        # An index of -1 has marked the last column, in which no key is.
+        rows = listed.gather(2, of_key[data.row_request].expand(len(keys), -1, -1))
+        found = torch.zeros(len(keys), *data.visible.shape, dtype=torch.bool)
+        found[:, data.row_request, data.row_offset] = rows
+        return found & data.visible
     allowed = torch.zeros(len(keys), *data.visible.shape, dtype=torch.bool)
     layer, row, column = (keys >= 0).nonzero(as_tuple=True)
     allowed[layer, data.row_request[row], data.row_offset[row], keys[layer, row, column]] = True
@@ -135,7 +164,7 @@ def _indices(schedule: Schedule, step: Step, data: StepData, keys: torch.Tensor)
         names = torch.from_numpy(table)
     else:
         names = data.key_positions
-    if not keys.numel():
+    if not keys.numel() or selection.block > 1:
         return keys.to(torch.int32)
     found = names[data.row_request[None, :, None], keys.clamp(min=0)]
     return torch.where(keys < 0, -1, found).to(torch.int32)

@@ -51,7 +51,7 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
     keys, selection = data.selected, schedule.case.selection
     assert keys is not None
     assert selection is not None
-    if selection.slots or schedule.case.draft:
+    if selection.slots or selection.block > 1 or schedule.case.draft:
         # Only a position in a chain is the place of its key.
         return
     keys = keys.long()
@@ -74,7 +74,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
     allowed = data.allowed
     assert allowed is not None
     visible = data.visible.expand_as(allowed)
-    topk = schedule.case.selection.topk if schedule.case.selection else 0
+    topk = schedule.case.selection.keys if schedule.case.selection else 0
     first = torch.arange(visible.shape[-1]) < topk
     latest = visible & (visible.flip(-1).cumsum(-1).flip(-1) <= topk)
     for text, wrong in (

@@ -338,6 +338,11 @@ def _keys_of_all_rows(case: Case, declared: Capabilities) -> int:
     return case.width if counts_rows else 1
 
 
+def _skips_all_rows(case: Case) -> bool:
+    """True if a capture has no row to compute: every request of it is padding, and padding is skipped (SGLang)."""
+    return case.state is not None and case.state.padding != "write_zero"
+
+
 _ONE_KEY_IN_SPLITS = "; or a KV split without keys (here all but one) does not give 0 and -inf"
 
 
@@ -351,7 +356,9 @@ def _not_finite(schedules: Sequence[Schedule], fill: int, declared: Capabilities
     asked = [
         schedule
         for schedule in schedules
-        if fill >= _keys_of_all_rows(schedule.case, declared) and not schedule.case.new
+        if fill >= _keys_of_all_rows(schedule.case, declared)
+        and not schedule.case.new
+        and not _skips_all_rows(schedule.case)
     ]
     return [
         Finding(

@@ -64,9 +64,14 @@ class Lane:
         """Have the worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
         self._slot.of(candidate, device)
 
-    def describe(self, candidate: Candidate, device: str) -> Described:
-        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``."""
-        return self._slot.of(candidate, device).describe()
+    def describe(self, candidate: Candidate, device: str, meanwhile: Callable[[], None] = lambda: None) -> Described:
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``.
+
+        ``meanwhile``: called while the worker imports it.
+        """
+        worker = self._slot.of(candidate, device)
+        meanwhile()
+        return worker.describe()
 
     def run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
         """Run and evaluate one case; of a failure, say whether a fresh process fails too (None: it was not asked).

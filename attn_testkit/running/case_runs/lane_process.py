@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
@@ -37,6 +38,9 @@ _GRACE = 5.0
 """Seconds for a lane to end its workers before it is killed."""
 _EVALUATING = 3600.0
 """Seconds for evaluating one answer of a worker, far above what any takes."""
+_HEAD_START = 0.5
+"""Seconds that the first worker of a run has the device to itself: one makes its context in 0.2 s, and one among 14 in
+1.7 s (H100), for which the plan would wait. An import that takes longer is begun by the others then."""
 _ALIVE = None
 """Sign of life, sent between two things that take long: only a lane that sends nothing hangs."""
 
@@ -71,17 +75,28 @@ class LaneProcess:
         """Have its worker import a backend, and do not wait for it. Raises ``WorkerStartError``."""
         self._tell("start", candidate, device)
 
-    def describe(self, candidate: Candidate, device: str) -> Described:
-        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``."""
+    def describe(self, candidate: Candidate, device: str, meanwhile: Callable[[], None] = lambda: None) -> Described:
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported, and ``WorkerStartError``.
+
+        ``meanwhile``: called when it is described, or after a head start if that takes longer.
+        """
         self._tell("describe", candidate, device)
+        called, until = False, time.monotonic() + _HEAD_START
         try:
-            while (answer := self._answer()) is _ALIVE:
-                pass
+            while True:
+                assert self.child is not None
+                if not called and _is_silent(self.child.connection, until):
+                    called = True
+                    meanwhile()
+                if (answer := self._answer()) is not _ALIVE:
+                    break
         except ChildLost as error:
             raise WorkerStartError(f"a lane could not start: {error.reason}") from error
         kind, value = answer
         if kind != "described":
             raise (BackendNotFound if kind == "not found" else WorkerStartError)(value)
+        if not called:
+            meanwhile()
         described: Described = value
         return described
 
@@ -172,6 +187,14 @@ class LaneProcess:
         if answer is _ALIVE:
             self.child.wait_for(self._patience)
         return answer
+
+
+def _is_silent(connection: Connection, until: float) -> bool:
+    """Wait for a message until then, and report whether none came."""
+    try:
+        return not connection.poll(max(0.0, until - time.monotonic()))
+    except OSError:  # another thread has closed it
+        return False
 
 
 def ready(lanes: Sequence[LaneProcess]) -> list[LaneProcess]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from functools import partial
 
 from ...cases.case import parse_case
 from ...contract import Capabilities
@@ -30,6 +31,10 @@ from .worker_slot import named_request
 __all__ = ["Runner"]
 
 _Group = deque[Item]
+
+
+def _nothing() -> None:
+    pass
 
 
 class Runner:
@@ -69,26 +74,30 @@ class Runner:
         )
 
     def _capabilities_for(self, candidate: Candidate, request: Request) -> Capabilities:
-        """Return what it declares. All workers of the run import it at once, and the plan is made meanwhile."""
+        """Return what it declares. The other workers of the run import it while the plan is made."""
         alone = len(request.candidates) == 1 and not request.cases and not self.options.in_process
-        if alone and self.options.jobs > 1:
-            for index in range(self.options.jobs):
-                try:
-                    self._lane(index).start(candidate, request.device)
-                except WorkerStartError:
-                    break  # the run will ask for one again, and say what is in the way
-            # The plan names the device, and the first question to a GPU takes a second.
-            _ = resolve(request.device).name
-        declared = self.declared(candidate, request.device)
+        several = alone and self.options.jobs > 1
+        declared = self.declared(
+            candidate, request.device, partial(self._start_others, candidate, request.device) if several else _nothing
+        )
         if alone and self._apart and request.tier != "smoke":
             lanes = [self._lane(index) for index in range(self.options.jobs)]
             draw_in_lanes([lane for lane in lanes if isinstance(lane, LaneProcess)], declared, request)
         return declared
 
-    def declared(self, candidate: Candidate, device: str) -> Capabilities:
-        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported."""
+    def _start_others(self, candidate: Candidate, device: str) -> None:
+        for index in range(1, self.options.jobs):
+            try:
+                self._lane(index).start(candidate, device)
+            except WorkerStartError:
+                break  # the run will ask for one again, and say what is in the way
+
+    def declared(self, candidate: Candidate, device: str, meanwhile: Callable[[], None] = _nothing) -> Capabilities:
+        """Return what a backend declares. Raises ``UsageError`` if it cannot be imported. ``meanwhile``: as in
+        ``LaneProcess.describe``.
+        """
         if candidate not in self._described:
-            self._described[candidate] = self._lane(0).describe(candidate, device)
+            self._described[candidate] = self._lane(0).describe(candidate, device, meanwhile)
         return self._described[candidate].declared
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:

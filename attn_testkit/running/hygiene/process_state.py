@@ -72,7 +72,7 @@ def _owners(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
 
 
 def take_state() -> ProcessState:
-    """The state of this process now. To be taken where no emulation is active, which replaces functions of torch."""
+    """The state of this process now. Call it while no emulation is active, because that replaces functions of torch."""
     modules = _modules()
     # Of many workers in one process, as of `--in-process`, most find what the one before has found.
     if not _taken or _taken[0][0] != modules or not unchanged(_taken[0][1]):
@@ -191,7 +191,7 @@ def _replaced(before: ProcessState) -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_fixed(key: str, value: Any) -> bool:
-    """Functions, classes, modules and constants. The kit and torch assign to variables of their own.
+    """True for functions, classes, modules and constants: the kit and torch assign only to other variables.
 
     ``torch.set_default_dtype`` replaces ``torch.Storage``.
     """

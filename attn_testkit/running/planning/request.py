@@ -145,7 +145,7 @@ class Options:
     timeout_s: float = 300.0
     """Seconds that one case-run may take; after a failure each run of the diagnosis may take as long."""
     gpus: tuple[str, ...] = ()
-    """``CUDA_VISIBLE_DEVICES`` values that the processes take turns with; empty: all use what is visible."""
+    """``CUDA_VISIBLE_DEVICES`` values, assigned to the processes in rotation; empty: all use what is visible."""
     in_process: bool = False
     """Run the backend in this process, for debuggers. Such a run is not a gate."""
     after: tuple[str, ...] = ()

@@ -130,7 +130,7 @@ class Child:
         return self._lost(Status.CRASHED, f"the process spoke for itself: {what}")
 
     def printed(self) -> str:
-        """Output since the last message to the process, unchanged; of a long one, the end."""
+        """Output since the last message to the process, unchanged. If it is long, only its end."""
         return _tail(self._words, self._mark)
 
     def last_words(self) -> str:

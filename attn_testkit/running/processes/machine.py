@@ -50,18 +50,14 @@ def packages(requirements: list[str] | None = None) -> list[Package]:
     found: dict[str, Package] = {}
     for text in listed:
         requirement = Requirement(text)
-        extra = _extra(str(requirement.marker or ""))
+        match = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", str(requirement.marker or ""))
+        extra = match[1] if match else ""
         if extra != _DEVELOPERS and requirement.name not in found:
             found[requirement.name] = _package(requirement, extra)
     return list(found.values())
 
 
 _DEVELOPERS = "dev"
-
-
-def _extra(marker: str) -> str:
-    match = re.search(r"""extra\s*==\s*['"]([\w-]+)['"]""", marker)
-    return match[1] if match else ""
 
 
 def _package(requirement: Requirement, extra: str) -> Package:
@@ -109,7 +105,8 @@ class Resources:
 def resources(environment: Mapping[str, str], root: Path = Path("/")) -> Resources:
     """Look at this machine. ``root``: where /sys and /proc are."""
     limit = _number(root / "sys/fs/cgroup/memory.max", root / "sys/fs/cgroup/memory/memory.limit_in_bytes")
-    total = _total_memory(root)
+    match = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
+    total = int(match[1]) * 1024 if match else None
     limited = limit is not None and (total is None or limit < total)
     return Resources(
         cores=len(os.sched_getaffinity(0)),
@@ -117,7 +114,10 @@ def resources(environment: Mapping[str, str], root: Path = Path("/")) -> Resourc
         memory=limit if limited else total,
         limited=limited,
         threads=environment.get("OMP_NUM_THREADS", ""),
-        caches={str(folder): _files(folder) for folder in _cache_folders(environment)},
+        caches={
+            str(folder): (sum(path.is_file() for path in folder.rglob("*")) if folder.is_dir() else None)
+            for folder in _cache_folders(environment)
+        },
     )
 
 
@@ -127,21 +127,12 @@ def _cache_folders(environment: Mapping[str, str]) -> Iterator[Path]:
     yield Path(environment.get("FLASHINFER_WORKSPACE_BASE") or home, ".cache", "flashinfer")
 
 
-def _files(folder: Path) -> int | None:
-    return sum(path.is_file() for path in folder.rglob("*")) if folder.is_dir() else None
-
-
 def _number(*files: Path) -> int | None:
     for file in files:
         text = _text(file)
         if text.isdecimal():
             return int(text)
     return None
-
-
-def _total_memory(root: Path) -> int | None:
-    match = re.search(r"^MemTotal:\s+(\d+) kB", _text(root / "proc/meminfo"), re.MULTILINE)
-    return int(match[1]) * 1024 if match else None
 
 
 def _quota(root: Path) -> float | None:
