@@ -16,7 +16,7 @@ from functools import lru_cache
 from ..contract import Execution, ForwardMode
 from .dimensions.data_pattern import DATA
 from .fields import Fields
-from .layers import SETTINGS
+from .layers import TURNS
 from .renamed_words import FIRST_NAMES, first_written
 
 __all__ = ["CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "chosen", "derived", "shallow_depth"]
@@ -62,7 +62,7 @@ def _others_may_have_one(case: Fields) -> bool:
     return case.window >= 0 and case.layer_windows == "any" and not case.layers.varied and case.layers.count > 1
 
 
-_LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(len(SETTINGS)))
+_LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(TURNS))
 CONTIGUOUS = 1
 """The value of ``qkv-memory`` that makes q, k and v tensors of their own."""
 
@@ -98,7 +98,6 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("layer 0"), Value("layer 1")),
         lambda case: case.logit_cap > 0 and not case.layers.varied and case.layers.count > 1,
     ),
-    # See ``Case.layer_options``.
     DerivedParameter(
         "narrowest-layer",
         "the layer with the case's window; those after it have none, then wider ones",
@@ -107,9 +106,9 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     ),
     DerivedParameter(
         "richest-layer",
-        "the layer with the soft cap, which the one after it has too",
+        "the layer with soft cap and sinks; after it one has the cap, one neither, and one sinks",
         _LAYERS_IN_WORDS,
-        lambda case: case.layers.varied and case.logit_cap > 0,
+        lambda case: case.layers.varied and (case.logit_cap > 0 or case.sinks),
     ),
     # If a request fills the context, the context need not be whole pages.
     DerivedParameter(

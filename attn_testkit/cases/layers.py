@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from ..contract import HeadShape
 from .head_shapes import SHAPES_WORD, shapes_word
 
-__all__ = ["CAPPED", "LAYERS_WORD", "PERIOD", "SETTINGS", "Layers", "Setting", "varies"]
+__all__ = ["CAPPED", "LAYERS_WORD", "PERIOD", "SETTINGS", "SINKING", "TURNS", "Layers", "Setting", "varies"]
 
 
 class Setting(NamedTuple):
@@ -29,18 +29,22 @@ SETTINGS = (
     Setting(1.5, 0.5, 2.0, -0.5),
     Setting(0.75, 1.0, 0.25, 0.25),
     Setting(1.25, 2.0, 1.0, 0.75),
+    Setting(0.625, 4.0, 8.0, -0.25),
+    Setting(1.125, 8.0, 4.0, 0.5),
 )
 """Layer by layer. No two have one of them in common: what repeats after two layers is wrong in the third."""
 PERIOD = 2
 """Layers after which windows and soft caps repeat, as in models in which every second layer has a window."""
 
-CAPPED = (0, 1)
-"""Turns in which a layer has the soft cap, where options vary."""
+TURNS = 4
+"""Layers after which options repeat where each layer has its own combination of them."""
+CAPPED, SINKING = (0, 1), (0, 3)
+"""Turns in which a layer has the soft cap, and sinks, where options vary: both, one of them, none, the other."""
 
 
 @dataclass(frozen=True)
 class Layers:
-    """Number of attention layers, and their ids. Raises ``ValueError`` for none, more than four, or a negative id.
+    """Number of attention layers, and their ids. Raises ``ValueError`` for none, more than six, or a negative id.
 
     Also for shapes that are not two, or of one layer, and for options that vary inside a KV group: it has one window.
 
@@ -56,8 +60,8 @@ class Layers:
     shapes: tuple[HeadShape, ...] = ()
     """Alternating shapes of their heads. Empty: all have those of the case."""
     varied: bool = False
-    """Each layer has its own combination of window and soft cap, out of those that the case has. Without it they
-    alternate. Sinks are in all layers: the oracle of softmax takes those of all layers, or none."""
+    """Each layer has its own combination of window, soft cap and sinks, out of those that the case has. Without it
+    windows and soft caps alternate, and all layers have sinks, or none."""
 
     def __post_init__(self) -> None:
         if not 1 <= self.count <= len(SETTINGS) or self.first < 0:
@@ -93,7 +97,7 @@ class Layers:
 
     def turns_from(self, first: int) -> list[int]:
         """Turn of each layer, 0 .. 3, where layer number ``first`` has turn 0."""
-        return [(place - first) % len(SETTINGS) for place in range(self.count)]
+        return [(place - first) % TURNS for place in range(self.count)]
 
     def name(self, place: int) -> str:
         """Name of the layer that runs as number ``place``, from 0 on, as in messages: by its id."""

@@ -11,7 +11,7 @@ from ...contract import BackendContext, Capabilities, ForwardMode, HeadShape, KV
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes
-from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
+from ..layers import LAYERS_WORD, PERIOD, SETTINGS, TURNS, Layers
 from .dimension import (
     Asked,
     Bound,
@@ -28,7 +28,9 @@ from .dimension import (
     seldom,
 )
 from .logit_cap import capped
+from .numbers import nearer_numbers
 from .outside import pool_like
+from .sinks import sinking
 from .window import windows_of
 
 __all__ = ["LAYERS", "fields_with_shapes"]
@@ -64,19 +66,21 @@ def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[C
         yield from _alone(case)
     alone = Layers(count, first)
     one_thing = (replace(alone, groups=case.layers.groups), replace(alone, shapes=case.layers.shapes))
-    for layers in (alone, *one_thing, replace(case.layers, first=0), replace(case.layers, count=2)):
+    fewer = [replace(case.layers, count=near) for near in (PERIOD, *nearer_numbers(count, PERIOD))]
+    for layers in (alone, *one_thing, replace(case.layers, first=0), *fewer):
         yield {"layers": layers}
 
 
 def _alone(case: Fields) -> Iterator[Changes]:
-    """Each layer by itself, with the options that it has among the others."""
-    options = zip(windows_of(case), capped(case), strict=True)
-    for window, has_cap in options:
+    """Each layer by itself, with its id and the options that it has among the others."""
+    options = zip(windows_of(case), capped(case), sinking(case), strict=True)
+    for place, (window, has_cap, has_sinks) in enumerate(options):
         yield {
-            "layers": Layers(1, case.layers.first),
+            "layers": Layers(1, case.layers.first + place),
             "window": window,
             "layer_windows": case.layer_windows if window >= 0 else "any",
             "logit_cap": case.logit_cap * has_cap,
+            "sinks": case.sinks and has_sinks,
         }
 
 
@@ -136,7 +140,7 @@ def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[A
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """The simplest are two layers from 0, in one KV group."""
-    counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
+    counts = sorted(range(1, TURNS + 1), key=lambda count: abs(count - Layers().count))
     count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
     groups = declared.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
