@@ -361,7 +361,7 @@ def _build_step(
     trees = _trees(case, index, count, depth, rng)
     lens = lens_of(case, replace(plan, new=news))
     shared = _shared_pages(case, plan.prefixes)
-    layout = layout_at(case, index)
+    layout = plan.layout or layout_at(case, index)
     pages = _pages_for(layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
     pool_rows = rng.permutation(rows)[:count] + 1
     requests = tuple(
@@ -380,7 +380,8 @@ def _build_step(
         requests = tuple(branched(request, case.draft, page) for request in requests)
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too,
-                layout=layout, padding=padding_at(case, index), data=data_at(case, index))  # fmt: skip
+                layout=layout, padding=plan.padding or padding_at(case, index),
+                data=plan.data or data_at(case, index))  # fmt: skip
 
 
 def branched(request: Request, draft: Draft, page: int) -> Request:
