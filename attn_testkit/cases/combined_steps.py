@@ -1,4 +1,4 @@
-"""Steps of an instance in which everything that varies from step to step is combined: the second level of the catalogue.
+"""Steps in which everything that varies from step to step is combined: the second level of the catalogue.
 
 Other steps are made of the case's own batch, each for a purpose (``plans.py``). A replay costs a thirtieth of an
 instance with its captures, so an instance has a few more, with other lengths, requests, slots, padding and data: each
@@ -13,17 +13,20 @@ from typing import Any
 
 import numpy as np
 
-from .dimensions.data_pattern import DATA, EQUAL_LOGITS
+from .dimensions.data_pattern import DATA, REVEALING
 from .dimensions.lengths import PATTERNS
 from .dimensions.padding import PADDINGS
 from .dimensions.slot_order import LAYOUTS
 from .fields import Fields
 from .plan import Plan
 
-__all__ = ["COMBINED", "combined_plans"]
+__all__ = ["combined_plans"]
 
-COMBINED = 3
-"""Steps of a case whose values are combined."""
+_FEW, _MANY = 1, 3
+"""Steps whose values are combined. Many for layers that have each their own options: such an instance is made for many
+checks, and costs more to set up.
+"""
+_MOST_TOKENS = 512
 _MOST_REQUESTS = 9
 """Requests of such a step, however many the bucket has."""
 _COUNTS = ("pattern", "exact", "all but one", "one")
@@ -34,22 +37,23 @@ _COLUMNS: dict[str, Sequence[Any]] = {
     # Pages that are shared, and rows that small requests fill, are decisions about all steps of a case.
     "layout": tuple(layout for layout in LAYOUTS if layout != "shared"),
     "padding": tuple(padding for padding in PADDINGS if padding != "small"),
-    "data": tuple(data for data in DATA if data not in EQUAL_LOGITS),
 }
 
 
 def combined_plans(case: Fields, buckets: Sequence[int], plans: Sequence[Plan]) -> list[Plan]:
-    """Further steps of a case that has ``plans``: no request is longer than the longest of theirs, and none of them has
-    more keys than the largest. None for a loop, or for layers that keep a state, whose steps build on each other.
+    """Further steps of a case that has ``plans``: no request is longer than the longest of theirs, and no step
+    has more keys than their largest. None for a loop, and for layers that keep a state.
     """
     if case.rounds or case.state is not None:
         return []
     rng = np.random.default_rng(case.digest ^ 0xA11)
-    orders = {name: rng.permutation(len(values)) for name, values in _COLUMNS.items()}
+    columns = {**_COLUMNS, "data": tuple(dict.fromkeys((*REVEALING, case.data)))}
+    orders = {name: rng.permutation(len(values)) for name, values in columns.items()}
     made = []
-    for number in range(COMBINED):
-        drawn = {name: values[orders[name][number % len(values)]] for name, values in _COLUMNS.items()}
-        bucket, of_pattern = buckets[drawn["bucket"] % len(buckets)], PATTERNS[drawn["batch"]](max(case.page_size, 8), case.width)
+    for number in range(_MANY if case.layers.varied else _FEW):
+        drawn = {name: values[orders[name][number % len(values)]] for name, values in columns.items()}
+        bucket = buckets[drawn["bucket"] % len(buckets)]
+        of_pattern = PATTERNS[drawn["batch"]](max(case.page_size, 8), case.width)
         made.append(
             Plan(
                 f"combined values {number + 1}",
@@ -70,8 +74,7 @@ def _count(word: str, of_pattern: int, bucket: int) -> int:
 
 def _bounded(lens: Sequence[int], count: int, plans: Sequence[Plan]) -> tuple[int, ...]:
     longest = max(length for plan in plans for length in plan.prefixes)
-    left = max(sum(plan.prefixes) for plan in plans)
-    found = []
+    found, left = list[int](), min(_MOST_TOKENS, max(sum(plan.prefixes) for plan in plans))
     for number in range(count):
         found.append(max(0, min(lens[number % len(lens)], longest, left)))
         left -= found[-1]

@@ -7,7 +7,7 @@ The first two steps are as the case says: an eager run has the first, and a fail
 
 from __future__ import annotations
 
-from ..cases.dimensions.data_pattern import DATA
+from ..cases.dimensions.data_pattern import DATA, REVEALING
 from ..cases.dimensions.padding import PADDINGS
 from ..cases.dimensions.slot_order import LAYOUTS
 from ..cases.fields import Fields
@@ -19,15 +19,13 @@ _AS_NAMED = 2
 # Shared pages and rows that are filled up with live requests are decisions about whole steps.
 _LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "shared")
 _PADDINGS = tuple(padding for padding in PADDINGS if padding != "small")
-_DATA = ("gauss", "shifted", "one_hot")
-"""Patterns that show every wrong key, position and head."""
 
 
 def data_at(case: Fields, index: int) -> str:
     """Data pattern of step ``index``. Patterns of the cases that are made for a magnitude, or count keys, stay."""
     if case.data not in DATA or index < _AS_NAMED:
         return case.data
-    values = (case.data, *(data for data in _DATA if data != case.data))
+    values = (case.data, *(data for data in REVEALING if data != case.data))
     return _turned(values, case.data, index, backwards=case.derived("data-turns") == 1)
 
 
