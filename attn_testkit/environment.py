@@ -15,12 +15,12 @@ import torch
 from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
-from .emulation import LIMITS, Policy, compiled_regions_run, emulated_cuda, is_active, orderly_stream
+from .emulation import LIMITS, Policy, compiled_regions_run, emulated_cuda, is_active, orderly_stream, scratch
 from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import dirty_fresh_memory, fresh_memory
 from .registry import UsageError, did_you_mean
 
-__all__ = ["Environment", "compiled_regions_run", "missing_here", "resolve", "side_stream"]
+__all__ = ["Environment", "compiled_regions_run", "missing_here", "resolve", "scratch", "side_stream"]
 
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
 _MOST_CYCLES = 400_000_000

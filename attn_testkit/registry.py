@@ -213,6 +213,7 @@ def _import(spec: str, module_name: str) -> ModuleType:
             raise BackendNotFound(_is_a_file(spec, module_name, spec.partition(":")[2])) from error
         if module_name == missing or module_name.startswith(missing + "."):
             hint = did_you_mean(missing, _siblings(missing), cutoff=0.75)
+            hint = hint or "; install its package, or run the command in the folder that has it"
             raise BackendNotFound(f"backend {spec!r}: module {missing!r} does not exist{hint}") from error
         raise BackendNotFound(_import_failed(spec, module_name, error)) from error
     except KeyboardInterrupt:
@@ -273,7 +274,9 @@ def _attribute(spec: str, owner: object, name: str) -> object:
         return found
     where = getattr(owner, "__name__", str(owner))
     classes = [n for n, value in vars(owner).items() if isinstance(value, type)]
-    raise BackendNotFound(f"backend {spec!r}: {where} has no {name!r}{did_you_mean(name, classes)}")
+    of_it = [n for n in classes if vars(owner)[n].__module__ == where]
+    its = f"; its classes are {', '.join(of_it)}" if of_it else "; it defines no class"
+    raise BackendNotFound(f"backend {spec!r}: {where} has no {name!r}{did_you_mean(name, classes) or its}")
 
 
 def checked_class(spec: str, found: object) -> type[AttentionBackend]:
@@ -284,7 +287,7 @@ def checked_class(spec: str, found: object) -> type[AttentionBackend]:
         kind = type(found).__name__
         if isinstance(found, AttentionBackend):
             raise BackendNotFound(f"backend {spec!r} is an instance; name its class, {kind}: the kit constructs it")
-        raise BackendNotFound(f"backend {spec!r} is a {kind}, not a class derived from AttentionBackend")
+        raise BackendNotFound(f"backend {spec!r} is of type {kind}; expected a class derived from AttentionBackend")
     if not issubclass(found, AttentionBackend):
         raise BackendNotFound(f"backend {spec!r} does not derive from AttentionBackend or KernelBackend")
     unwritten = sorted(getattr(found, "__abstractmethods__", ()))

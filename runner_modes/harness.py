@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from attn_testkit.cases.server_variants import dialect_of, variant_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
+    ROW_FORMATS,
     AttentionBackend,
     AttentionLayer,
     BackendContext,
@@ -27,6 +29,7 @@ from attn_testkit.contract import (
     KVPool,
 )
 from attn_testkit.contract.kv_layouts import OWN, KVLayer, KVPoolSpec
+from attn_testkit.environment import scratch
 from attn_testkit.families.family import Watch
 from attn_testkit.families.table import family_of
 from attn_testkit.model import Model, Trace, pack, row_width
@@ -139,12 +142,23 @@ def _pool(
     """Make a KV pool. Raises ``NoRoomError`` if a pool that is mostly unused does not fit."""
     try:
         return KVPool(
-            pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared
-        )
+            pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared,
+            row_format=case.kv_dtype if case.kv_dtype in ROW_FORMATS else "",
+        )  # fmt: skip
     except RuntimeError as error:
         if cleared or not out_of_memory(error):
             raise
         raise NoRoomError(f"{NO_ROOM}for a KV pool of more than 2^31 elements: {first_line(error)}") from None
+
+
+def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
+    """Page 0 of each layer's keys, values and index keys, and slot 0 of each layer's states."""
+    for layer in context.layers:
+        with suppress(KeyError, ValueError):  # no layer of the KV pool, or one of a layout that has no pages
+            yield from (pages[0] for pages in context.group_of(layer).kv_pool.get_kv_pages(layer.layer_id))
+    for part in context.state.pool.parts if context.state else ():
+        yield part[0]
+    yield from context.index_pool.memory[:, 0] if context.index_pool else ()
 
 
 class ServerHarness:
@@ -199,6 +213,8 @@ class ServerHarness:
         """The memory that outlives a step, before a step and after it."""
         self.index = IndexWatch(self.context, schedules, most) if self.context.index_pool else None
         """Numbers of the indexer and its memory; None without an indexer."""
+        for memory in _reserved_memory(self.context):
+            scratch(memory)  # padded rows may all be stored there
         strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
         with no_mode_left():

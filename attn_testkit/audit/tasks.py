@@ -60,7 +60,9 @@ def tasks_for(settings: Settings) -> list[Task]:
     if not tasks:
         asked = settings.faults or (settings.classes or settings.field_bugs,)
         names = [entry.slug for entry in (*bugs, *all_controls())] + [entry.slug for entry in all_adversarial()]
-        raise UsageError(f"no fault matches {', '.join(asked)}{did_you_mean(asked[0], names)}")
+        letters = "".join(sorted({bug.bug_class for bug in bugs}))
+        known = f"; the classes are {letters}" if settings.classes else did_you_mean(asked[0], names)
+        raise UsageError(f"no fault matches {', '.join(asked)}{known}")
     # The longest first, so that none runs by itself at the end; tasks with the same cases follow each other, because
     # they share the oracle's answers.
     return sorted(tasks, key=lambda task: (task.kind != "control", task.mode, task.name, task.execution == "eager"))

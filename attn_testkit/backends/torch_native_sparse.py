@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..contract import (
+    ROW_FORMATS,
+    AttentionLayer,
     Capabilities,
     ForwardMode,
     Indexer,
@@ -15,7 +17,12 @@ from ..contract import (
     Sparse,
 )
 
-__all__ = ["TorchNativeSparseBackend", "TorchNativeSparseBlocksBackend", "TorchNativeSparseSlotsBackend"]
+__all__ = [
+    "TorchNativeSparseBackend",
+    "TorchNativeSparseBlocksBackend",
+    "TorchNativeSparsePackedBackend",
+    "TorchNativeSparseSlotsBackend",
+]
 
 
 class TorchNativeSparseBackend(KernelBackend):
@@ -108,6 +115,13 @@ class TorchNativeSparseBackend(KernelBackend):
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
         return self.attend(q, kv, plan, self.slots(selected, plan), selected >= 0)
 
+    def read(
+        self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys [T, n, Hk, D] and values [T, n, Hk, Dv] in ``slot`` [T, n], float32."""
+        k, v = (each.flatten(0, 1)[slot].float() for each in kv)
+        return k * layer.k_scale, v * layer.v_scale
+
     def attend(
         self,
         q: torch.Tensor,
@@ -118,8 +132,7 @@ class TorchNativeSparseBackend(KernelBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the keys in ``slot`` [T, n] where ``is_key``. Reads for -1 may be NaN: they are masked first."""
         layer, there = plan.layer, is_key[..., None, None]
-        k, v = (each.flatten(0, 1)[slot].float().masked_fill(~there, 0.0) for each in kv)
-        k, v = k * layer.k_scale, v * layer.v_scale
+        k, v = (each.masked_fill(~there, 0.0) for each in self.read(kv, slot, layer))
         group = layer.q_per_kv
         rows = q.float().view(len(q), -1, group, q.shape[-1])
         logits = torch.einsum("thgd,tnhd->thgn", rows, k) * layer.scaling
@@ -155,6 +168,23 @@ class TorchNativeSparseSlotsBackend(TorchNativeSparseBackend):
     def indices(self, keys: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
         """Slots of the keys."""
         return table.gather(1, keys)
+
+
+class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):
+    """The pool holds packed rows of FP8 numbers, scales and an unscaled rope part: 656 bytes for DeepSeek V3.2."""
+
+    capabilities = TorchNativeSparseBackend.capabilities.with_changes(
+        families={"mla"}, head_dims={128, 512}, mla_rope_dims={64}, dtypes={"bf16"}, kv_dtypes=set(ROW_FORMATS)
+    )
+
+    def read(
+        self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Numbers times their scales, and the rope part behind them."""
+        rows = self.context.kv_pool.rows_of(layer)
+        assert rows is not None
+        keys = rows.unpack(kv[0].flatten(0, 1)[slot])
+        return keys, keys[..., : layer.kv_lora_rank]
 
 
 class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):

@@ -8,7 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
-from ..contract import ForwardMode, HeadShape
+from ..contract import ROW_FORMATS, ForwardMode, HeadShape
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .indexing import Indexing
@@ -137,6 +137,11 @@ class Fields:
         for one, other, why in _EXCLUSIVE:
             if THINGS[one](self) and THINGS[other](self):
                 raise ValueError(f"{one} and {other}: {why}")
+        form = ROW_FORMATS.get(self.kv_dtype)
+        if form and not form.fits(self.heads.layout, self.dtype, self.head_dim):
+            raise ValueError(
+                f"{self.kv_dtype} with {self.heads} of {self.head_dim} in {self.dtype}: such rows are of {form.needs}"
+            )
         wrong = wrong_with_shapes(self.head_shape, self.layers.shapes) if self.layers.shapes else ""
         if wrong:
             raise ValueError(f"{self.layers} in a case of {self.heads} and head dim {self.head_dim}: {wrong}")

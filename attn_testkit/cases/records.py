@@ -69,7 +69,7 @@ class Pool:
     page_size: int
     """KV slots per page."""
     kv_dtype: str = "same"
-    """``same`` as the model's ``dtype``, or ``fp8_e4m3``."""
+    """``same`` as the model's ``dtype``, or another of ``KV_DTYPES``."""
     kv_layout: str = "nhd"
     """Layout of the pool in memory: one of ``KV_LAYOUTS``."""
 

@@ -34,12 +34,22 @@ def codes_of(data: StepData, lens: Sequence[int], layer: int, kv_head: int) -> t
     one = torch.cat([stored[layer, b, :length, kv_head] for b, length in enumerate(lens)])
     if one.dtype.itemsize > 1:
         return one.float().sign_()
+    if data.row_format:
+        one = (
+            one
+            if data.stored_values is not None
+            else torch.cat([data.stored_keys[layer, b, :length, kv_head] for b, length in enumerate(lens)])
+        )
+        return data.row_format.unpack(one)[..., : data.v.shape[-1]].sign_()
     # Torch converts FP8 one by one. The highest bit is the sign.
     return torch.where(one.view(torch.uint8) < 128, 1.0, -1.0)
 
 
 def code_sizes(data: StepData) -> torch.Tensor:
     """Size of the codes of each layer, [L] float64: 1, unless an FP8 pool's scale changes it."""
+    if data.row_format:
+        # Within rounding of 1, whatever their scale.
+        return torch.ones(len(data.stored_keys), dtype=torch.float64)
     stored, which = (data.stored_keys, 0) if data.stored_values is None else (data.stored_values, 1)
     one = stored[:, :1, :1, :1, :1].contiguous()
     return dequantised(one, data.kv_scales[which]).abs().flatten()

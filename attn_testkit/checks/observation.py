@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 
 from ..steps.data import StepData
+from ..steps.packed_rows import accepted
 from ..steps.schedule import Schedule, Step
 
 __all__ = [
@@ -186,9 +187,18 @@ class Observation:
 
     @cached_property
     def written(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots of the KV pool that changed, [n] int64 ascending, and their bits now: [L, 2 or 1, n, Hk, Dqk]."""
+        """Slots of the KV pool that changed, [n] int64 ascending, and their bits now: [L, 2 or 1, n, Hk, Dqk]. The
+        scales of packed rows that differ by rounding are the expected ones.
+        """
         pieces = self.copies.group("pool")
-        return pieces["slots"], pieces["rows"]
+        slots, rows = pieces["slots"], pieces["rows"]
+        packed = self.inputs.data.row_format if self.inputs else None
+        if packed and self.inputs:
+            due = torch.isin(slots, self.inputs.new_slots)
+            want = self.inputs.new_rows[:, :, torch.isin(self.inputs.new_slots, slots)]
+            rows = rows.clone()
+            rows[:, :, due] = accepted(packed, rows[:, :, due], want)
+        return slots, rows
 
     @cached_property
     def outside(self) -> tuple[int, ...]:

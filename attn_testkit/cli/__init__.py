@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -110,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except click.exceptions.NoArgsIsHelpError as error:
         click.echo(error.format_message(), err=True)
         return 4
-    except click.MissingParameter as error:
-        return _complain(f"{error.format_message()} {error.ctx.get_usage() if error.ctx else ''}")
+    except click.UsageError as error:
+        return _complain(f"{error.format_message()}{_usage(error)}")
     except click.ClickException as error:
         return _complain(error.format_message())
     except (KeyboardInterrupt, click.Abort):
@@ -125,6 +126,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         traceback.print_exc()
         click.echo("attn-testkit: the kit itself failed. This is a bug of the kit, not of the backend.", err=True)
         return 3
+
+
+def _usage(error: click.UsageError) -> str:
+    """The usage of a command, or the option to write instead, if the message has neither."""
+    named = isinstance(error, click.BadParameter) and not isinstance(error, click.MissingParameter)
+    if error.ctx is None or named:
+        return ""
+    extra = re.match(r"Got unexpected extra argument \((\S+)\)", error.format_message())
+    if extra and any(option.name == "backends" for option in error.ctx.command.params):
+        return f"; a backend is named with --backend {extra[1]}"
+    if isinstance(error, click.NoSuchOption):
+        return f" `{error.ctx.command_path} --help` lists the options."
+    return f"{'' if isinstance(error, click.MissingParameter) else '.'} {error.ctx.get_usage()}"
 
 
 def _complain(message: str) -> int:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..registry import UsageError
-from ..reports.record import cannot_write, write_text
+from ..reports.record import cannot_write, refuse_unwritable, write_text
 from ..running.planning.request import TIERS
 from .audit_mutants import hunt_mutants, mutant_options
 from .options import Seconds, Spelled, device_option
@@ -99,6 +99,7 @@ def audit(
 
     With --mutants: change a backend in one place at a time, and report the changes that no case notices.
     """
+    refuse_unwritable(json_file, html_file)
     shared = {"tier": tier, "device": device, "seed": seed, "jobs": jobs or min(2, os.cpu_count() or 1)}
     code = hunt_mutants(hunting, shared, json_file)
     if code is not None:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import click
 
 from ..registry import UsageError
-from ..reports.record import Report, write_text
+from ..reports.record import Report, refuse_unwritable, write_text
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure
 from ..running.check_backend import run_request
@@ -54,6 +54,7 @@ def demo(page: str, device: str) -> int:
     Four runs of one decode: eager, a CUDA graph that is replayed with the batch that it captured, a graph that is
     replayed with other batches, and both again with the bug fixed. Without a GPU, CUDA and its graphs are emulated.
     """
+    refuse_unwritable(page)
     with terminated_like_interrupted():
         report, ordinary = _run(device)
     rows = _rows(report.results, ordinary)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import click
 
-from ..reports.record import Record, Report, read_report
+from ..reports.record import read_report, write_report
 from ..reports.shards import merge_reports
 from .show import echo_header, print_summary
 
-__all__ = ["merge", "write_report"]
+__all__ = ["merge"]
 
 
 @click.command(
@@ -38,15 +38,3 @@ def merge(files: tuple[str, ...], json_file: str | None, missing: bool) -> int:
     if failure:
         click.echo(f"attn-testkit: the results file is incomplete: {failure}", err=True)
     return code
-
-
-def write_report(name: str, report: Report) -> str:
-    """Write a results file at once; returns the reason why it is incomplete, or nothing. Raises ``UsageError``."""
-    record = Record(name, report.header)
-    for result in report.results:
-        record.add(result)
-    if report.finished or report.interrupted:
-        record.finish(report.exit_code or 0, interrupted=report.interrupted, problems=report.problems)
-    else:
-        record.close()
-    return record.failure

@@ -15,6 +15,7 @@ from .layer import AttentionLayer, HeadShape
 from .merging import KVSplit, LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires
+from .row_format import ROW_FORMATS, PackedRows, RowFormat
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State
@@ -35,6 +36,7 @@ __all__ = [
     "KV_DTYPES",
     "KV_LAYOUTS",
     "LAYER_WINDOWS",
+    "ROW_FORMATS",
     "SGLANG",
     "VLLM",
     "AttentionBackend",
@@ -59,7 +61,9 @@ __all__ = [
     "KernelPlan",
     "LegacyGraphHooks",
     "LogSumExp",
+    "PackedRows",
     "Requires",
+    "RowFormat",
     "ServerConventions",
     "Sparse",
     "SpecInput",

@@ -132,7 +132,7 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
     kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
     if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
-        kv_dtype = str(context.kv_pool.dtype)
+        kv_dtype = context.kv_pool.row_format or str(context.kv_pool.dtype)
     rows = max([1] + [_rows(mode, context) for mode in context.modes])
     windows = [layer.sliding_window_size for layer in context.layers if layer.sliding_window_size >= 0]
     windowed, narrowest = bool(windows), min(windows, default=capabilities.windows.smallest)

@@ -14,6 +14,7 @@ from .kv_layouts import KV_LAYOUTS
 from .merging import LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires, written_requires
+from .row_format import ROW_FORMATS
 from .server_conventions import ServerConventions
 from .sparse import Sparse
 from .state import State
@@ -33,7 +34,7 @@ __all__ = [
 
 FAMILIES = tuple(HEAD_LAYOUTS)
 DTYPES = ("fp16", "bf16", "fp32")
-KV_DTYPES = ("same", "fp8_e4m3")
+KV_DTYPES = ("same", "fp8_e4m3", *ROW_FORMATS)
 FP8_PRODUCTS = ("fp8_e4m3", "fp8_e4m3_unscaled")
 MATMUL_DTYPES = ("model", *FP8_PRODUCTS)
 Q_SCALES = ("none", "per_token_head", "per_token", "per_tensor")
@@ -116,7 +117,8 @@ class Capabilities(Declared):
 
     # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
-    """Dtypes of the KV pool: ``same`` as the model, or ``fp8_e4m3`` with per-tensor scales."""
+    """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or a packed row with scales
+    of its own (``contract/row_format.py``): ``fp8_ds_mla``, for MLA in bf16."""
     page_sizes: Set[int] = frozenset({16})
     """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})
@@ -223,6 +225,7 @@ class Capabilities(Declared):
                 numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
                 raise ValueError(f"Capabilities.{name} must be {numbers}, got {sorted(map(str, values))}")
             self._set(name, frozenset(values))
+        self._check_row_formats()
         for name, least in _LEAST.items():
             self._check_number(name, least)
         self._check_flags()
@@ -242,6 +245,21 @@ class Capabilities(Declared):
                 "chains, "
                 "max_topk=K for trees of up to K children per node, or leave target-verify out"
             )
+
+    def _check_row_formats(self) -> None:
+        for form in (ROW_FORMATS[name] for name in sorted(self.kv_dtypes) if name in ROW_FORMATS):
+            others = [
+                f"{family} of {width} in {dtype}"
+                for family in sorted(self.families)
+                for width in sorted(self.head_dims)
+                for dtype in sorted(self.dtypes)
+                if not form.fits(HEAD_LAYOUTS[family], dtype, width)
+            ]
+            if others:
+                raise ValueError(
+                    f"Capabilities.kv_dtypes has {form.name}, of which there are no rows for {others[0]}: they are of "
+                    f"{form.needs}. Declare only these, or write a class for each"
+                )
 
     def _selects_in_forward(self) -> bool:
         return self.sparse is not None and self.sparse.indexer is not None and self.sparse.indexer.fused

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
+from .row_format import next_power_of_two
+
 __all__ = ["INDEX_PAGE", "INDEX_WIDTH", "IndexPool", "index_scales", "keys_of", "scales_of"]
 
 INDEX_PAGE = 64
@@ -25,8 +27,7 @@ def index_scales(rows: torch.Tensor, scale: str) -> torch.Tensor:
     exact = rows.float().abs().amax(-1).clamp(min=_LEAST_AMAX) / _LARGEST
     if scale == "amax":
         return exact
-    # The exponent of the next power of two: a carry out of the mantissa.
-    return ((exact.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    return next_power_of_two(exact)
 
 
 def keys_of(buffer: torch.Tensor) -> torch.Tensor:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from .layer import AttentionLayer
+from .row_format import PackedRows, RowFormat
 
 __all__ = [
     "KV_LAYOUTS", "OWN", "KVLayer", "KVPoolSpec", "between", "lay_out", "pieces_of", "place_of", "refuse_layers",
@@ -49,11 +50,22 @@ class KVPoolSpec:
     device: torch.device
     cleared: bool = True
     """True if memory has to be zeroed."""
+    row_format: RowFormat | None = None
+    """Format of a row, if it holds more than numbers of ``dtype``, which is then uint8."""
 
     @property
     def num_slots(self) -> int:
         """All slots, page 0 included."""
         return self.pages * self.page_size
+
+    def rows_of(self, layer: AttentionLayer) -> PackedRows | None:
+        """The packed rows of a layer; None if its rows are numbers."""
+        return self.row_format.of(layer) if self.row_format else None
+
+    def row_width(self, layer: AttentionLayer) -> int:
+        """Elements of a row of one head."""
+        rows = self.rows_of(layer)
+        return rows.nbytes if rows else layer.head_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +106,7 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
     first = spec.layers[0]
     sizes = {
         "layer": len(spec.layers), "part": first.head_layout.pool_rows, "page": spec.pages, "slot": spec.page_size,
-        "head": first.tp_k_head_num, "dim": first.head_dim,
+        "head": first.tp_k_head_num, "dim": spec.row_width(first),
     }  # fmt: skip
     strides, end = dict[str, int](), 1
     for axis in reversed(order):
@@ -159,7 +171,7 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
 
 def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None) -> str:
     """Text about a mistake in a view, and the remedy; empty if there is no mistake."""
-    heads, width = layer.tp_k_head_num, layer.head_dim
+    heads, width = layer.tp_k_head_num, spec.row_width(layer)
     if type(view) is not torch.Tensor:
         return f"are not a plain torch.Tensor: {view!r}"[:200]
     if view.dtype != spec.dtype or view.device.type != spec.device.type:

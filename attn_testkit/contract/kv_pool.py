@@ -10,6 +10,7 @@ import torch
 
 from .kv_layouts import OWN, KVLayer, KVPoolSpec, lay_out, pieces_of, place_of, refuse_layers, slot_dims
 from .layer import AttentionLayer
+from .row_format import ROW_FORMATS, PackedRows
 
 __all__ = ["KVPool"]
 
@@ -46,6 +47,9 @@ class KVPool:
 
     (MLA: 1 instead of 2.) ``get_kv_pages`` works in all of them, for kernels that take strides. If layers differ in
     their heads, Hk and D are the layer's own, and layers of one shape lie together.
+
+    In a pool with a ``row_format`` a row is bytes: D and Dv are the bytes of a row, the dtype is uint8, and of MLA the
+    value buffer is the key buffer. ``rows_of`` has the planes of a row.
     """
 
     def __init__(
@@ -59,12 +63,14 @@ class KVPool:
         own: Callable[[KVPoolSpec], Sequence[KVLayer]] | None = None,
         *,
         cleared: bool = True,
+        row_format: str = "",
     ) -> None:
         """Allocate memory, zeroed unless ``cleared`` is False.
 
         ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` except for MLA, and
         ``layout`` is a name of the table, else ``ValueError``. If ``layout`` is ``custom``, the function ``own``
-        allocates; its result is checked, and ``ValueError`` says what is wrong with it.
+        allocates; its result is checked, and ``ValueError`` says what is wrong with it. ``row_format``: a name of
+        ``ROW_FORMATS``, with ``dtype`` uint8; empty for rows of numbers.
         """
         if size % page_size:
             raise ValueError(f"a KV pool of {size} slots is not a whole number of {page_size}-slot pages")
@@ -75,7 +81,10 @@ class KVPool:
         """MLA: a slot holds one row per layer, which is key and value."""
         if not self.one_row and any(layer.v_head_dim != layer.head_dim for layer in layers):
             raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
-        spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device, cleared)
+        self.row_format = row_format
+        """Name of the format of a row; empty for numbers of ``dtype``."""
+        form = ROW_FORMATS[row_format] if row_format else None
+        self.spec = spec = KVPoolSpec(size // page_size + 1, page_size, layers, dtype, self.device, cleared, form)
         if layout == OWN:
             if own is None:
                 raise ValueError("the backend lays out a pool of layout 'custom': give its lay_out_kv_pool as `own`")
@@ -104,10 +113,16 @@ class KVPool:
         parts = self.memory[layer_id].parts
         layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         try:
-            views = [part.view(*slots, layer.tp_k_head_num, layer.head_dim) for part in parts]
+            views = [part.view(*slots, layer.tp_k_head_num, self.spec.row_width(layer)) for part in parts]
         except RuntimeError:
             return None
+        if self.row_format and self.one_row:
+            return views[0], views[0]
         return views[0], views[0][..., : layer.kv_lora_rank] if self.one_row else views[1]
+
+    def rows_of(self, layer: AttentionLayer) -> PackedRows | None:
+        """The format of a layer's rows: planes, packing, meaning. None for rows of numbers."""
+        return self.spec.rows_of(layer)
 
     @property
     def num_slots(self) -> int:
@@ -168,16 +183,18 @@ class KVPool:
 
         ``loc`` [T] int64 or int32: slots, as in ``out_cache_loc``. ``k`` [T, Hk, D], ``v`` [T, Hk, Dv] in the model's
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
-        and clamped to the largest FP8 value. Raises ``ValueError`` when a pool that is not MLA gets no ``v``.
+        and clamped to the largest FP8 value; with a ``row_format`` they are packed. Raises ``ValueError`` when a pool
+        that is not MLA gets no ``v``.
         """
         slots, stored = loc.long(), self._stored.get(layer.layer_id)
         if stored is None:
             stored = self._stored[layer.layer_id] = self._where_stored(layer.layer_id)
-        self._put(stored[0], slots, k, layer.k_scale)
+        packed = self.rows_of(layer)
+        self._put(stored[0], slots, packed.pack(k) if packed else k, layer.k_scale)
         if not self.one_row:
             if v is None:
                 raise ValueError("a pool that is not MLA needs v as well as k")
-            self._put(stored[1], slots, v, layer.v_scale)
+            self._put(stored[1], slots, packed.pack(v) if packed else v, layer.v_scale)
 
     def _put(
         self, where: tuple[torch.Tensor, tuple[int, ...]], slots: torch.Tensor, rows: torch.Tensor, scale: float
@@ -186,7 +203,7 @@ class KVPool:
         shape, row = rows.shape, buffer.shape[len(sizes) :]
         if shape[1:] != row:
             rows = rows.reshape(shape[0], *row)
-        if self.dtype.itemsize == 1:
+        if self.dtype.is_floating_point and self.dtype.itemsize == 1:
             limit = torch.finfo(self.dtype).max
             rows = (rows.float() / scale).clamp(-limit, limit).to(self.dtype)
             # index_put is not implemented for FP8 everywhere; the bytes are what is stored.

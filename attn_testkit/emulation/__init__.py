@@ -19,11 +19,19 @@ Anything else at the top of a module is a constant, or a `functools.cache` of fa
 """
 
 from attn_testkit.emulation.context import emulated_cuda
-from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError, EmulationError, HostSyncError
+from attn_testkit.emulation.errors import (
+    CaptureError,
+    DanglingMemoryError,
+    EmulationError,
+    HostSyncError,
+    RaceError,
+    StrayAccessError,
+)
 from attn_testkit.emulation.installation import compiled_regions_run
 from attn_testkit.emulation.policy import LIMITS, Policy
 from attn_testkit.emulation.session import is_active
 from attn_testkit.emulation.streams import orderly_stream
+from attn_testkit.emulation.triton_races import scratch
 
 __all__ = [
     "LIMITS",
@@ -32,8 +40,11 @@ __all__ = [
     "EmulationError",
     "HostSyncError",
     "Policy",
+    "RaceError",
+    "StrayAccessError",
     "compiled_regions_run",
     "emulated_cuda",
     "is_active",
     "orderly_stream",
+    "scratch",
 ]

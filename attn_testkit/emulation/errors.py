@@ -52,6 +52,10 @@ class StrayAccessError(EmulationError):
     """A kernel writes memory that it was not given, or reads far from all that it was given."""
 
 
+class RaceError(EmulationError):
+    """Two programs of one launch use the same memory, one of them writes, and nothing orders them."""
+
+
 class HostSyncError(EmulationError):
     """`torch.cuda.set_sync_debug_mode("error")` is on and the host would have waited for the device."""
 

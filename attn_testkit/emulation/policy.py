@@ -22,6 +22,8 @@ class Policy:
                           only the view that was passed
     `masked_loads`        what a masked load without `other=` leaves where its mask is off. Triton leaves it undefined
                           (triton #9917); on NVIDIA GPUs it is mostly 0. "poison" is NaN, or a large integer
+    `races`               look for programs of one launch of a Triton kernel that use the same location, where one of
+                          them writes another value and no atomic operation orders them
     """
 
     dangling: Literal["error", "poison"] = "error"
@@ -30,6 +32,7 @@ class Policy:
     rollback: bool = True
     bounds: Literal["storage", "view"] = "storage"
     masked_loads: Literal["zero", "poison"] = "zero"
+    races: bool = True
 
     def __post_init__(self) -> None:
         if self.dangling not in ("error", "poison"):

@@ -45,7 +45,8 @@ class Session:
     torch.cuda.graph. `called` is the function of torch that the author called, if an error may need it. `creating`:
     operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on
     the host and the CUDA one does not, so reading them is not an error. `order`: the account of streams, kept once the
-    program has its own stream or pinned memory; `handles` are those of streams made in here.
+    program has its own stream or pinned memory; `handles` are those of streams made in here. `scratch`: addresses that
+    programs of a kernel may race for, by the identity of their storage.
     """
 
     __slots__ = (
@@ -61,6 +62,7 @@ class Session:
         "lenient",
         "order",
         "policy",
+        "scratch",
         "stream",
         "sync_mode",
     )
@@ -77,6 +79,7 @@ class Session:
         self.policy = policy
         self._threads = threads
         self.order: StreamOrder | None = None
+        self.scratch: dict[int, list[tuple[int, int]]] = {}
         self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream
         self.capture_stream = capture_stream

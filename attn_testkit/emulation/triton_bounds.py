@@ -23,14 +23,18 @@ from attn_testkit.emulation.errors import StrayAccessError
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, PINNED
+from attn_testkit.emulation.triton_addresses import contents
+from attn_testkit.emulation.triton_races import Races, acquiring, semantics_of
 
 __all__ = [
+    "atomically",
     "atomics_looked_at",
     "exchanges_looked_at",
     "look_at_load",
     "look_at_store",
     "looking_at_accesses",
     "pointers_of_its_own",
+    "programs_named",
     "undefined",
 ]
 
@@ -54,6 +58,9 @@ class _Launch:
     """Called with the start of a tensor's memory, the addresses that are used, and True if they are written."""
     poisons: bool = False
     """True if what a masked load leaves undefined is NaN, or a large integer."""
+    races: Races | None = None
+    atomic: bool = False
+    """True while an atomic operation is done by loads and stores."""
     everywhere: Array | None = None
     """All memory of the device, int64 [n, 2], in order. Known once an address came from a number."""
 
@@ -83,6 +90,7 @@ def looking_at_accesses(
     owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
     outer = _local.launch
     _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
+    _local.launch.races = Races(kernel, given) if policy.races else None
     try:
         yield
     finally:
@@ -102,18 +110,58 @@ def _view_of(tensor: Tensor) -> Span:
     return start, start + (last + 1) * tensor.element_size()
 
 
-def look_at_load(parts: Sequence[Array], size: int, base: int | None = None) -> None:
-    """Check a load like ``look_at_store``."""
-    _look(parts, size, base, "load", "read")
+def look_at_load(parts: Sequence[Array], size: int, base: int | None = None, *, volatile: bool = False) -> None:
+    """Check a load like ``look_at_store``. ``volatile``: it waits for what another program writes."""
+    inside = _look(parts, size, base, "load", "read")
+    races = _races()
+    if inside is not None and races is not None:
+        races.read(parts, size, *inside, orders=volatile)
 
 
-def look_at_store(parts: Sequence[Array], size: int, base: int | None = None) -> None:
+def look_at_store(parts: Sequence[Array], size: int, base: int | None = None, written: Array | None = None) -> None:
     """The addresses of a store: every sum of one element of each of ``parts``, int64. ``size``: bytes of an element.
 
-    ``base``: the pointer that the kernel was given and computed them from, as far as it is known. Raises
-    ``StrayAccessError``.
+    ``base``: the pointer that the kernel was given and computed them from, as far as it is known. ``written``: the new
+    values, not yet in memory. Raises ``StrayAccessError``, and ``RaceError`` if another program uses the same memory.
     """
-    _look(parts, size, base, "store", "write")
+    inside = _look(parts, size, base, "store", "write")
+    races = _races()
+    if inside is None or races is None:
+        return
+    addresses = np.asarray(functools.reduce(np.add, parts))
+    changed = np.zeros(addresses.shape, bool)
+    if written is not None:
+        addresses = np.broadcast_to(addresses, written.shape)
+        changed = _differs(contents(addresses, size), written)
+    races.write(addresses.reshape(-1), size, *inside, changed.reshape(-1))
+
+
+def _differs(before: Array | None, after: Array) -> Array:
+    """True where the bits of two arrays differ, False if they are not known."""
+    if before is None:
+        return np.zeros(after.shape, bool)
+    bits: Array = np.ascontiguousarray(after).view(before.dtype).reshape(before.shape)
+    found: Array = before != bits
+    return found
+
+
+def _races() -> Races | None:
+    launch = _local.launch
+    return None if launch is None or launch.atomic else launch.races
+
+
+@contextmanager
+def atomically() -> Iterator[None]:
+    """Take the loads and stores inside the block for those of one atomic operation, which no other program can see."""
+    launch = _local.launch
+    if launch is None:
+        yield
+        return
+    outer, launch.atomic = launch.atomic, True
+    try:
+        yield
+    finally:
+        launch.atomic = outer
 
 
 def undefined(element: Any, dtype: np.dtype[Any]) -> Any:
@@ -128,10 +176,11 @@ def _poison(is_floating: bool, dtype: np.dtype[Any]) -> Any:
     return np.frombuffer((b"\xff" if is_floating else b"\x5a") * dtype.itemsize, dtype)[0]
 
 
-def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: str) -> None:
+def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: str) -> Span | None:
+    """The first address of an access and the one behind the last; None if nobody looks, or nothing is accessed."""
     launch = _local.launch
     if launch is None or not all(part.size for part in parts):
-        return
+        return None
     first = sum(int(part.min()) for part in parts)
     end = sum(int(part.max()) for part in parts) + size
     if launch.touched is not None:
@@ -142,9 +191,9 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
     owner = None if base is None else launch.owners.get(base)
     may = launch.spans if owner is None else [owner]
     if any(start <= first and end <= stop for start, stop in may):
-        return
+        return first, end
     if owner is None and launch.everywhere is not None and _all_in(launch.everywhere, parts, size):
-        return
+        return first, end
     raise StrayAccessError(
         f"a {what} of triton kernel {launch.kernel}",
         author_site(),
@@ -191,14 +240,26 @@ def pointers_of_its_own(stock: Callable[..., Any]) -> Callable[..., Any]:
     return create_int_to_ptr
 
 
+def programs_named(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``set_grid_idx``, which every program of a launch begins with."""
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        stock(self, x, y, z)
+        if _local.launch is not None and _local.launch.races is not None:
+            _local.launch.races.begin((x, y, z))
+
+    return set_grid_idx
+
+
 def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The builder's ``create_atomic_rmw``, which stores where its mask is set."""
 
-    def create_atomic_rmw(self: Any, rmwOp: Any, ptr: Any, val: Any, mask: Any, *rest: Any, **named: Any) -> Any:
+    def create_atomic_rmw(self: Any, rmwOp: Any, ptr: Any, val: Any, mask: Any, sem: Any, scope: Any) -> Any:
         addresses = np.asarray(ptr.data).view(np.int64)
         chosen = np.broadcast_to(np.asarray(mask.data, dtype=bool), addresses.shape)
-        look_at_store((addresses[chosen],), np.asarray(val.data).itemsize, getattr(ptr, "base", None))
-        return stock(self, rmwOp, ptr, val, mask, *rest, **named)
+        return _looked_at(
+            lambda: stock(self, rmwOp, ptr, val, mask, sem, scope), ptr, addresses[chosen], val, (sem, scope)
+        )
 
     return create_atomic_rmw
 
@@ -206,8 +267,23 @@ def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
 def exchanges_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
     """The builder's ``create_atomic_cas``, which may store at any of its addresses."""
 
-    def create_atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, *rest: Any, **named: Any) -> Any:
-        look_at_store((np.asarray(ptr.data).view(np.int64),), np.asarray(val.data).itemsize, getattr(ptr, "base", None))
-        return stock(self, ptr, cmp, val, *rest, **named)
+    def create_atomic_cas(self: Any, ptr: Any, cmp: Any, val: Any, sem: Any, scope: Any) -> Any:
+        addresses = np.asarray(ptr.data).view(np.int64)
+        return _looked_at(lambda: stock(self, ptr, cmp, val, sem, scope), ptr, addresses, val, (sem, scope))
 
     return create_atomic_cas
+
+
+def _looked_at(run: Callable[[], Any], ptr: Any, addresses: Array, val: Any, semantics: tuple[Any, Any]) -> Any:
+    """Do the atomic operation ``run``, and return its answer."""
+    size = np.asarray(val.data).itemsize
+    inside = _look((addresses,), size, getattr(ptr, "base", None), "store", "write")
+    races = None if inside is None else _races()
+    before = None if races is None else contents(addresses, size)
+    answer = run()
+    if races is None or before is None:
+        return answer
+    acquires, releases = semantics_of(*semantics)
+    after = contents(addresses, size)
+    acquire = races.add(addresses, size, _differs(before, before if after is None else after), releases)
+    return acquiring(answer, acquire) if acquires and acquire is not None else answer

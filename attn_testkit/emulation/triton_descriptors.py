@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from attn_testkit.emulation.triton_bounds import atomically
+
 Replacement = tuple[Any, str, Any]
 _NAN = 0x7FFF
 """Bits of a bfloat16 NaN, as casts make it."""
@@ -80,8 +82,9 @@ def _reduce(module: Any) -> Callable[..., Any]:
         element = ptrs.get_element_ty()
         names = _REDUCTIONS[kind.name]
         name = names[0] if element.is_floating() else names[1 if element.is_int_signed() else 2]
-        before = self.create_masked_load(ptrs, chosen, None, *load_policy)
-        after = getattr(self, f"create_{name}")(before, value)
-        self.create_masked_store(ptrs, after, chosen, *store_policy)
+        with atomically():
+            before = self.create_masked_load(ptrs, chosen, None, *load_policy)
+            after = getattr(self, f"create_{name}")(before, value)
+            self.create_masked_store(ptrs, after, chosen, *store_policy)
 
     return create_descriptor_reduce

@@ -14,26 +14,23 @@ import functools
 import inspect
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from attn_testkit.emulation.triton_addresses import memory, places_of, read
 from attn_testkit.emulation.triton_bounds import (
     exchanges_looked_at,
     look_at_load,
     look_at_store,
     pointers_of_its_own,
+    programs_named,
     undefined,
 )
 
 Array = npt.NDArray[Any]
 Replacement = tuple[Any, str, Any]
-
-_ADDRESS_BITS = 48
-_FIRST = 4096
-"""Element at index 0: NumPy treats an array at address 0 as none."""
 
 
 def replacements(module: Any) -> list[Replacement]:
@@ -49,6 +46,7 @@ def replacements(module: Any) -> list[Replacement]:
             (builder, "create_expand_dims", _expand_dims_of(module, pointers, builder.create_expand_dims)),
             (builder, "create_broadcast", _broadcast_of(module, pointers, builder.create_broadcast)),
             (builder, "create_int_to_ptr", pointers_of_its_own(builder.create_int_to_ptr)),
+            (builder, "set_grid_idx", programs_named(builder.set_grid_idx)),
             (builder, "create_atomic_cas", exchanges_looked_at(builder.create_atomic_cas)),
         ]
         stock = {name: getattr(builder, name) for _, name, _ in found}
@@ -145,43 +143,6 @@ def _base_of(ptr: Any) -> int | None:
     return int(ptr.data.reshape(-1).view(np.int64)[0]) if base is None and ptr.data.size == 1 else base
 
 
-@functools.cache
-def _memory(dtype: np.dtype[Any]) -> Array:
-    size = dtype.itemsize
-    interface = {
-        "shape": ((1 << _ADDRESS_BITS) // size - _FIRST,),
-        "typestr": dtype.str,
-        "data": (_FIRST * size, False),
-        "version": 3,
-    }
-    return np.asarray(SimpleNamespace(__array_interface__=interface))
-
-
-def _places(parts: Sequence[Array], itemsize: int) -> Array | None:
-    """Indices into `_memory`; None if one of them may not be an aligned address."""
-    shift, low = itemsize.bit_length() - 1, 0
-    for part in parts:
-        if part.size == 0:
-            return part
-        bits = part.item() if part.size == 1 else int(np.bitwise_or.reduce(part, axis=None))
-        if bits & (itemsize - 1):
-            return None
-        low += bits if part.size == 1 or bits >= 0 else int(part.min())
-    if low < 0:
-        return None
-    first, *others = parts
-    return _sum([(first >> shift) - _FIRST, *[part >> shift for part in others]])
-
-
-def _read(places: Array | None, dtype: np.dtype[Any]) -> Array | None:
-    if places is None:
-        return None
-    try:
-        return _memory(dtype).take(places)
-    except IndexError:  # no address
-        return None
-
-
 def _narrow(values: Array, shape: tuple[int, ...]) -> Array | None:
     """A view of the rank of `shape`, as small as NumPy can spread over it; None if it cannot."""
     if values.size == 1:
@@ -207,6 +168,11 @@ def _bits(mask: Any) -> Array:
     return mask if type(mask) is np.ndarray else mask.data
 
 
+def _is_volatile(rest: Sequence[Any]) -> bool:
+    """The last argument of a load."""
+    return bool(rest) and rest[-1] is True
+
+
 def _everything_looked_at(look: Any, at: Any, mask: Any, size: int) -> None:
     """Look at a load or a store that is left to the stock function."""
     addresses, chosen = np.asarray(at.data).view(np.int64), np.asarray(_bits(mask), dtype=bool)
@@ -221,8 +187,8 @@ def _load_of(module: Any, pointers: Any, stock: Any) -> Any:
     def create_load(self: Any, ptr: Any, *rest: Any, **named: Any) -> Any:
         at = _as_pointers(ptr, pointers)
         dtype = module._get_np_dtype(at.element)
-        look_at_load(at.parts, dtype.itemsize, at.base)
-        found = _read(_places(at.parts, dtype.itemsize), dtype)
+        look_at_load(at.parts, dtype.itemsize, at.base, volatile=_is_volatile(rest))
+        found = read(places_of(at.parts, dtype.itemsize), dtype)
         if found is None:
             return stock(self, ptr, *rest, **named)
         return handle(found if found.shape == at.shape else _spread(found, at.shape).copy(), at.element)
@@ -240,15 +206,15 @@ def _masked_load_of(module: Any, pointers: Any, stock: Any) -> Any:
             _everything_looked_at(look_at_load, at, mask, dtype.itemsize)
             return stock(self, ptrs, mask, other, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
-        look_at_load(parts, dtype.itemsize, at.base)
-        read = _read(_places(parts, dtype.itemsize), dtype)
-        if read is None:
+        look_at_load(parts, dtype.itemsize, at.base, volatile=_is_volatile(rest))
+        live = read(places_of(parts, dtype.itemsize), dtype)
+        if live is None:
             return stock(self, ptrs, mask, other, *rest, **named)
         found = np.zeros(at.shape, dtype)
         if where is not ...:
             found[...] = undefined(at.element, dtype) if other is None else other.data
-        if read.size:
-            found[where] = read
+        if live.size:
+            found[where] = live
         return handle(found, at.element)
 
     return create_masked_load
@@ -264,14 +230,14 @@ def _masked_store_of(pointers: Any, stock: Any) -> Any:
             _everything_looked_at(look_at_store, at, mask, values.itemsize)
             return stock(self, ptrs, value, mask, *rest, **named)
         where, parts = _live(chosen, at.parts, at.shape)
-        look_at_store(parts, values.itemsize, at.base)
-        places = _places(parts, values.itemsize)
+        written = values[where]
+        look_at_store(parts, values.itemsize, at.base, written)
+        places = places_of(parts, values.itemsize)
         if places is None:
             return stock(self, ptrs, value, mask, *rest, **named)
         if places.size:
-            written = values[where]
             try:
-                _memory(values.dtype)[_spread(places, written.shape)] = written
+                memory(values.dtype)[_spread(places, written.shape)] = written
             except IndexError:  # no address
                 return stock(self, ptrs, value, mask, *rest, **named)
         return None

@@ -8,7 +8,7 @@ from typing_extensions import override
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerParent
-from .sparse import GroupedSparse, SparseBlocks, SparseParent, SparseWithSums, UnionOfRows
+from .sparse import GroupedSparse, PackedRowsParent, SparseBlocks, SparseParent, SparseWithSums, UnionOfRows
 
 
 @control("sparse-by-positions")
@@ -136,3 +136,26 @@ class IndexerFused(FusedIndexer):
 @control("sparse-blocks")
 class SparseByBlocks(SparseBlocks):
     """Blocks of 16 keys, with holes; a row's own block ends with it."""
+
+
+@control("sparse-packed-rows")
+class SparsePackedRows(PackedRowsParent):
+    """Packed rows with scales: dequantized in float32."""
+
+
+@control("sparse-packed-rows-in-bf16")
+class SparsePackedRowsInBf16(PackedRowsParent):
+    """Keys are rounded to bf16 before both products, and scales come from a reciprocal (FlashMLA; sglang)."""
+
+    @override
+    def rounded(self, keys: torch.Tensor) -> torch.Tensor:
+        return keys.bfloat16().float()
+
+    @override
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        packed = self.packed(plan.layer)
+        rows, (first, last) = packed.pack(k), packed.offsets["scales"]
+        if packed.format.name == "fp8_ds_mla":
+            tiles = k[..., : plan.layer.kv_lora_rank].float().unflatten(-1, (-1, 128))
+            rows[..., first:last] = (tiles.abs().amax(-1) * (1 / 448)).clamp(min=1e-38).view(torch.uint8)
+        self.context.kv_pool.get_key_buffer(plan.layer.layer_id).index_put_((plan.out_cache_loc.long(),), rows)

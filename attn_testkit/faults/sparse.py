@@ -7,12 +7,23 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, LogSumExp, Sparse
+from ..contract import (
+    ROW_FORMATS,
+    AttentionLayer,
+    Capabilities,
+    ForwardMode,
+    KernelBackend,
+    KernelPlan,
+    LogSumExp,
+    PackedRows,
+    Sparse,
+)
 
-__all__ = ["GroupedSparse", "SparseBlocks", "SparseParent", "SparseWithSums", "UnionOfRows"]
+__all__ = ["GroupedSparse", "PackedRowsParent", "SparseBlocks", "SparseParent", "SparseWithSums", "UnionOfRows"]
 
 
 _ALL = frozenset(ForwardMode)
+_TILE = 128
 
 
 class SparseParent(KernelBackend):
@@ -118,6 +129,58 @@ class SparseWithSums(SparseParent):
         keys = kv[0].flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0)
         logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
         return self.run(q, kv, plan), self.lse_without_keys(logits.logsumexp(-1))
+
+
+class PackedRowsParent(SparseParent):
+    """The parent over packed rows, whose planes it splits by its own arithmetic."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        families={"mla"}, gqa_ratios={4}, head_dims={256}, mla_rope_dims={64}, kv_dtypes=set(ROW_FORMATS),
+        sparse=Sparse(topk={16}, holes=True, empty_rows=True, any_padding=True),
+    )  # fmt: skip
+
+    def packed(self, layer: AttentionLayer) -> PackedRows:
+        """The format of the rows of a layer."""
+        found = self.context.kv_pool.rows_of(layer)
+        assert found is not None
+        return found
+
+    def split(self, rows: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Numbers, scales and rope of ``rows`` [slots, bytes]."""
+        scales = latent + latent // _TILE * 4
+        return (
+            rows[:, :latent].view(torch.float8_e4m3fn),
+            rows[:, latent:scales].view(torch.float32),
+            self.rope(rows, scales),
+        )
+
+    def rope(self, rows: torch.Tensor, first: int) -> torch.Tensor:
+        """[slots, rope]: the unscaled part, from byte ``first`` on."""
+        return rows[:, first:].view(torch.bfloat16)
+
+    def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
+        """[T, n, tiles]: scales of the keys in ``slot`` [T, n]. ``scales`` [slots, tiles]."""
+        return scales[slot]
+
+    def rounded(self, keys: torch.Tensor) -> torch.Tensor:
+        """Keys in the dtype of the products."""
+        return keys
+
+    @override
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        assert plan.selected is not None
+        selected, latent = self.prepared(plan.selected, plan), plan.layer.kv_lora_rank
+        slot, there = self.slots(selected, plan), self.is_key(selected, plan)[..., None]
+        numbers, scales, rope = self.split(kv[0].flatten(0, 2), latent)
+        of_tiles = self.scales(scales, slot).repeat_interleave(_TILE, -1)
+        # Not every device can gather FP8.
+        held = numbers.view(torch.uint8)[slot].view(numbers.dtype).float() * of_tiles
+        of_rope = rope.view(torch.uint8).unflatten(1, (-1, rope.dtype.itemsize))[slot].flatten(2).view(rope.dtype)
+        keys = torch.cat([held, of_rope.float()], -1).masked_fill(~there, 0.0)
+        keys = self.rounded(keys)
+        logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there.mT, -torch.inf)
+        weights = torch.softmax(logits, -1).nan_to_num(nan=0.0)
+        return (weights @ keys[..., :latent]).to(q.dtype)
 
 
 class GroupedSparse(SparseParent):

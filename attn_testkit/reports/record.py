@@ -25,8 +25,10 @@ __all__ = [
     "cannot_write",
     "plain",
     "read_report",
+    "refuse_unwritable",
     "result_from_plain",
     "schema",
+    "write_report",
     "write_text",
 ]
 
@@ -125,6 +127,18 @@ def write_text(path: str, text: str) -> None:
         raise cannot_write(Path(path), error) from error
 
 
+def refuse_unwritable(*paths: str | None) -> None:
+    """Raise ``UsageError`` for a file that cannot be written, before the work whose results it gets.
+
+    A file that exists keeps its content until then, and a new file is empty.
+    """
+    for path in filter(None, paths):
+        try:
+            Path(path).open("ab").close()
+        except OSError as error:
+            raise cannot_write(Path(path), error) from error
+
+
 class Record:
     """A writer of results as they come. The file is a whole JSON document after every call; ``finished`` marks the end.
 
@@ -208,6 +222,21 @@ class Record:
         self._file.truncate()
 
 
+def write_report(name: str, report: Report) -> str:
+    """Write a results file at once; returns the reason why it is incomplete, or nothing. Raises ``UsageError``."""
+    record = Record(name, report.header)
+    for result in report.results:
+        record.add(result)
+    if report.finished or report.interrupted:
+        record.finish(report.exit_code or 0, interrupted=report.interrupted, problems=report.problems)
+    else:
+        record.close()
+    return record.failure
+
+
+_EXPECTED = "expected a results file, which `attn-testkit run --json FILE` writes"
+
+
 def read_report(path: str | Path) -> Report:
     """Read a results file; raises ``UsageError`` with one line for another file, or for one that contradicts itself."""
     path = Path(path)
@@ -216,11 +245,11 @@ def read_report(path: str | Path) -> Report:
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror or error}") from error
     except ValueError as error:
-        raise UsageError(f"{path} is not JSON: {error}") from error
+        raise UsageError(f"{path} is not JSON: {error}; {_EXPECTED}") from error
     found = data.get("format") if isinstance(data, dict) else None
     if found != FORMAT:
         what = f"has format {found!r}" if found else "is not a results file of attn-testkit"
-        raise UsageError(f"{path} {what}; this kit reads {FORMAT}")
+        raise UsageError(f"{path} {what}; this kit reads {FORMAT}; {_EXPECTED}")
     try:
         header = _header_from_plain(data["header"])
         results = tuple(result_from_plain(item) for item in data["results"])

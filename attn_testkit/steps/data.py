@@ -24,9 +24,11 @@ from ..cases.dimensions.table import DIMENSIONS
 from ..cases.fields import Fields
 from ..cases.normals import normals
 from ..cases.server_variants import variant_of
-from ..contract import FP8_PRODUCTS, AttentionLayer, ForwardMode, HeadShape
+from ..contract import FP8_PRODUCTS, ROW_FORMATS, AttentionLayer, ForwardMode, HeadShape, PackedRows
+from ..contract.row_format import ALL_NAN
 from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
+from .packed_rows import with_one_packing
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
@@ -42,6 +44,7 @@ __all__ = [
     "held_kv",
     "make_layers",
     "make_step_data",
+    "nan_of",
     "new_kv",
     "numbers_of",
     "pool_image",
@@ -53,6 +56,7 @@ DTYPES = {
     "bf16": torch.bfloat16,
     "fp32": torch.float32,
     "fp8_e4m3": torch.float8_e4m3fn,
+    **dict.fromkeys(ROW_FORMATS, torch.uint8),
 }
 HIDDEN = 32
 """Width of the model's hidden state."""
@@ -126,26 +130,32 @@ class StepData:
     """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
     selected: torch.Tensor | None = None
     """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
+    row_format: PackedRows | None = None
+    """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
     @property
     def keys(self) -> torch.Tensor:
         """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Not cached: it is large, and needed once."""
-        return dequantised(self.stored_keys, self.kv_scales[0])
+        return dequantised(self.stored_keys, self.kv_scales[0], self.row_format)
 
     @property
     def values(self) -> torch.Tensor:
         """[L, B, S, Hk, Dv] float64, likewise."""
         if self.stored_values is None:
-            return dequantised(self.stored_keys[..., : self.v.shape[-1]], self.kv_scales[0])
-        return dequantised(self.stored_values, self.kv_scales[1])
+            return self.keys[..., : self.v.shape[-1]]
+        return dequantised(self.stored_values, self.kv_scales[1], self.row_format)
 
 
-def dequantised(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: all 1 unless the dtype is FP8."""
+def dequantised(stored: torch.Tensor, scales: torch.Tensor, row_format: PackedRows | None = None) -> torch.Tensor:
+    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: all 1 unless the dtype is FP8.
+    ``row_format``: of whole rows of bytes.
+    """
     if stored.dtype.itemsize > 1:
         return stored.double()
+    if row_format:
+        return row_format.unpack(stored, torch.float64)
     # torch converts FP8 one by one; there are 256 numbers.
     numbers = np.take(_fp8_numbers(stored.dtype), stored.view(torch.uint8).numpy(), mode="clip")
     return torch.from_numpy(numbers).mul_(scales)
@@ -188,8 +198,12 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
 
-def _store(rows: torch.Tensor, scales: list[float], dtype: torch.dtype) -> torch.Tensor:
+def _store(
+    rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None = None
+) -> torch.Tensor:
     """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
+    if row_format:
+        return row_format.pack(rows)
     if dtype.itemsize > 1:
         return rows.to(dtype)
     scale = torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1))
@@ -312,11 +326,14 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
     k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
-    stored_k = _store(k, k_scales, kv_dtype)
+    packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
+    if packed:
+        k, v = with_one_packing(packed, k), v if case.heads.layout.values_in_keys else with_one_packing(packed, v)
+    stored_k = _store(k, k_scales, kv_dtype, packed)
     if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
     else:
-        stored_v = _store(v, v_scales, kv_dtype)
+        stored_v = _store(v, v_scales, kv_dtype, packed)
     row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
@@ -338,13 +355,15 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         row_key=at,
         positions=query_positions[b, torch.from_numpy(row_offset)],
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
+        row_format=packed,
     )
 
 
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
     layered = {"q", "k", "v", "stored_keys", "stored_values"}
-    tensors = {each.name: getattr(data, each.name) for each in fields(StepData) if each.name != "kv_scales"}
+    named = [each.name for each in fields(StepData) if each.name not in ("kv_scales", "row_format")]
+    tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
     return replace(data, **cut)
 
@@ -370,6 +389,7 @@ def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepDa
         row_key=data.row_key[mine],
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
+        row_format=data.row_format,
     )
 
 
@@ -396,6 +416,7 @@ def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
         row_key=data.row_key[mine],
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
+        row_format=data.row_format,
     )
 
 
@@ -423,15 +444,18 @@ def pool_image(
     slots = (schedule.num_pages + 1) * page
     shape = (schedule.case.layers.count, len(stored), slots, heads, dim)
     if dtype.itemsize == 1:
-        image = torch.full(shape, 0x7F if math.isnan(unowned) else 0, dtype=torch.uint8)
+        image = torch.full(shape, ALL_NAN if math.isnan(unowned) else 0, dtype=torch.uint8)
     else:
         image = torch.full(shape, unowned, dtype=dtype)
     if finite_tails and math.isnan(unowned):
         tails = np.concatenate([np.empty(0, np.int64), *(tail_slots(r, page) for r in step.requests)])
         image[:, :, torch.from_numpy(tails)] = _filler(dtype)
     if marked:
-        one = _bytes_if_fp8(torch.ones((), dtype=dtype))
-        image[:, -1, marked_slots(step, marked, page, slots), :, : schedule.case.head_dim] = one
+        at = marked_slots(step, marked, page, slots)
+        if data.row_format:
+            image[:, -1, at] = data.row_format.pack(torch.ones(data.row_format.width))
+        else:
+            image[:, -1, at, :, : schedule.case.head_dim] = _bytes_if_fp8(torch.ones((), dtype=dtype))
     for layer, each in enumerate(schedule.case.head_maps):
         # Heads and dims that a layer lacks are zeros here too, whatever its slots hold.
         image[layer] = each.kv_whole(each.kv_part(image[layer]))
@@ -452,6 +476,13 @@ def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) ->
         filler = _filler(data.stored_keys.dtype).view(1).view(torch.uint8).numpy()
         rows[layers, :, lost[slots]] = np.tile(filler, rows.shape[-1] // len(filler))
     return slots, rows
+
+
+def nan_of(dtype: torch.dtype) -> torch.Tensor:
+    """NaN of a pool's dtype: of one byte, it is NaN in every plane of a packed row."""
+    if dtype.itemsize > 1:
+        return torch.full((), math.nan, dtype=dtype)
+    return torch.tensor(ALL_NAN, dtype=torch.uint8).view(dtype)
 
 
 def _filler(dtype: torch.dtype) -> torch.Tensor:

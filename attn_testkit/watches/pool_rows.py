@@ -14,6 +14,7 @@ import torch
 
 from ..contract import KVPool
 from ..contract.kv_layouts import between, place_of, slot_dims
+from ..contract.row_format import ALL_NAN
 
 __all__ = ["BITS", "PoolRows"]
 
@@ -119,7 +120,7 @@ class PoolRows:
 
     def fill(self, value: float) -> None:
         """Fill all memory, slots or not, with a finite number or NaN. FP8: NaN or 0."""
-        value = value if self._dtype.itemsize > 1 else 0x7F if math.isnan(value) else 0
+        value = value if self._dtype.itemsize > 1 else ALL_NAN if math.isnan(value) else 0
         for piece in self._to_fill:
             piece.fill_(value)
 

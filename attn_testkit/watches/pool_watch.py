@@ -26,7 +26,7 @@ class PoolWatch:
         """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then given as those of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape, self._maps = (len(pool.layers), first.head_layout.pool_rows), maps
-        self._row = (maps[0].case if maps else first.head_shape)[1:]
+        self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, pool.spec.row_width(first))
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._now = PoolRows.of(pool)

@@ -13,6 +13,7 @@ import numpy.typing as npt
 import torch
 
 from ..contract import KVPool
+from ..contract.row_format import ALL_NAN
 from ..steps.kv_groups import slot_map
 from ..steps.schedule import Schedule
 from .packing import Bytes
@@ -30,7 +31,8 @@ class SpreadWatch:
 
     def __init__(self, pool: KVPool, schedule: Schedule) -> None:
         first, size = pool.layers[0], pool.dtype.itemsize
-        self._shape, self._row = (len(pool.layers), first.head_layout.pool_rows), first.head_shape[1:]
+        self._shape = len(pool.layers), first.head_layout.pool_rows
+        self._row = first.tp_k_head_num, pool.spec.row_width(first)
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._pool, self._device, self._dtype = PoolRows.of(pool), pool.device, pool.dtype
@@ -61,7 +63,7 @@ class SpreadWatch:
     def _fill(self, value: float) -> None:
         if self._dtype.itemsize == 1:
             # Not every device can fill FP8.
-            self._before.fill_(0x7F if math.isnan(value) else 0)
+            self._before.fill_(ALL_NAN if math.isnan(value) else 0)
         else:
             self._before.view(self._dtype).fill_(value)
 

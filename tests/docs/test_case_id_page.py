@@ -66,6 +66,9 @@ def with_word(case_id: str, word: str) -> str:
     if word.startswith("idx"):
         # An indexer selects keys, and refuses layers that attend to all.
         parts[parts.index("gauss") : parts.index("gauss") + 1] = ["gauss", "sel16"]
+    if word.startswith("kvfp8dsmla"):
+        # Packed rows are latent ones, in whole tiles.
+        parts[:2] = ["mla4", "d128r64"]
     kind = kind_of(word)
     # A tree takes the chain's place.
     same = [at for at, part in enumerate(parts) if kind_of(part) is kind or (part == "chain5" and word[0] == "t")]

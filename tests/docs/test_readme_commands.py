@@ -59,6 +59,7 @@ def test_every_command_of_the_fence_is_tried_here() -> None:
     assert all(line.startswith(begin) for line, (begin, _) in zip(found, NARROWED, strict=True))
 
 
+@pytest.mark.cold
 @pytest.mark.parametrize("number", range(len(NARROWED)), ids=["run", "pytest", "check_backend"])
 def test_a_backend_as_the_readme_writes_it_conforms_by_each_of_its_commands(project: Path, number: int) -> None:
     _, (end, instead) = NARROWED[number]

@@ -151,6 +151,8 @@ def test_field_bugs_of_a_folder_run_with_their_parents_on_the_case_of_each(
     assert "field bugs · 1" in page.read_text()
     assert main([*asked, "--field-bugs", str(tmp_path)]) == 4
     assert "no fault matches" in capsys.readouterr().err
+    assert main(["audit", "--device", "cpu", "--class", "?"]) == 4
+    assert "no fault matches ?; the classes are ABC" in capsys.readouterr().err
 
 
 def test_a_wrong_name_is_answered_with_the_right_one() -> None:

@@ -5,25 +5,27 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from functools import cache
+from functools import cache, lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from in_process import plan_run
 
 from attn_testkit.audit import Settings
 from attn_testkit.audit.tasks import run_task
 from attn_testkit.audit.verdicts import ControlVerdict, FaultVerdict, Task
 from attn_testkit.cases.case import parse_case
-from attn_testkit.contract import Capabilities, Execution
+from attn_testkit.contract import Capabilities, Execution, ForwardMode
 from attn_testkit.faults.catalogue import CorpusEntry, field_bugs_in
 from attn_testkit.running.case_runs.loop import Runner
-from attn_testkit.running.planning.request import Options
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.plan import plan_run as planned
+from attn_testkit.running.planning.request import Options, Request
 
 KERNELS_RUN = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 BUGS = field_bugs_in(str(Path(__file__).parent), r"bugs_\w+" if KERNELS_RUN else r"bugs_(?!fifth_kernels)\w+")
 SETTINGS = Settings(device="cpu")
+TIERS = ("smoke", "core")
 LATER = "none: made after the set"
 THREAD = r"[\w. -]+ (#\d+|[0-9a-f]{7,40})"
 """A repository with a number, or with a commit where there is no thread."""
@@ -66,14 +68,15 @@ def test_a_bug_is_caught_by_its_check_and_without_it_the_case_passes(bug: Corpus
 
 @pytest.mark.parametrize("bug", by_capabilities(), ids=lambda bug: bug.backend.__name__)
 def test_a_run_tries_the_case_that_catches_a_bug(bug: CorpusEntry) -> None:
-    plans = (
-        plan_run(
-            backends=[bug.backend], device="cpu", tier=tier, executions=[bug.executions[0].value],
-            modes=[parse_case(bug.case_of_tier).mode.value],
-        )
-        for tier in ("smoke", "core")
-    )  # fmt: skip
-    assert any(bug.case_of_tier == item.case for plan in plans for item in plan.items)
+    mode = parse_case(bug.case_of_tier).mode
+    assert any(bug.case_of_tier in cases_of(bug.backend.capabilities, mode, bug.executions[0], t) for t in TIERS)
+
+
+@lru_cache(maxsize=8)  # those of a bug and of the next ones with its capabilities
+def cases_of(declared: Capabilities, mode: ForwardMode, execution: Execution, tier: str) -> frozenset[str]:
+    """Cases of a plan for any backend with these capabilities: planning needs nothing else of it."""
+    request = Request((Candidate("any:Backend"),), (mode.value,), (execution.value,), tier=tier, device="cpu")
+    return frozenset(item.case for item in planned(request, lambda _: declared).items)
 
 
 def test_every_bug_of_six_sets_and_what_slipped_through_of_later_ones_is_here_once_with_its_thread() -> None:

@@ -72,7 +72,8 @@ class Page:
 
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Runtime.exceptionThrown":
-            self.errors.append(params["exceptionDetails"]["exception"].get("description", "?"))
+            details = params["exceptionDetails"]
+            self.errors.append(details.get("exception", {}).get("description") or details["text"])
         elif method == "Runtime.consoleAPICalled" and params["type"] in ("error", "warning", "assert"):
             self.errors.append(str(params["args"]))
         elif method == "Log.entryAdded" and params["entry"]["level"] in ("error", "warning"):

@@ -272,7 +272,13 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "--json", "reprots/x.json"], "there is no directory reprots; create it, or fix"),
         (["run", "-b", "fake:ok", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
         (["run", "-b", "fake:ok", "--known-failures", "none.toml"], "none.toml; if no failure is known, leave it out"),
-        (["repro", "-b", "fake:ok"], "Missing argument 'CASE'"),
+        (["repro", "-b", "fake:ok"], "Missing argument 'CASE'. Usage: attn-testkit repro [OPTIONS] CASE"),
+        (["run", "fake:ok"], "extra argument (fake:ok); a backend is named with --backend fake:ok"),
+        (["demo", "x"], "Got unexpected extra argument (x). Usage: attn-testkit demo [OPTIONS]"),
+        (["demo", "--jsn"], "No such option '--jsn'. `attn-testkit demo --help` lists the options."),
+        (["demo", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
+        (["audit", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
+        (["audit", "--json", "."], "cannot write .: Is a directory"),
         (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),
         (["report", "none.json", "--markdown"], "cannot read none.json"),
         (["report", "none.json"], "no kind of report is named"),
@@ -494,6 +500,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path):
     assert done.stderr == ""
 
 
+@pytest.mark.cold
 def test_an_author_in_an_empty_directory_sees_his_backend_evaluated(tmp_path):
     """The whole way once, with the real judge: a module of one's own, named by its spec, and its bug found."""
     (tmp_path / "mine.py").write_text(

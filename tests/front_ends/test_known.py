@@ -87,7 +87,11 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"case": '"x"'}, "unknown key 'case'; did you mean 'cases'?"),
         ({"check": "3"}, "check must be a check id or a list of them"),
         ({"check": '"matchs-oracle"'}, "no check 'matchs-oracle'; did you mean 'matches-oracle'?"),
-        ({"cases": "3"}, "cases must be text"),
+        ({"cases": "3"}, "cases must be text, a glob on case ids, or a list of them"),
+        ({"cases": "['decode-*', 3]"}, "cases must be text, a glob on case ids, or a list of them"),
+        ({"cases": "['decode-*', '']"}, "cases must be text"),
+        ({"cases": "[]"}, "entry 1: cases is missing"),
+        ({"cases": "['decode-*', 'decode-mha2-towering']"}, "case word 'towering' is now"),
         ({"execution": '"graphs"'}, "execution = 'graphs'; did you mean 'graph'?"),
         ({"issue": '"#12"'}, "entry 1: issue = '#12' is not an address; write where it is followed up: https://..."),
         ({"issue": '"see https://example.org/12"'}, "is not an address"),
@@ -194,6 +198,13 @@ def test_an_entry_holds_only_where_it_says():
     hopper = {"device": "cuda", "device_name": "NVIDIA H200 sm90"}
     assert ledger(entry(when="sm90 and cuda"), **hopper).judge(failed("matches-oracle")).status is Status.KNOWN_FAILURE
     assert ledger(entry(when="no-such-package<1")).judge(failed("matches-oracle")).status is Status.FAILED
+
+
+def test_each_glob_of_a_list_must_match_a_case(tmp_path):
+    found = load_known(written(tmp_path, cases="['decode-a*', 'decode-b*']"), TODAY)
+    assert [(entry.number, entry.cases) for entry in found] == [(1, "decode-a*"), (1, "decode-b*")]
+    (problem,) = ledger(*found).problems([("fake:ok", "eager", "decode-a1")], lambda _: False)
+    assert problem == "known failure 1 (cases = 'decode-b*', https://example.org/12) matches no case"
 
 
 def test_an_entry_that_matches_nothing_is_a_problem_unless_it_exists_beyond_this_run():

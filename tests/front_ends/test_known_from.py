@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import datetime
 import random
+from dataclasses import replace
 
 import fake_runner
 import pytest
 
 from attn_testkit.cli import main
 from attn_testkit.registry import UsageError
+from attn_testkit.reports.record import read_report
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
 from attn_testkit.running.planning.known_failures import Ledger, parse_known
@@ -29,7 +31,9 @@ def row(case: str, *checks: str, execution: str = "eager", backend: str = "fake:
 
 def entries(*rows: CaseResult):
     made = entries_from(rows, ISSUE, UNTIL, TODAY)
-    return parse_known("made", made.text, TODAY)
+    found = parse_known("made", made.text, TODAY)
+    assert made.count == len({entry.number for entry in found})
+    return found
 
 
 def excuses_exactly_what_failed(rows: list[CaseResult]) -> None:
@@ -55,7 +59,67 @@ def test_what_failures_share_and_nothing_that_passed_has_is_the_glob():
 
 def test_a_glob_that_would_cover_what_passed_is_not_written():
     found = entries(row("decode-a-p64", "finite"), row("decode-b-p64", "finite"), row("decode-c-p64"))
-    assert {entry.cases for entry in found} == {"decode-a-p64", "decode-b-p64"}
+    assert [(entry.cases, entry.number) for entry in found] == [("decode-a-p64", 1), ("decode-b-p64", 1)]
+
+
+def test_a_list_of_cases_is_as_narrow_as_an_entry_for_each_of_them():
+    """The same verdict on what failed, and a new failure of the same check, mode and words stays one."""
+    failures = [row(f"decode-{name}-p64", "finite") for name in "abcd"]
+    others = [row("decode-e-p64"), row("extend-a-p64", "finite"), row("extend-b-p16")]
+    header = fake_runner.plan_run(backends=["fake:a"]).header
+    folded = entries(*failures, *others)
+    each = [entry for failure in failures for entry in entries(failure)] + [*entries(others[1])]
+    assert [entry.number for entry in folded] == [1, 1, 1, 1, 2], "a mode has its own entry"
+    new = [
+        row("decode-e-p64", "finite"), row("decode-a-p64", "finite", execution="graph"),
+        row("decode-a-p64", "finite", "matches-oracle"), row("extend-b-p64", "finite"),
+    ]  # fmt: skip
+    for book in (Ledger(folded, header, TODAY), Ledger(tuple(each), header, TODAY)):
+        excused = [Status.KNOWN_FAILURE] * 4 + [Status.PASSED, Status.KNOWN_FAILURE, Status.PASSED]
+        assert [book.judge(result).status for result in (*failures, *others)] == excused
+        assert {book.judge(result).status for result in new} == {Status.FAILED}
+        assert book.judge(row("decode-d-p64")).status is Status.UNEXPECTEDLY_PASSED
+
+
+def test_the_causes_stand_above_their_entry_in_one_line_each():
+    rows = [
+        replace(row(f"decode-{n}-b2", "finite"), findings=(Finding("finite", text, hint=text),))
+        for n, text in enumerate(("lengths\nof capture", "x " * 99, "rows are\x1b swapped", "scale", "cap"))
+    ]
+    text = entries_from([*rows, row("decode-5-b2")], ISSUE, UNTIL, TODAY).text
+    above = text.partition("[[known]]")[0].splitlines()
+    assert above[0] == "# lengths of capture"
+    assert above[1].startswith("# x x x")
+    assert above[1].endswith(" ...")
+    assert (len(above), above[3]) == (4, "# and 2 other causes")
+
+
+def test_crashes_are_quarantined_with_their_part_of_the_results_as_the_record(call, tmp_path):
+    words = ("run", "--backend", "fake:ok,wrong,segfault,ok,late")
+    call(*words, "--json", "red.json")
+    made = ("known", "--from", "red.json", "--quarantine", "crash.json", "--issue", ISSUE, "--until", soon())
+    code, out, err = call(*made)
+    assert (code, out.count('record = "crash.json"'), out.count("tolerated")) == (0, 2 * out.count("tolerated"), 2)
+    assert "wrote crash.json: 8 case-runs that crashed or timed out; keep it by the entries" in err
+    (tmp_path / "known.toml").write_text(out)
+    assert call("report", "crash.json", "--html", "page.html")[0] == 0, "a results file as any other"
+    code, out, _ = call(*words, "--known-failures", "known.toml")
+    assert code == 0
+    assert "8 quarantined" in out
+    assert "no record shows" not in out
+    report = read_report("crash.json")
+    (tmp_path / "crash.json").unlink()
+    assert call("known", "known.toml")[0] == 4
+    assert {result.status for result in report.results} == {Status.CRASHED, Status.TIMED_OUT}
+
+
+def test_without_a_crash_there_is_nothing_to_quarantine(call, tmp_path):
+    call("run", "--backend", "fake:wrong,ok", "--json", "red.json", "--mode", "decode")
+    made = ("known", "--from", "red.json", "--quarantine", "crash.json", "--issue", ISSUE, "--until", soon())
+    code, out, err = call(*made)
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert "nothing crashed or timed out, so there is nothing to quarantine; leave out --quarantine" in err
+    assert not (tmp_path / "crash.json").exists()
 
 
 def test_other_checks_other_executions_and_other_backends_have_entries_of_their_own():

@@ -181,8 +181,8 @@ def test_only_plain_values_leave_the_process():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nothing", "is not JSON"),
-        ("[]", "is not a results file of attn-testkit"),
+        ("nothing", "is not JSON: .*; expected a results file, which `attn-testkit run --json FILE` writes"),
+        ("[]", "is not a results file of attn-testkit; .*; expected a results file, which"),
         ('{"format": "attn-testkit-report/9"}', "has format 'attn-testkit-report/9'; this kit reads attn-testkit-rep"),
         ('{"format": "attn-testkit-report/1", "header": {}}', "is damaged"),
     ],

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-__all__ = ["FLAG_GEMS", "LIGHTLLM", "SGLANG", "VLLM", "load"]
+__all__ = ["FLAG_GEMS", "LIGHTLLM", "SGLANG", "SGLANG_STORE", "VLLM", "load"]
 
 Given = Mapping[str, Mapping[str, Any]]
 
@@ -115,6 +115,14 @@ SGLANG: Given = {
         "is_gfx95_supported": lambda: False,
         "is_gfx1250_supported": lambda: False,
     },
+}
+# Without the compiled store of GPUs with PDL: the Triton kernel behind it runs.
+SGLANG_STORE: Given = {
+    **SGLANG,
+    "sglang.kernels.jit.utils": {"is_arch_support_pdl": lambda: False},
+    "sglang.kernels.ops.kvcache.set_mla_kv_buffer": {"can_use_set_mla_kv_buffer": None, "set_mla_kv_buffer": None},
+    "sglang.srt.platforms": {"current_platform": SimpleNamespace(capabilities=SimpleNamespace(supports_triton=True))},
+    "sglang.srt.runtime_context": {"get_parallel": None},  # asked by its context-parallel variant
 }
 LIGHTLLM: Given = {}
 FLAG_GEMS: Given = {

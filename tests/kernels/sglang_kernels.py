@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from alone import SGLANG, load
+from alone import SGLANG, SGLANG_STORE, load
 
 from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, ServerConventions, Sparse
 
@@ -162,3 +162,30 @@ class SparseMLAForward(KernelBackend):
             q[..., :width], q[..., width:], kv[0].flatten(0, 1), plan.selected[:, None], plan.layer.scaling, width
         )
         return found[0]
+
+
+class SparseMLAPacked(KernelBackend):
+    """Packed rows of 656 bytes: stored by ``quantize_k_cache_separate`` and ``set_mla_kv_buffer_triton``, and read by
+    ``dequantize_k_cache_paged_dsa`` into bf16 rows, which ``sparse_mla_prefill`` attends, as prefills do."""
+
+    capabilities = _SPARSE.with_changes(kv_dtypes={"fp8_ds_mla"})
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        layer, quantize = plan.layer, load("sglang.kernels.ops.quantization.dsa_quant_k_cache", SGLANG)
+        store = load("sglang.kernels.ops.kvcache.mla_buffer", SGLANG_STORE)
+        latent, rope = quantize.quantize_k_cache_separate(k[..., : layer.kv_lora_rank], k[..., layer.kv_lora_rank :])
+        buffer = self.context.kv_pool.get_key_buffer(layer.layer_id)
+        store.set_mla_kv_buffer_triton(buffer, plan.out_cache_loc, latent, rope)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        dequantize = load(f"{_OPS}.dsa.dequant_k_cache", SGLANG)
+        prefill = load(f"{_OPS}.dsa.triton_sparse_mla_prefill", SGLANG)
+        assert plan.selected is not None
+        rows = kv[0].flatten(0, 1).view(torch.float8_e4m3fn)
+        latent = dequantize.dequantize_k_cache_paged_dsa(rows, plan.selected.clamp(min=0).flatten())
+        place = torch.arange(plan.selected.numel(), dtype=torch.int32, device=q.device).view_as(plan.selected)
+        selected = torch.where(plan.selected < 0, -1, place)
+        found: torch.Tensor = prefill.sparse_mla_prefill(
+            q, latent[:, 0], selected, plan.layer.scaling, plan.layer.v_head_dim
+        )
+        return found

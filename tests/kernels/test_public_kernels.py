@@ -26,6 +26,7 @@ INSTALLED = all(importlib.util.find_spec(name) for name in ("sglang", "vllm", "f
 needs_wheels = pytest.mark.skipif(not INSTALLED, reason="the wheels are not installed: ci/servers.sh public-kernels")
 
 GQA, MHA, MLA = "gqa2x2-d64-fp16-p16", "mha2-d64-bf16-p16", "mla16-d512r64-bf16-p16"
+GDN = "gdn4x2-d64-bf16-p16"
 SPARSE_DECODE = "decode-mla16-d512r64-bf16-p64-k99.37-shuffled-gauss-sel64slots-b2prod"
 SPARSE_EXTEND = "extend-mla16-d512r64-bf16-p64-k99.37-n2a2.1-shuffled-gauss-sel64slots-b2prod"
 RIGHT = {
@@ -38,6 +39,7 @@ RIGHT = {
     "sglang_kernels:SparseMLAForward": SPARSE_DECODE,
     "sglang_indexer:IndexerAmax": SPARSE_DECODE.replace("slots", "slots-idx4"),
     "sglang_indexer:IndexerPowersOfTwo": SPARSE_EXTEND.replace("slots", "slots-idx4pow2gauss"),
+    "sglang_states:DeltaRule": f"target-verify-{GDN}-k9.1-chain2-shuffled-mild_decay-k64w4s32-b2prod",
     "vllm_kernels:SparseMLA": SPARSE_DECODE,
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",
@@ -166,11 +168,13 @@ def test_there_is_a_proof_for_each_file_of_proofs_and_the_findings_page_names_it
 def test_the_nightly_runs_every_adapter_and_known_failures_are_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     nightly = (ROOT / "ci" / "nightly_servers.sh").read_text()
-    listed = set(re.findall(r"\w+_(?:kernels|indexer):\w+", nightly))
+    listed = set(re.findall(r"\w+_(?:kernels|indexer|states):\w+", nightly))
     assert listed == {*RIGHT, *WRONG}
     assert KNOWN.name in nightly
     for each in load_known(KNOWN):
         assert each.backend in listed
+        shown = {execution for backend, execution, case in each.crashed if each.covers(backend, execution, case)}
+        assert shown == ({"eager", "graph"} if each.kind == "quarantine" else set()), each.name
     for name in listed:
         load_backend(name)
 

@@ -38,6 +38,7 @@ def next_commands(out: str) -> list[str]:
     return [line.strip() for line in out.partition("next:\n")[2].splitlines()]
 
 
+@pytest.mark.cold
 def test_what_it_prints_can_be_typed_and_is_green(call, tmp_path):
     """The adapter is a backend that conforms, and its test passes, before anybody has written a line."""
     code, out, _ = call("new", "my-attention")

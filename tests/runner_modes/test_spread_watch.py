@@ -98,7 +98,7 @@ def test_slots_of_nobody_hold_what_is_asked_for_in_fp8_too(unowned: float) -> No
         server.load(schedule, schedule.steps[0])
         places = slot_map(schedule, 0)
         free = keys(server).view(torch.uint8)[int(places[0])]
-    assert set(free.flatten().tolist()) == {0x7F if math.isnan(unowned) else 0}
+    assert set(free.flatten().tolist()) == {0xFF if math.isnan(unowned) else 0}
 
 
 @pytest.mark.parametrize("words", ["CUDA out of memory. Tried to allocate 8 GiB", "can't allocate memory: 8 GB"])

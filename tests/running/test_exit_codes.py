@@ -79,10 +79,11 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("front_end", "spec", "code", "said"), TABLE, ids=[f"{f} {s}" for f, s, *_ in TABLE])
-def test_no_ending_of_the_process_is_a_green(front_end: str, spec: str, code: int, said: str) -> None:
+def test_no_ending_of_the_process_is_a_green(front_end: str, spec: str, code: int, said: str, tmp_path: Path) -> None:
     command = [sys.executable, *FRONT_ENDS[front_end](spec)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(HERE)}
-    done = subprocess.run(command, cwd=HERE, env=environment, capture_output=True, text=True, check=False)
+    path = os.pathsep.join([str(HERE), os.environ["PYTHONPATH"]])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == code, done.stdout + done.stderr
     assert said in done.stdout + done.stderr
 

@@ -23,6 +23,8 @@ NAMES = tuple(CAPABILITIES)
 _NOT_DRIVEN = "which the kit does not run"
 _CLASSES = {CURRENT: ("current", "SGLangBackend"), OLDER: ("older", "OlderSGLangBackend")}
 
+_OF_STATES = ("states", "SGLangStateBackend")
+
 
 def backend_class(name: str) -> type[AttentionBackend]:
     """The class that runs SGLang's backend of this name, in the installed version. Imports SGLang.
@@ -48,6 +50,8 @@ def backend_class(name: str) -> type[AttentionBackend]:
     if faked:
         fakes.put_in_place(declared.fakes)
     module, drives = _CLASSES[version]
+    if declared.keeps_states:
+        module, drives = _OF_STATES
     base = getattr(importlib.import_module(f"{__name__}.{module}"), drives)
     notes = (f"sgl_kernel cannot be imported ({missing}): nothing that this class calls is compiled in it",)
     return class_of(base, "SGLang", name, declared, "emulated" if faked else "real", notes=notes if missing else ())

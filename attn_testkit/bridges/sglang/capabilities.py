@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from attn_testkit.contract import SGLANG, Requires, Sparse
+from attn_testkit.contract import SGLANG, Requires, Sparse, State
 
 from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
@@ -36,6 +36,8 @@ class BridgeCapabilities(bridged.BridgeCapabilities):
     """Server arguments of SGLang for this name, in addition to those of ``runner``."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables of SGLang for this name, which its modules read at each call."""
+    keeps_states: bool = False
+    """True if its layers have a recurrent state: ``registered`` is the backend of the softmax layers."""
 
 
 _TRITON = "layers/attention/triton_backend.py"
@@ -49,6 +51,9 @@ _CUTEDSL = "layers/attention/cutedsl_mla_backend.py"
 _FLASH = "layers/attention/flashattention_backend.py"
 _NATIVE = "layers/attention/torch_native_backend.py"
 _DSA = "layers/attention/dsa_backend.py"
+_HYBRID = "layers/attention/hybrid_linear_attn_backend.py"
+_GDN = "layers/attention/linear/gdn_backend.py"
+_GDN_KERNELS = "layers/attention/linear/kernels/gdn_triton.py"
 _POOLS = "mem_cache/memory_pool.py"
 
 _FLASHINFER_PACKAGE = Requires(packages=("flashinfer-python>=0.7.2,<0.8",))
@@ -323,6 +328,36 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             _SERVER,
             Line("requires", _OF_SM90, "layers/attention/attention_registry.py:create_flashattention_v3_backend"),
         ),
+    ),
+    "gdn": BridgeCapabilities(
+        "triton",
+        (
+            Line("eager", {D, V, X}, f"{_GDN}:GDNAttnBackend.forward_extend"),
+            Line("graph", {D, V}, f"{_HYBRID}:MambaAttnBackendBase._replay_metadata"),
+            Line("families", {"gdn"}, f"{_GDN}:GDNAttnBackend"),
+            Line("dtypes", {"bf16"}, "configs/mamba_utils.py:mamba2_state_dtype"),
+            Line("head_dims", {64, 128}, f"{_GDN_KERNELS}:TritonGDNKernel.extend"),
+            Line("gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
+            Line("page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
+            Line("max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+            Line("max_topk", 1, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+            Line("needs_cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
+            _SERVER,
+            Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
+            Line(
+                "state",
+                State(
+                    k_dims={64, 128},
+                    dtypes={"fp32", "bf16"},
+                    conv_widths={4},
+                    fresh={"zeroed"},
+                    products="model",
+                    conv_products="model",
+                ),
+                "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params",
+            ),
+        ),
+        keeps_states=True,
     ),
 }
 """Name after ``sglang:`` -> declared capabilities."""

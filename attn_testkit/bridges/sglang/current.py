@@ -31,7 +31,7 @@ from .batches import captured_batch, eager_batch, replay_view
 from .classes import OfSGLang, of_projection
 from .runner import make_runner
 
-__all__ = ["SGLangBackend"]
+__all__ = ["SGLangBackend", "capturing"]
 
 
 @dataclass
@@ -87,10 +87,10 @@ class SGLangBackend(OfSGLang):
         if not in_capture:
             # Nothing of a view is kept: it is gone when the graph has run.
             for each in self._planned_by(batch):
-                each.init_forward_metadata_out_graph(replay_view(batch, self._width, self.runner))
+                each.init_forward_metadata_out_graph(self.replayed(batch))
             return
         batch.extras[_KEPT] = _Kept(captured=True)
-        with _capturing(batch):
+        with capturing(batch):
             for each in self._planned_by(batch):
                 each.init_forward_metadata_out_graph(self._plan(batch), in_capture=True)
 
@@ -103,7 +103,7 @@ class SGLangBackend(OfSGLang):
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         """Hand on. A draft is planned as a whole: its steps have nothing left to plan."""
         if not isinstance(batch.spec_info, DraftDecodeInput):
-            with _capturing(batch):
+            with capturing(batch):
                 for each in self._planned_by(batch):
                     each.init_forward_metadata_in_graph(self._plan(batch))
 
@@ -144,7 +144,7 @@ class SGLangBackend(OfSGLang):
             q, new_k = q[..., :rank], None if new_k is None else new_k[..., :rank]
         if selected is not None:
             given["topk_indices"] = selected
-        with _capturing(batch):
+        with capturing(batch):
             out: torch.Tensor = real.forward(
                 q, new_k, new_v, self.layers[layer.layer_id], self._forward(batch), save_kv_cache=save_kv_cache, **given
             )
@@ -161,6 +161,10 @@ class SGLangBackend(OfSGLang):
     def _width(self) -> int:
         """Rows per request in verify and draft-extend v2."""
         return self.context.num_draft_tokens
+
+    def replayed(self, view: ForwardBatch) -> Any:
+        """The view that SGLang's graph runners make for a replay."""
+        return replay_view(view, self._width, self.runner)
 
     def _planned_by(self, batch: ForwardBatch) -> list[Any]:
         return [self.draft] if batch.forward_mode.is_draft_decode() else list(self.reals.values())
@@ -191,7 +195,7 @@ _KEPT = "sglang"
 
 
 @contextlib.contextmanager
-def _capturing(batch: ForwardBatch) -> Iterator[None]:
+def capturing(batch: ForwardBatch) -> Iterator[None]:
     """SGLang's flag of the process, which its graph runners set from the first warm-up to the end of a capture."""
     kept, before = batch.extras.get(_KEPT), capture_mode.is_capture_mode
     capture_mode.is_capture_mode = isinstance(kept, _Kept) and kept.captured

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ...contract import KV_DTYPES, ROW_FORMATS
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
 from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
@@ -13,7 +14,7 @@ __all__ = ["KV_DTYPE"]
 
 def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]
-    if case.kv_dtype == "same":
+    if case.kv_dtype == "same" or case.kv_dtype in ROW_FORMATS:
         return [{} for _ in own]
     return [
         {"k_scale": each.k_scale, "v_scale": each.k_scale if case.heads.layout.values_in_keys else each.v_scale}
@@ -21,14 +22,20 @@ def _layers(case: Fields) -> Sequence[Changes]:
     ]
 
 
+def _word(kv_dtype: str) -> str:
+    return "kv" + kv_dtype.replace("_", "")
+
+
+_WORDS = {_word(kv_dtype): kv_dtype for kv_dtype in KV_DTYPES if kv_dtype != "same"}
+
 KV_DTYPE = Dimension(
     name="KV dtype",
     fields=("kv_dtype",),
     words=(
         Word(
-            r"kvfp8e4m3",
-            lambda match, so_far: {"kv_dtype": "fp8_e4m3"},
-            lambda case: "" if case.kv_dtype == "same" else "kv" + case.kv_dtype.replace("_", ""),
+            "|".join(_WORDS),
+            lambda match, so_far: {"kv_dtype": _WORDS[match[0]]},
+            lambda case: "" if case.kv_dtype == "same" else _word(case.kv_dtype),
         ),
     ),
     describe=lambda case: {"kv_dtype": "" if case.kv_dtype == "same" else case.kv_dtype},

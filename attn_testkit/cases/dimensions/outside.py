@@ -34,7 +34,8 @@ def pool_like(
     """A pool as that of ``context``, or one that differs in what is given; None if the backend makes no such pool."""
     pool, page_size = context.kv_pool, page_size or context.page_size
     layout, layers, dtype = layout or pool.layout, layers or context.layers, dtype or pool.dtype
+    form = pool.row_format if dtype == pool.dtype else ""
     try:
-        return KVPool(size or page_size, page_size, layers, dtype, context.device, layout, pool.own)
+        return KVPool(size or page_size, page_size, layers, dtype, context.device, layout, pool.own, row_format=form)
     except Exception:
         return None

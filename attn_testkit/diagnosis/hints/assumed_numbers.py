@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -256,7 +257,8 @@ def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
     whose = ("of the prefix, and with them for those of this step", "of this step, and with them for the prefix")
     for which, without in zip(whose, (before, ~before), strict=True):
         lacking = torch.where(without[None, :, :, None, None], data.kv_scales, 1.0)
-        of_keys, of_values = {"stored_keys": data.keys / lacking[0]}, {"stored_values": data.values / lacking[1]}
+        of_keys: dict[str, Any] = {"stored_keys": data.keys / lacking[0]}
+        of_values: dict[str, Any] = {"stored_values": data.values / lacking[1]}
         for name, changes in (
             ("k_scale and v_scale", {**of_keys, **of_values}),
             ("k_scale", of_keys),

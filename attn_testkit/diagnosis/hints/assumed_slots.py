@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
@@ -69,10 +70,10 @@ def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
     data = e.expected.data
     for index, layer in enumerate(make_layers(e.schedule.case)):
         one = slice(index, index + 1)
-        keys = {"stored_keys": data.stored_keys[one].expand_as(data.stored_keys)}
+        keys: dict[str, Any] = {"stored_keys": data.stored_keys[one].expand_as(data.stored_keys)}
         changes = {"KV tokens": keys}
         if data.stored_values is not None:
-            values = {"stored_values": data.stored_values[one].expand_as(data.stored_values)}
+            values: dict[str, Any] = {"stored_values": data.stored_values[one].expand_as(data.stored_values)}
             changes = {"KV tokens": {**keys, **values}, "keys": keys, "values": values}
         for what, changed in changes.items():
             yield Supposed(

@@ -12,7 +12,7 @@ from ...steps.schedule import Schedule
 from ..family import Answer
 from .attention import Attention, attend
 from .kv_splits import merged_attention_limit, split_sums
-from .limits import attention_limit, key_factor
+from .limits import attention_limit, factor_spacing, key_factor
 from .new_rows import as_given
 
 __all__ = ["answer", "attend_with_limit"]
@@ -49,6 +49,6 @@ def attend_with_limit(
     flat = matmul_dtype in FP8_PRODUCTS or (case.dtype == "fp16" and case.sinks)
     if given:
         data = as_given(data, one_by_one=case.draft is not None)
-    factors = matmul_dtype == "tf32"
+    factors = factor_spacing(case, matmul_dtype)
     attention = attend(data, layers or make_layers(case), flat=flat, factors=factors, q_scale=schedule.q_scale)
     return attention, attention_limit(attention, case.dtype, matmul_dtype)

@@ -9,7 +9,7 @@ import torch
 
 from ...contract import AttentionLayer
 from ...steps.data import StepData, dequantised
-from .narrow_factors import FactorErrors, factor_errors
+from .narrow_factors import FactorErrors, factor_errors, joined_errors
 from .query_rounding import query_rounding
 
 __all__ = ["Attention", "attend", "windowed"]
@@ -52,7 +52,7 @@ class _Asked:
     """Fields of ``Attention`` that are asked for, of those that are None otherwise."""
 
     flat: bool = False
-    factors: bool = False
+    factors: float = 0.0
     query_rounding: torch.Tensor | None = None
 
 
@@ -62,13 +62,14 @@ def attend(
     visible: torch.Tensor | None = None,
     *,
     flat: bool = False,
-    factors: bool = False,
+    factors: float = 0.0,
     q_scale: str = "none",
 ) -> Attention:
     """Attention of all layers of a step on the keys and values as the pool holds them.
 
-    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat`` and
-    ``factors``: compute these fields of ``Attention`` too. ``q_scale``: how queries are rounded, for ``logit_error``.
+    ``visible`` [B, Tmax, S] replaces the case's own visibility (to ask what a dropped key would do). ``flat``: compute
+    this field of ``Attention`` too. ``factors``: spacing of narrow factors, for that field; 0.0: leave it None.
+    ``q_scale``: how queries are rounded, for ``logit_error``.
     """
     visible = data.visible if visible is None else visible
     asked = _Asked(flat, factors, query_rounding(data.q, q_scale))
@@ -145,7 +146,7 @@ def _layer(data: StepData, layer: int) -> StepData:
 def _joined(parts: Sequence[Attention], dim: int) -> Attention:
     """Parts of a step side by side: layers along dimension 0, rows along dimension 1."""
     flat = [part.flat for part in parts if part.flat is not None]
-    factors = [vars(part.factors) for part in parts if part.factors is not None]
+    factors = [part.factors for part in parts if part.factors is not None]
     errors = [part.logit_error for part in parts if part.logit_error is not None]
     return Attention(
         out=torch.cat([part.out for part in parts], dim),
@@ -155,9 +156,7 @@ def _joined(parts: Sequence[Attention], dim: int) -> Attention:
         lse=torch.cat([part.lse for part in parts], dim),
         top=torch.cat([part.top for part in parts], dim),
         flat=torch.cat(flat, dim) if flat else None,
-        factors=FactorErrors(**{name: torch.cat([part[name] for part in factors], dim) for name in factors[0]})
-        if factors
-        else None,
+        factors=joined_errors(factors, dim) if factors else None,
         logit_error=torch.cat(errors, dim) if errors else None,
     )
 
@@ -177,7 +176,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         return rows.reshape(num_layers, tokens, num_q_heads, -1)
 
     # [L, B, Hk, G * Tmax, D] and [L, B, Hk, S, D]: one matrix product for each KV head of each request.
-    rows, keys = _by_kv_head(data, data.q, bs, widest, kv_heads), _of_heads(data.stored_keys, data.kv_scales[0])
+    rows, keys = _by_kv_head(data, data.q, bs, widest, kv_heads), _of_heads(data, data.stored_keys, 0)
     logits = (rows @ keys.mT).view(grouped)
     scaling = torch.tensor([layer.scaling for layer in layers], dtype=torch.float64).view(-1, 1, 1, 1, 1, 1)
     noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped).mul_(scaling)
@@ -211,9 +210,11 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     if data.stored_values is None:
         values = keys[..., : data.v.shape[-1]]
     else:
-        values = _of_heads(data.stored_values, data.kv_scales[1])
+        values = _of_heads(data, data.stored_values, 1)
     out, everything = packed(p @ values), None
-    factors = factor_errors(p, terms[0].flatten(3, 4), terms[1].flatten(3, 4), values, packed) if terms else None
+    factors = None
+    if terms:
+        factors = factor_errors(p, terms[0].flatten(3, 4), terms[1].flatten(3, 4), values, packed, asked.factors)
     sizes = values.abs_()
     if asked.flat:
         # The rows of a group see the same keys: one product for all of them.
@@ -250,9 +251,9 @@ def _terms(
     return logits, squares
 
 
-def _of_heads(stored: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def _of_heads(data: StepData, stored: torch.Tensor, part: int) -> torch.Tensor:
     """[L, B, S, Hk, D] -> [L, B, Hk, S, D] float64, in one piece: strided matrices multiply ten times slower."""
-    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), scales)
+    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), data.kv_scales[part], data.row_format)
 
 
 def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_heads: int) -> torch.Tensor:

@@ -12,13 +12,13 @@ from ...cases.dimensions.kv_splits import splits_of
 from ...contract import AttentionLayer, KVSplit
 from ...steps.data import StepData, make_layers
 from .attention import Attention, attend
-from .limits import lse_limit, merged_limit, merged_lse_limit
+from .limits import factor_spacing, lse_limit, merged_limit, merged_lse_limit
 
 __all__ = ["attend_split", "merged_attention_limit", "split_sums"]
 
 
 def attend_split(
-    data: StepData, layers: Sequence[AttentionLayer], part: KVSplit, *, factors: bool = False, q_scale: str = "none"
+    data: StepData, layers: Sequence[AttentionLayer], part: KVSplit, *, factors: float = 0.0, q_scale: str = "none"
 ) -> Attention:
     """Attention on only the keys of ``part``. Outputs of rows that see none of them are NaN.
 
@@ -46,7 +46,7 @@ def split_sums(
     ``lse_limit``; ``q_scale``: of ``attend``.
     """
     layers = make_layers(case)
-    factors = matmul_dtype == "tf32"
+    factors = factor_spacing(case, matmul_dtype)
     parts = [attend_split(data, layers, part, factors=factors, q_scale=q_scale) for part in splits_of(case)]
     sums = torch.stack([part.lse for part in parts], 2)
     limits = torch.stack([lse_limit(part, case.dtype, lse_dtype, matmul_dtype) for part in parts], 2)

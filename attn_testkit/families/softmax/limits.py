@@ -24,6 +24,10 @@ Factors of tf32 are limited by what their errors do in sum (``narrow_factors.py`
 up over all of them, is some 30 times what they do. Measured with Triton's ``tl.dot`` under the emulation, which cuts
 factors off, over the float32 cases of core: errors take 0.28 of the limit in the median and 0.73 at most.
 
+Packed rows with scales of their own (``contract/row_format.py``) mean numbers that bf16 does not hold, and kernels
+round them to bf16 before both products. That is a narrow factor too: rounded by at most half a spacing, and only one of
+the two factors, so its unit roundoff takes the place of the spacing.
+
 A log-sum-exp moves by no more than its logits do; and by r where its sum is off by a factor 1 + r. Kernels may sum the
 probabilities as they were rounded for the second product (FlashInfer's fa2 sums them on tensor cores), so r may be u.
 Merged results carry the errors of all their log-sum-exps: the weight of a part moves by a factor of at most exp(2 d).
@@ -33,6 +37,8 @@ from __future__ import annotations
 
 import torch
 
+from ...cases.fields import Fields
+from ...contract import ROW_FORMATS
 from ...steps.patterns import CODE_BOUND
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .attention import Attention
@@ -40,6 +46,7 @@ from .narrow_factors import TOGETHER
 
 __all__ = [
     "attention_limit",
+    "factor_spacing",
     "key_factor",
     "lse_limit",
     "merged_limit",
@@ -54,6 +61,15 @@ _LARGEST_ERROR = 100.0
 """Largest error of a logit: beyond it nothing can be asked of a row, and the numbers stay finite."""
 
 
+def factor_spacing(case: Fields, matmul_dtype: str) -> float:
+    """Spacing of the factors of both products if they are narrower than the model's dtype, or keys are rounded to it;
+    0.0 otherwise.
+    """
+    if matmul_dtype == "tf32":
+        return UNIT_ROUNDOFF["tf32"]
+    return UNIT_ROUNDOFF[case.dtype] if case.kv_dtype in ROW_FORMATS else 0.0
+
+
 def _unit(dtype: str, attention: Attention) -> torch.Tensor:
     """[T, 1, 1]: u of the dtype; for float32 the sums themselves, of as many terms as a row sees, are what rounds."""
     ones = torch.ones(attention.keys.shape[0], 1, 1, dtype=torch.float64)
@@ -66,14 +82,14 @@ def attention_limit(attention: Attention, dtype: str, matmul_dtype: str = "model
     """[L, T, Hq, Dv] float64: the largest allowed |out - ref| of each element.
 
     ``dtype``: of the output. ``matmul_dtype``: of the probabilities in the second product, ``model`` for the same; for
-    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``. ``tf32``: of both factors of both products; it needs
-    its ``factors``.
+    FP8, and for fp16 with sinks, ``attention`` needs its ``flat``. For ``tf32`` and packed rows it needs its
+    ``factors``.
     """
     # A logit that float32 arithmetic moved by d moves p by a factor exp(d): at most 2 d in sum with the denominator.
     # Eight roundings cover a tiled dot product, the scale and the soft cap.
     exponent = (2 * 8 * FLOAT32 * attention.logit_noise).clamp(max=1.0)
     limit = attention.out.abs().add_(attention.mass)
-    narrow = _of_factors(attention, limit) if matmul_dtype == "tf32" else 0.0
+    narrow = _of_factors(attention, limit) if attention.factors is not None else 0.0
     limit.mul_(2 * _unit(dtype, attention) + exponent).add_(4 * SMALLEST[dtype] + FLUSHED).add_(narrow)
     if attention.flat is not None and dtype == "fp16":
         limit.add_(attention.flat, alpha=2 * _FP16_ABSOLUTE)
@@ -100,12 +116,13 @@ def key_factor(attention: Attention, dtype: str, matmul_dtype: str = "model") ->
 
 
 def _of_factors(attention: Attention, sizes: torch.Tensor) -> torch.Tensor:
-    """[L, T, Hq, Dv]: what tf32 factors of both products add, at most twice what all errors together can do.
+    """[L, T, Hq, Dv]: what narrow factors of both products add, at most twice what all errors together can do.
 
     ``sizes``, likewise: of the answer and of the weight that a channel carries.
     """
-    unit, factors = UNIT_ROUNDOFF["tf32"], attention.factors
+    factors = attention.factors
     assert factors is not None
+    unit = factors.unit
     worst_of_logits = (2 * TOGETHER * unit * attention.logit_noise).clamp(max=1.0) * sizes
     of_logits = unit * factors.logits + unit**2 * factors.bend
     of_values = torch.minimum(unit * factors.values, 2 * TOGETHER * unit * attention.mass)
@@ -126,8 +143,8 @@ def lse_limit(attention: Attention, dtype: str, lse_dtype: str = "fp32", matmul_
         limit += UNIT_ROUNDOFF[dtype]
     if dtype == "fp16":
         limit += _FP16_ABSOLUTE * keys
-    if matmul_dtype == "tf32" and attention.factors is not None:
-        unit, factors = UNIT_ROUNDOFF["tf32"], attention.factors
+    if attention.factors is not None:
+        unit, factors = attention.factors.unit, attention.factors
         of_logits = (unit * factors.lse + unit**2 * factors.lse_bend).squeeze(-1)
         limit += torch.minimum(of_logits, TOGETHER * unit * noise) + unit
     if attention.logit_error is not None:

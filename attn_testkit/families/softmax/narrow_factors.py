@@ -18,12 +18,12 @@ moves the output by its derivative, sum_j p_j l_j (v_j - out). The rest of e_j g
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 
 import torch
 
-__all__ = ["TOGETHER", "FactorErrors", "factor_errors"]
+__all__ = ["TOGETHER", "FactorErrors", "factor_errors", "joined_errors"]
 
 TOGETHER = 2.0
 """Factors of a product."""
@@ -45,6 +45,16 @@ class FactorErrors:
     """[L, T, Hq, 1]: of u, of a log-sum-exp."""
     lse_bend: torch.Tensor
     """[L, T, Hq, 1]: of u squared."""
+    unit: float
+    """u."""
+
+
+def joined_errors(parts: Sequence[FactorErrors], dim: int) -> FactorErrors:
+    """Errors of parts of a step along a dimension."""
+    names = [each.name for each in fields(FactorErrors) if each.name != "unit"]
+    return FactorErrors(
+        **{name: torch.cat([getattr(part, name) for part in parts], dim) for name in names}, unit=parts[0].unit
+    )
 
 
 def factor_errors(
@@ -53,6 +63,7 @@ def factor_errors(
     squares: torch.Tensor,
     values: torch.Tensor,
     packed: Callable[[torch.Tensor], torch.Tensor],
+    unit: float,
 ) -> FactorErrors:
     """``p`` [..., R, S]: weights of keys; those of hidden keys are 0. ``values`` [..., S, Dv].
 
@@ -74,4 +85,5 @@ def factor_errors(
         bend=packed(bend @ values.abs() + out.abs() * bent),
         lse=packed(TOGETHER * mean.abs() + _APART * walk.sum(-1, keepdim=True).sqrt()),
         lse_bend=packed(bent),
+        unit=unit,
     )

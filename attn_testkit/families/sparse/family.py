@@ -16,6 +16,7 @@ from ...steps.index_data import IndexData
 from ...steps.schedule import Schedule
 from ..family import Answer, Family, Supposition
 from ..softmax import answer as softmax
+from ..softmax.packed_rows import misread_rows
 from .data import attended_by, make_sparse_data
 from .index_scores import best_keys
 from .memory import SPARSE_POOL
@@ -90,6 +91,8 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
         supposed = replace(data, allowed=wrong & visible)
         if not torch.equal(supposed.allowed, allowed):  # type: ignore[arg-type]
             yield Supposition(text, softmax.answer(schedule, supposed, False))
+    for text, misread in misread_rows(data):
+        yield Supposition(text, softmax.answer(schedule, misread, False))
     for text, keys in _misread(schedule, data):
         yield Supposition(
             text, softmax.answer(schedule, replace(data, allowed=attended_by(data, keys) & visible), False)

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...steps.data import StepData, pool_image, stored_kv
+from ...steps.data import StepData, nan_of, pool_image, stored_kv
 from ...steps.schedule import Schedule, Step
 from ..family import Memory
 from ..softmax.memory import KV_POOL
@@ -46,7 +46,7 @@ def _held(
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     slots, rows = stored_kv(schedule, step, data, after=after)
     if math.isnan(unowned):
-        nan = torch.full((1,), math.nan).to(data.stored_keys.dtype).view(torch.uint8).numpy()
+        nan = nan_of(data.stored_keys.dtype).view(1).view(torch.uint8).numpy()
         for layer, lost in enumerate(_not_selected(schedule, step, data)[:, slots]):
             rows[layer, :, lost] = np.tile(nan, rows.shape[-1] // len(nan))
     return slots, rows
@@ -67,7 +67,7 @@ def _image(
         return image
     image = image.clone()
     for layer, lost in enumerate(torch.from_numpy(_not_selected(schedule, step, data))):
-        image[layer, :, lost] = torch.full((), math.nan).to(image.dtype)
+        image[layer, :, lost] = nan_of(image.dtype)
     return image
 
 

@@ -74,11 +74,16 @@ def _owners(modules: Mapping[str, ModuleType]) -> dict[str, Any]:
 def take_state() -> ProcessState:
     """The state of this process now. Call it while no emulation is active, because that replaces functions of torch."""
     modules = _modules()
-    # Of many workers in one process, as of `--in-process`, most find what the one before has found.
-    if not _taken or _taken[0][0] != modules or not unchanged(_taken[0][1]):
+    # Of many workers in one process, as of `--in-process`, most find what the one before has found. Settings are read
+    # again: pytest changes a variable of the environment for each test.
+    if not _taken or _taken[0][0] != modules or not _nothing_replaced(_taken[0][1]):
         _taken[:] = [(modules, _all_of(modules))]
     _, kept = _taken[0]
-    return replace(kept, seen=list(kept.seen))
+    return replace(kept, values=_values(), seen=list(kept.seen))
+
+
+def _values() -> dict[str, Any]:
+    return {setting.name: setting.read() for setting in SETTINGS}
 
 
 def _all_of(modules: Mapping[str, ModuleType]) -> ProcessState:
@@ -94,8 +99,7 @@ def _all_of(modules: Mapping[str, ModuleType]) -> ProcessState:
         *(vars(owner).values() for owner, _ in owners.values()),
         *(table.values() for table, _ in tables.values()),
     )
-    values = {setting.name: setting.read() for setting in SETTINGS}
-    return ProcessState(values, owners, tables, views, list(itertools.chain.from_iterable(views)))
+    return ProcessState(_values(), owners, tables, views, list(itertools.chain.from_iterable(views)))
 
 
 def unchanged(state: ProcessState) -> bool:

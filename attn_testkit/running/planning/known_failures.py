@@ -1,7 +1,7 @@
 """Known failures: debts with an owner and a date, in a file that the backend's author keeps.
 
 [[known]]
-cases = "decode-*-win*"                  # glob on case ids; must match a case
+cases = "decode-*-win*"                  # glob on case ids, or a list; each must match a case
 kind  = "tolerated"                      # or "quarantine": never launched, because it kills the device
 check = "matches-oracle"                 # check that may fail (a list too); another one is still a failure
 issue = "https://example.org/issues/12"  # who owns it
@@ -46,7 +46,7 @@ MOST_DAYS = 366
 
 @dataclass(frozen=True)
 class KnownFailure:
-    """One entry of the file."""
+    """One entry of the file, for one of its globs: an entry with a list of globs makes several with one number."""
 
     number: int
     """Place in the file, from 1."""
@@ -110,14 +110,14 @@ def parse_known(path: str | Path, text: str, today: datetime.date | None = None)
     entries = data.get("known", [])
     if not isinstance(entries, list):
         raise UsageError(f"{path}: entries are written [[known]], with two brackets")
-    return tuple(_entry(path, number, raw, today) for number, raw in enumerate(entries, start=1))
+    return tuple(each for number, raw in enumerate(entries, start=1) for each in _entry(path, number, raw, today))
 
 
 def _today() -> datetime.date:
     return datetime.datetime.now(datetime.UTC).date()
 
 
-def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.date) -> KnownFailure:
+def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.date) -> list[KnownFailure]:
     def refuse(what: str) -> UsageError:
         return UsageError(f"{path}, entry {number}: {what}")
 
@@ -128,15 +128,19 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
     for key in ("cases", "kind", "issue", "until"):
         if not raw.get(key):
             raise refuse(f"{key} is missing")
-    for key in ("cases", "kind", "issue", "backend", "execution", "when", "record"):
+    globs = raw["cases"] if isinstance(raw["cases"], list) else [raw["cases"]]
+    if not all(isinstance(glob, str) and glob for glob in globs):
+        raise refuse("cases must be text, a glob on case ids, or a list of them")
+    for key in ("kind", "issue", "backend", "execution", "when", "record"):
         if key in raw and not isinstance(raw[key], str):
             raise refuse(f"{key} must be text")
     for key, allowed in (("kind", KINDS), ("execution", EXECUTIONS)):
         if key in raw and raw[key] not in allowed:
             hint = did_you_mean(raw[key], allowed) or f" ({' or '.join(allowed)})"
             raise refuse(f"{key} = {raw[key]!r}{hint}")
-    if answer := renamed(raw["cases"]):
-        raise refuse(f"cases = {raw['cases']!r}: {answer}")
+    for glob in globs:
+        if answer := renamed(glob):
+            raise refuse(f"cases = {glob!r}: {answer}")
     checks = _checks(raw, refuse)
     if not re.fullmatch(r"https?://[^\s/]+\.[^\s]+", raw["issue"]):
         raise refuse(f"issue = {raw['issue']!r} is not an address; write where it is followed up: https://...")
@@ -156,9 +160,10 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
         except UsageError as error:
             raise refuse(f"record: {error}") from error
     optional = {key: raw[key] for key in ("backend", "execution", "when") if key in raw}
-    return KnownFailure(
-        number, raw["cases"], raw["kind"], checks, raw["issue"], raw["until"], **optional, crashed=crashed
-    )
+    return [
+        KnownFailure(number, glob, raw["kind"], checks, raw["issue"], raw["until"], **optional, crashed=crashed)
+        for glob in globs
+    ]
 
 
 def _crashed(report: Report) -> frozenset[tuple[str, str, str]]:

@@ -5,15 +5,24 @@ from __future__ import annotations
 import datetime
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 
 from ...registry import UsageError
+from ...reports.grouping import group_failures
+from ...reports.record import Report
+from ...reports.verdict import conclude
 from ...results.case_result import CaseResult, Status
 from ...results.names import EXECUTIONS
+from ...results.run_header import Selection
 from .known_failures import ENDINGS, parse_known
 
-__all__ = ["Entries", "entries_from"]
+__all__ = ["Entries", "crashes_of", "entries_from"]
+
+MOST_OF_CAUSE = 100
+"""Most characters of a cause in the comment above its entry."""
+MOST_CAUSES = 3
+"""Most causes in the comment above an entry."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +35,18 @@ class Entries:
 
 
 def entries_from(
-    results: Iterable[CaseResult], issue: str, until: datetime.date, today: datetime.date | None = None
+    results: Iterable[CaseResult],
+    issue: str,
+    until: datetime.date,
+    today: datetime.date | None = None,
+    record: str = "",
 ) -> Entries:
     """Make entries that cover each failure and no other case-run of the results.
 
-    Case-runs that break the same checks share an entry if a glob covers all of them and nothing else. Raises
-    ``UsageError`` for an issue or a date that no entry may have, and if nothing failed.
+    Case-runs of one mode that break the same checks share an entry: a glob if one covers all of them and nothing else,
+    or the list of their ids. A comment has the causes of these failures. With ``record``, the results file that
+    ``crashes_of`` makes, what crashed or timed out is quarantined. Raises ``UsageError`` for an issue or a date that no
+    entry may have, and if nothing failed.
     """
     rows = [row for row in results if row.case and row.status is not Status.UNSUPPORTED]
     failures = [row for row in rows if _checks_of(row) and not row.of_the_kit]
@@ -50,15 +65,49 @@ def entries_from(
     if not failures:
         raise UsageError("; ".join(["nothing failed that an entry could excuse", *remarks]))
     several = len({row.backend for row in rows}) > 1
-    entries = [
-        _entry(glob, checks, issue, until, backend if several else "", execution)
-        for (backend, checks), group in _groups(failures).items()
-        for execution, ids in _by_execution(group)
-        for glob in _globs(ids, _others(rows, group, backend, execution))
-    ]
+    entries: list[str] = []
+    for group in _groups(failures):
+        for execution, ids in _by_execution(group.rows):
+            fields: dict[str, object] = {
+                "cases": _globs(ids, _others(rows, group, execution)),
+                **_kind(group.checks, record),
+            }
+            fields |= {"issue": issue, "until": until}
+            fields |= {"backend": group.backend} if several else {}
+            fields |= {"execution": execution} if execution else {}
+            covered = [row for row in group.rows if row.case in ids and execution in ("", row.execution)]
+            entries.append("\n".join([*_comment(covered), "[[known]]", *map(_field, fields.items()), ""]))
     text = "\n".join(entries)
-    parse_known("--from", text, today)
+    parse_known("--from", text.replace(f"record = {json.dumps(record)}\n", ""), today)  # it may not exist yet
     return Entries(text, len(entries), tuple(remarks))
+
+
+def crashes_of(report: Report) -> Report:
+    """Make a results file of what crashed or timed out in a run: the ``record`` of a quarantine.
+
+    Raises ``UsageError`` if nothing did.
+    """
+    rows = tuple(row for row in report.results if row.case and row.status.value in ENDINGS and not row.of_the_kit)
+    if not rows:
+        raise UsageError("nothing crashed or timed out, so there is nothing to quarantine; leave out --quarantine")
+    of = report.header
+    backends = {spec: text for spec, text in of.backends.items() if any(row.backend == spec for row in rows)}
+    failing = {finding.check for row in rows for finding in row.findings}
+    explained = {check: texts for check, texts in of.explained.items() if check in failing}
+    selection = Selection(by=("what crashed or timed out",), of=of.selection.of or of.planned)
+    header = replace(
+        of, planned=len(rows), planned_in_all=0, plan="", backends=backends, selection=selection, explained=explained
+    )
+    return Report(header, rows, finished=True, exit_code=conclude(header, rows).code)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Case-runs that share an entry, or one for each execution."""
+
+    backend: str
+    checks: tuple[str, ...]
+    rows: tuple[CaseResult, ...]
 
 
 def _checks_of(row: CaseResult) -> tuple[str, ...]:
@@ -68,11 +117,11 @@ def _checks_of(row: CaseResult) -> tuple[str, ...]:
     return (row.status.value,) if row.status.value in ENDINGS else ()
 
 
-def _groups(failures: Sequence[CaseResult]) -> dict[tuple[str, tuple[str, ...]], list[CaseResult]]:
-    found: dict[tuple[str, tuple[str, ...]], list[CaseResult]] = {}
+def _groups(failures: Sequence[CaseResult]) -> list[_Group]:
+    found: dict[tuple[str, str, tuple[str, ...]], list[CaseResult]] = {}
     for row in failures:
-        found.setdefault((row.backend, tuple(sorted(_checks_of(row)))), []).append(row)
-    return found
+        found.setdefault((row.backend, row.mode, tuple(sorted(_checks_of(row)))), []).append(row)
+    return [_Group(backend, checks, tuple(rows)) for (backend, _, checks), rows in found.items()]
 
 
 def _by_execution(group: Sequence[CaseResult]) -> Iterator[tuple[str, list[str]]]:
@@ -86,13 +135,13 @@ def _by_execution(group: Sequence[CaseResult]) -> Iterator[tuple[str, list[str]]
             yield execution, alone
 
 
-def _others(rows: Sequence[CaseResult], group: Sequence[CaseResult], backend: str, execution: str) -> set[str]:
+def _others(rows: Sequence[CaseResult], group: _Group, execution: str) -> set[str]:
     """Ids that an entry must not cover: case-runs that it holds for and that are not of the group."""
-    mine = {(row.execution, row.case) for row in group}
+    mine = {(row.execution, row.case) for row in group.rows}
     return {
         row.case
         for row in rows
-        if row.backend == backend and execution in ("", row.execution) and (row.execution, row.case) not in mine
+        if row.backend == group.backend and execution in ("", row.execution) and (row.execution, row.case) not in mine
     }
 
 
@@ -120,12 +169,30 @@ def _shared(first: Sequence[str], second: Sequence[str]) -> list[str]:
     return best[-1][-1]
 
 
-def _entry(glob: str, checks: Sequence[str], issue: str, until: datetime.date, backend: str, execution: str) -> str:
-    named = checks[0] if len(checks) == 1 else list(checks)
-    fields = {"cases": glob, "kind": "tolerated", "check": named, "issue": issue, "until": until}
-    fields |= {"backend": backend} if backend else {}
-    fields |= {"execution": execution} if execution else {}
-    lines = [
-        f"{key} = {value if isinstance(value, datetime.date) else json.dumps(value)}" for key, value in fields.items()
+def _kind(checks: Sequence[str], record: str) -> dict[str, object]:
+    if record and checks[0] in ENDINGS:
+        return {"kind": "quarantine", "record": record}
+    return {"kind": "tolerated", "check": [*checks]}
+
+
+def _field(named: tuple[str, object]) -> str:
+    """One line of an entry, or one for each case of a list of cases."""
+    name, value = named
+    if isinstance(value, datetime.date):
+        return f"{name} = {value}"
+    if not isinstance(value, list) or len(value) == 1:
+        return f"{name} = {json.dumps(value[0] if isinstance(value, list) else value)}"
+    if name == "cases":
+        return "\n".join(["cases = [", *(f"  {json.dumps(case)}," for case in value), "]"])
+    return f"{name} = {json.dumps(value)}"
+
+
+def _comment(rows: Sequence[CaseResult]) -> list[str]:
+    """The causes of failures, as the lines of a comment."""
+    causes = [
+        "".join(letter if letter.isprintable() else " " for letter in group.cause) for group in group_failures(rows)
     ]
-    return "\n".join(["[[known]]", *lines, ""])
+    lines = [text if len(text) <= MOST_OF_CAUSE else text[:MOST_OF_CAUSE].rsplit(" ", 1)[0] + " ..." for text in causes]
+    more = len(lines) - MOST_CAUSES
+    rest = [f"and {more} other cause{'s' * (more > 1)}"] if more > 0 else []
+    return [f"# {line}" for line in (*lines[:MOST_CAUSES], *rest)]

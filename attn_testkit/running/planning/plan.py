@@ -102,8 +102,9 @@ def plan_run(
             not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]))
     unmatched = [pattern for pattern in request.cases if pattern not in matched]
     if unmatched and (matched or (not items and not preset)):
-        others = ", and other patterns match; correct it or remove it (`attn-testkit list --cases` prints the ids)"
-        raise UsageError(f"no case matches {', '.join(unmatched)}" + (others if matched else ""))
+        correct = "correct it or remove it (`attn-testkit list --cases` prints the ids)"
+        others = f", and other patterns match; {correct}"
+        raise UsageError(f"no case matches {', '.join(unmatched)}" + (others if matched else f"; {correct}"))
     failed = sum(row.status is Status.FAILED for row in preset)
     selection = selection_of(request, [item for item, _ in items], whole, failed)
     planned = len(items) + failed

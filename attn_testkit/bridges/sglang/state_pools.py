@@ -1,0 +1,93 @@
+"""SGLang's own request table and pool of states, over the kit's memory, and the configurations of hybrid models."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from sglang.srt.configs.qwen3_next import Qwen3NextConfig
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+
+from attn_testkit.contract import BackendContext, ForwardMode, StateContext
+
+__all__ = ["config_of", "request_pool"]
+
+_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class _Config(Qwen3NextConfig):  # type: ignore[misc]
+    """The configuration of a Qwen3-Next whose linear layers have the kit's ids.
+
+    Qwen's own has softmax layers at every ``full_attention_interval``; a rank of a pipeline has layers from any id on.
+    """
+
+    def __init__(self, state: StateContext, softmax: Sequence[int], **named: Any) -> None:
+        super().__init__(**named)
+        self._linear, self._softmax = [layer.layer_id for layer in state.layers], list(softmax)
+
+    @property
+    def linear_layer_ids(self) -> list[int]:
+        return self._linear
+
+    @property
+    def full_attention_layer_ids(self) -> list[int]:
+        return self._softmax
+
+
+def config_of(state: StateContext, softmax: Sequence[int]) -> Any:
+    """Configuration of a model with these layers. ``softmax``: ids of the other ones."""
+    first = state.layers[0]
+    made = _Config(
+        state, softmax, num_hidden_layers=1 + max(*softmax, *(layer.layer_id for layer in state.layers)),
+        linear_conv_kernel_dim=first.conv_width, linear_key_head_dim=first.k_dim, linear_value_head_dim=first.v_dim,
+        linear_num_key_heads=first.k_heads, linear_num_value_heads=first.v_heads,
+    )  # fmt: skip
+    made.mamba_ssm_dtype = _NAMES[state.pool.dtype]
+    return made
+
+
+def request_pool(context: BackendContext, state: StateContext, config: Any, topk: int) -> Any:
+    """SGLang's request table with its pool of states, as its model runner makes it for a hybrid model.
+
+    The tables and the states are the kit's memory. The scratch of drafts is SGLang's own, and holds NaN.
+    """
+    params, pool = config.mamba2_cache_params, state.pool
+    verifies = ForwardMode.TARGET_VERIFY in context.modes
+    rows, columns = context.req_to_token.shape
+    size = max(rows - 1, context.max_bs)
+    made = HybridReqToTokenPool(
+        size=size, mamba_size=pool.num_slots - 1, mamba_spec_state_size=size, max_context_len=columns,
+        device=context.device.type, enable_memory_saver=False, cache_params=params,
+        mamba_layer_ids=[layer.layer_id for layer in state.layers], enable_mamba_extra_buffer=False,
+        speculative_num_draft_tokens=context.num_draft_tokens if verifies else None,
+        speculative_eagle_topk=topk or None, enable_overlap_schedule=False,
+    )  # fmt: skip
+    conv, temporal = (
+        _of_all_layers([each(layer.layer_id) for layer in state.layers]) for each in (pool.conv, pool.temporal)
+    )
+    held = made.mamba_pool.mamba_cache
+    for own, ours in ((held.conv[0], conv), (held.temporal, temporal)):
+        if (own.shape, own.dtype) != (ours.shape, ours.dtype):
+            raise RuntimeError(
+                f"SGLang's pool of states is {own.dtype} {tuple(own.shape)}, the kit's {ours.dtype} "
+                f"{tuple(ours.shape)}: the configuration in state_pools.py does not fit the case"
+            )
+    scratch = {}
+    if verifies:
+        scratch = {"intermediate_ssm": held.intermediate_ssm, "intermediate_conv_window": held.intermediate_conv_window}
+        for part in (held.intermediate_ssm, *made.mamba_pool._intermediate_conv_window_phys):
+            part.fill_(torch.nan)
+    made.mamba_pool.mamba_cache = type(held)(conv=[conv], temporal=temporal, **scratch)
+    made.req_to_token = context.req_to_token
+    made.req_index_to_mamba_index_mapping = state.req_to_state
+    return made
+
+
+def _of_all_layers(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[L, slots, ...] of the views [slots, ...] of each layer, which lie equally far apart; a view."""
+    first, places = parts[0], [part.storage_offset() for part in parts]
+    step = places[1] - places[0] if len(places) > 1 else 0
+    if places != [places[0] + index * step for index in range(len(parts))]:
+        raise RuntimeError("layers of the kit's pool of states lie unequally far apart; SGLang has all in one tensor")
+    return first.as_strided((len(parts), *first.shape), (step, *first.stride()), places[0])

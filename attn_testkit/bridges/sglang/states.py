@@ -1,0 +1,106 @@
+"""SGLang's backends of layers with a recurrent state, in its hybrid wrapper, behind the kit's contract."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, attn_backend_wrapper
+from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
+
+from attn_testkit.contract import (
+    AttentionLayer,
+    BackendContext,
+    ForwardBatch,
+    KVLayer,
+    KVPool,
+    KVPoolSpec,
+    StateBackend,
+    StateInput,
+    StateLayer,
+)
+
+from .current import SGLangBackend, capturing
+from .pools import lay_out
+from .runner import make_runner
+from .state_pools import config_of, request_pool
+
+__all__ = ["SGLangStateBackend"]
+
+
+class SGLangStateBackend(SGLangBackend, StateBackend):
+    """``HybridLinearAttnBackend`` around the backend of the linear layers, as ``attn_backend_wrapper`` makes it.
+
+    SGLang serves no model without softmax layers. So there is one behind the kit's layers, whose backend plans every
+    batch, and which no forward reaches.
+    """
+
+    def __init__(self, context: BackendContext) -> None:
+        StateBackend.__init__(self, context)
+        assert context.state is not None
+        behind = _softmax_behind(context.layers)
+        slots = context.kv_pool.num_slots - context.page_size
+        pool = KVPool(slots, context.page_size, (behind,), context.dtype, context.device, "custom", own=lay_out)
+        self.runner = make_runner(self.declared, replace(context, layers=(behind,), kv_pool=pool), behind.scaling)
+        config = config_of(context.state, [behind.layer_id])
+        self.runner.model_config.hf_config = self.runner.model_config.hf_text_config = config
+        self.runner.req_to_token_pool = request_pool(context, context.state, config, context.topk)
+        self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
+        self.reals, self.draft = {behind.scaling: self.real}, None
+        self.linear_layers = {layer.layer_id: _layer(layer) for layer in context.state.layers}
+
+    @classmethod
+    def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
+        """Lay out the pool of the layer behind. The kit does not call it: its own layers have no keys."""
+        return lay_out(spec)
+
+    def replayed(self, view: ForwardBatch) -> Any:
+        """The view of a replay, with a request table row of 0 for padded requests, as SGLang's graph runners leave it
+        (``cuda_graph_buffer_registry.py``). The backend writes zeros there, too, and the kit lets nobody write.
+        """
+        made = super().replayed(view)
+        made.req_pool_indices = view.req_pool_indices.clone()
+        made.req_pool_indices[view.batch_size - view.num_padding :] = 0
+        return made
+
+    def forward(  # type: ignore[override]
+        self,
+        mixed: torch.Tensor,
+        a: torch.Tensor | None,
+        b: torch.Tensor | None,
+        layer: StateLayer,
+        batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Hand on, as ``RadixLinearAttention.forward`` does what SGLang's models give it: each in one piece."""
+        given = {"mixed_qkv": mixed, "a": a, "b": b}
+        given = {name: None if each is None else each.contiguous() for name, each in given.items()}
+        with capturing(batch):
+            out: torch.Tensor = self.real.forward(
+                layer=self.linear_layers[layer.layer_id], forward_batch=self._plan(batch), **given
+            )
+        return out.reshape(len(mixed), layer.v_heads, layer.v_dim)
+
+    def commit(self, steps: torch.Tensor, state: StateInput) -> None:
+        """Hand on to the wrapper, as ``commit_mamba_states_after_verify`` does."""
+        self.real.update_mamba_state_after_mtp_verify(
+            last_correct_step_indices=steps.long(), mamba_track_indices=None, mamba_steps_to_track=None,
+            model=self.runner.model,
+        )  # fmt: skip
+
+
+def _softmax_behind(layers: Sequence[AttentionLayer]) -> AttentionLayer:
+    """A softmax layer that follows all others."""
+    return AttentionLayer(
+        layer_id=layers[-1].layer_id + 1, tp_q_head_num=2, tp_k_head_num=1, head_dim=64, v_head_dim=64, scaling=0.125
+    )
+
+
+def _layer(layer: StateLayer) -> Any:
+    return RadixLinearAttention(
+        layer.layer_id, layer.k_heads, layer.k_heads, layer.v_heads, layer.k_dim, layer.k_dim, layer.v_dim,
+        conv_weights=layer.conv_weight, bias=layer.conv_bias,
+        activation=None if layer.activation == "none" else layer.activation,
+        A_log=layer.A_log, dt_bias=layer.dt_bias, lower_bound=layer.lower_bound,
+    )  # fmt: skip
