@@ -17,7 +17,7 @@ __all__ = ["case_of_step", "failing_step"]
 def failing_step(case: Case, result: CaseResult) -> Step | None:
     """The first replay that a result names, if it is behind the case's own batch; None for anything else."""
     for finding in result.findings:
-        if found := re.match(r"replay (\d+) of \d+", finding.step):
+        if found := re.search(r"\breplay (\d+) of \d+", finding.step):
             steps = make_schedule(case).steps
             number = int(found[1])
             return steps[number - 1] if 1 < number <= len(steps) and steps[number - 1].requests else None
