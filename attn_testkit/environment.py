@@ -15,13 +15,32 @@ import torch
 from packaging.requirements import Requirement
 
 from .contract import Capabilities, ForwardMode, Requires
-from .emulation import LIMITS, Policy, compiled_regions_run, emulated_cuda, is_active, orderly_stream, scratch
+from .emulation import (
+    LIMITS,
+    Policy,
+    compiled_regions_run,
+    emulated_cuda,
+    is_active,
+    note_launches,
+    orderly_stream,
+    scratch,
+)
 from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import dirty_fresh_memory, fresh_memory
 from .registry import UsageError, did_you_mean
 
-__all__ = ["Environment", "compiled_regions_run", "missing_here", "resolve", "scratch", "side_stream"]
+__all__ = [
+    "NOTES_OF_LAUNCHES",
+    "Environment",
+    "compiled_regions_run",
+    "missing_here",
+    "resolve",
+    "scratch",
+    "side_stream",
+]
 
+NOTES_OF_LAUNCHES = "ATTN_TESTKIT_LAUNCHES"
+"""Variable with the folder in which launches of Triton kernels are noted, for ``attn-testkit compile``."""
 _VERSIONED = ("torch", "triton", "flashinfer-python", "tokenspeed-mla", "numpy")
 _MOST_CYCLES = 400_000_000
 """Cycles of the longest wait of ``keep_device_busy``: some 200 ms."""
@@ -72,7 +91,10 @@ class Environment:
 
     def prepare_process(self) -> None:
         """Set what must be set in this process before Triton is imported: kernels run in its interpreter here."""
-        if self.emulated:
+        if self.emulated and os.environ.get(NOTES_OF_LAUNCHES):
+            # A backend may have other tiles under the interpreter: what is noted is the launch of a device.
+            os.environ["TRITON_INTERPRET"] = "0"
+        elif self.emulated:
             os.environ.setdefault("TRITON_INTERPRET", "1")
 
     @contextmanager
@@ -84,7 +106,9 @@ class Environment:
         """
         if self.emulated:
             with emulated_cuda(Policy(fill=fill)):
-                yield
+                folder = os.environ.get(NOTES_OF_LAUNCHES)
+                with note_launches(folder) if folder else nullcontext():
+                    yield
         else:
             with torch.cuda.device(self.index):
                 give_back_idle_memory()

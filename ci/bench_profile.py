@@ -34,7 +34,7 @@ STEPS = {
     ("environment.py", "active"): "device entered and left",
     ("evaluate.py", "_evaluate_step"): "oracle and checks",
 }
-"""Name of a file and function -> the step that it is; what it calls belongs to it unless that is a step of its own."""
+"""Name of a file and function -> the step that it is; what it calls belongs to it unless that is a separate step."""
 _REST = "the rest"
 _KIT = f"{os.sep}attn_testkit{os.sep}"
 _MODES = f"{os.sep}runner_modes{os.sep}"

@@ -4,7 +4,7 @@
     python ci/bench_red.py --only 'adapter-*' --keep results
 
 Each mistake is one edit of a file that passes: the adapter that ``attn-testkit new`` writes, or the bundled ``triton``
-or ``torch_native``. The edited file is run as a user would run it, in a folder of its own. Printed are the lines on
+or ``torch_native``. The edited file is run as a user would run it, in its own folder. Printed are the lines on
 stdout, the causes that the report counts, the seconds of the run, those that are diagnosis, and how many times the file
 without the edit takes, which is run right before each mistake: on a busy machine only neighbors compare. The last
 column compares the run with itself without diagnosis, so load does not matter.

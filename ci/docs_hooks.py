@@ -91,12 +91,22 @@ _LINES = (
     ("kit-row", r"\S+(?: \S+)*(?: {2,}\S+(?: \S+)*){3,}"),
 )
 """Class of a line of a failure text -> pattern of its text."""
+_WRAPPED = re.compile(
+    r'(<span class="go">  hint [^<\n]*)</span>\n</span>'
+    r'<span id="[^"]*">(?:<a [^>]*></a>)?<span class="go"> {11}([^<\n]*)'
+)
+"""A hint and its next line, which the terminal's width wrapped: the page wraps it by its own."""
+_LONG_NAME = re.compile(r"(?<=<code>)[a-z0-9_]{24,}(?=</code>)")
 
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put pictures of rows into the page, where the page's colors apply, and name the lines of failure texts."""
     folder = ROOT / "docs" / posixpath.dirname(page.file.src_uri)
     html = _PICTURE.sub(lambda match: (folder / (match[1] or "") / match[2]).read_text(), html)
+    html = _LONG_NAME.sub(lambda match: match[0].replace("_", "_<wbr>"), html)
+    wrapped = 1
+    while wrapped:
+        html, wrapped = _WRAPPED.subn(r"\1 \2", html)
     above = ""
 
     def with_class(match: re.Match[str]) -> str:

@@ -274,7 +274,7 @@ def forward_batch() -> str:
 
 def hooks() -> str:
     lines = [
-        "The larger interface: subclass `AttentionBackend` if your backend has metadata of its own. Only `forward` is "
+        "The larger interface: subclass `AttentionBackend` if your backend has its own metadata. Only `forward` is "
         "required. [A complete example](../tutorials/graph-hooks.md) has all hooks.",
         "",
         SYMBOLS,

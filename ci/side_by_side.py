@@ -7,7 +7,7 @@
 SGLang's kit is ``sglang.test.kits.attention_unittest`` of the wheel, with the cases of its own tests of this class, its
 tolerances and its production graph runners; ``ci/side/theirs.py`` says what had to be prepared. This kit's cases are
 the same shapes, as far as its ids can say them, and then tier smoke as people run it. Both run in this kit's emulation
-of CUDA, one after the other, each in a process of its own, and neither's imports are counted.
+of CUDA, one after the other, each in its own process, and neither's imports are counted.
 
 Each bug of ``tests/bridges/sglang_bugs.py`` is then put into the same class for both: SGLang's kit runs all its cases,
 this one those of the mode and execution in which the bug shows. Exit code 0 when it was measured, whatever was found.

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from attn_testkit.contract import BackendContext, ForwardMode, StateBackend, StateInput
-from attn_testkit.families.recurrent.data import StateStepData, shape_of, state_table
+from attn_testkit.families.hybrid.data import states_in
+from attn_testkit.families.recurrent.data import shape_of, state_table
 from attn_testkit.families.recurrent.memory import StateWatch
 from attn_testkit.watches.uploads import upload
 
@@ -50,9 +51,10 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
     if state is None or staged.schedule.case.mode is not ForwardMode.TARGET_VERIFY:
         return
     assert isinstance(harness.pool, StateWatch)
-    assert isinstance(staged.data, StateStepData)
+    data = states_in(staged.data)
+    assert data is not None
     harness.pool.before_commit()
-    kept = [count - 1 for count in staged.data.kept] + [-1] * (bs - staged.step.bs)
+    kept = [count - 1 for count in data.kept] + [-1] * (bs - staged.step.bs)
     steps = upload(torch.tensor(kept, dtype=torch.int32), harness.device)
     with blame("commit"):
         cast(StateBackend, harness.backend).commit(steps, state)

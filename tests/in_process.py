@@ -1,6 +1,6 @@
 """Running a backend in the test's own process: quick, and what most tests of judging and diagnosis need.
 
-How a backend in a process of its own is judged is held by ``tests/running/test_worker_process.py`` and its neighbours.
+How a backend in its own process is judged is held by ``tests/running/test_worker_process.py`` and its neighbours.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A judge in the test's own process, in the place of the one that ``minimize`` and ``fuzz`` start.
 
-How a judge in a process of its own answers is held by ``tests/running/test_judge_process.py``, and by one test or more
+How a judge in its own process answers is held by ``tests/running/test_judge_process.py``, and by one test or more
 of each of the two commands.
 """
 

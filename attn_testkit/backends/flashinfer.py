@@ -1,7 +1,7 @@
 """FlashInfer's paged wrappers (fa2) as servers use them: decode, drafts, target-verify with trees, prefill.
 
 One wrapper for each kind of layer: scale, window and soft cap belong to a plan, not to a run. So do lengths, and a
-draft-decode has a wrapper for each of its forwards. In a graph each bucket has wrappers of its own over shared
+draft-decode has a wrapper for each of its forwards. In a graph each bucket has its own wrappers over shared
 persistent buffers, planned again outside the graph before every replay.
 """
 

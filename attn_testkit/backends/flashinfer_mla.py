@@ -70,7 +70,7 @@ class FlashInferMLABackend(AttentionBackend):
         self._merge = provide(MERGE_STATE, context.device)
         self.kernels = self._provided.kernels
         self._float_workspace = workspace(context.device, self._provided.is_fake)
-        # A scale belongs to a plan, not to a run: layers that differ in it need wrappers of their own.
+        # A scale belongs to a plan, not to a run: layers that differ in it need their own wrappers.
         self._scales = list(dict.fromkeys(layer.scaling for layer in context.layers))
         # By scale and forward: 0, but for the later forwards of a draft-decode.
         self._eager: dict[tuple[float, int], Any] = {}

@@ -28,7 +28,7 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_V
 class TorchNativeStateBackend(StateBackend):
     """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode and verify run under graphs, too.
 
-    Hooks for what may go wrong are methods of their own: ``slots``, ``begins``, ``stores``, ``window_after``.
+    Hooks for what may go wrong are separate methods: ``slots``, ``begins``, ``stores``, ``window_after``.
     """
 
     capabilities = Capabilities(

@@ -109,7 +109,7 @@ class TRTLLMMLABackend(AttentionBackend):
         self._verify_mask: VerifyMask | None = None
 
     def _make_workspace(self) -> None:
-        """Zeroed once; the kernel's counters lie in a buffer of their own and are zero again after each launch."""
+        """Zeroed once; the kernel's counters are in their own buffer and are zero again after each launch."""
         context = self.context
         size = _WORKSPACE_BYTES if device_is_real(context.device) else _WORKSPACE_BYTES_EMULATED
         self._workspace = torch.zeros(size, dtype=torch.int8, device=context.device)

@@ -1,7 +1,7 @@
 """A small serving loop: one correct version, and ten with a planted bug. An ordinary CUDA program: a GPU runs it too.
 
 Two graphs (batch sizes 4 and 2) are captured into one pool and replayed with other batches each time, eager steps with
-new requests between; every step is compared with an eager run of the right loop on a runner of its own.
+new requests between; every step is compared with an eager run of the right loop on its own runner.
 """
 
 # mypy: disable-error-code="no-any-return,no-untyped-call"

@@ -64,7 +64,7 @@ def _others_may_have_one(case: Fields) -> bool:
 
 _LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(TURNS))
 CONTIGUOUS = 1
-"""The value of ``qkv-memory`` that makes q, k and v tensors of their own."""
+"""The value of ``qkv-memory`` that makes q, k and v their own tensors."""
 
 DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     DerivedParameter("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),

@@ -56,7 +56,7 @@ class Draft:
     def copies(self, prefix: int, page: int) -> Ints:
         """[K - 1, n] int64: columns where the branches behind the first have the prefix's last n tokens again.
 
-        Those of a page that the prefix fills in part, so that a branch can go on in a page of its own.
+        Those of a page that the prefix fills in part, so that a branch can go on in its own page.
         """
         return self.columns(prefix, page)[1:, :1] - prefix % page + np.arange(prefix % page)
 

@@ -25,7 +25,7 @@ def declared_layouts(declared: Capabilities) -> list[HeadLayout]:
 
 
 def per_head(declared: Capabilities) -> list[HeadLayout]:
-    """Declared layouts in which each KV head has keys and values of its own."""
+    """Declared layouts in which each KV head has its own keys and values."""
     return [layout for layout in declared_layouts(declared) if not layout.values_in_keys]
 
 

@@ -59,6 +59,8 @@ class Layers:
 
     shapes: tuple[HeadShape, ...] = ()
     """Alternating shapes of their heads. Empty: all have those of the case."""
+    hybrid: bool = False
+    """Softmax layers between layers that keep a state, which are the first, third and so on."""
     varied: bool = False
     """Each layer has its own combination of window, soft cap and sinks, out of those that the case has. Without it
     windows and soft caps alternate, and all layers have sinks, or none."""
@@ -68,16 +70,20 @@ class Layers:
             raise ValueError(f"{self.count} layers from id {self.first}: there are 1 to {len(SETTINGS)}, from 0 on")
         if self.groups and self.count < PERIOD:
             raise ValueError(f"{self.count} layer has no two KV groups")
-        if self.varied and (self.groups or self.count < PERIOD):
-            raise ValueError(f"{self}: options vary between two layers or more, which share a KV group")
+        if self.hybrid and (self.count < PERIOD or self.groups or self.shapes):
+            raise ValueError(
+                f"{self.count} layers, hybrid: there is one of each kind, in one KV group, of the case's heads"
+            )
+        if self.varied and (self.groups or self.hybrid or self.count < PERIOD):
+            raise ValueError(f"{self}: options vary between two layers or more, of one kind, which share a KV group")
         if self.shapes and (len(self.shapes) != PERIOD or self.count < PERIOD or len(set(self.shapes)) == 1):
             raise ValueError(
                 f"{self}: layers alternate between two shapes of heads, which differ, or all have the case's"
             )
 
     def __str__(self) -> str:
-        flags = f"{'groups' * self.groups}{'varied' * self.varied}"
-        return f"layers{self.count}from{self.first}{flags}{shapes_word(self.shapes)}"
+        kinds = "groups" * self.groups + "hybrid" * self.hybrid + "varied" * self.varied
+        return f"layers{self.count}from{self.first}{kinds}{shapes_word(self.shapes)}"
 
     @property
     def words(self) -> str:
@@ -87,8 +93,10 @@ class Layers:
             f"{shape.num_qo_heads} query and {shape.num_kv_heads} KV heads of {shape.head_dim}" for shape in self.shapes
         )
         shapes = f", alternately with {heads}" if heads else ""
+        hybrid = ", which keep a state and attend to keys in turn" if self.hybrid else ""
         varied = ", each with its own combination of options" if self.varied else ""
-        return f"{self.count}, of ids {self.first} to {self.first + self.count - 1}{groups}{shapes}{varied}"
+        ids = f"{self.count}, of ids {self.first} to {self.first + self.count - 1}"
+        return f"{ids}{groups}{hybrid}{shapes}{varied}"
 
     @property
     def turns(self) -> str:
@@ -109,5 +117,5 @@ def varies(row: Mapping[str, Any]) -> bool:
     return "layers" in row and bool(row["layers"].varied)
 
 
-LAYERS_WORD = rf"layers(\d+)from(\d+)(groups)?(varied)?{SHAPES_WORD}"
+LAYERS_WORD = rf"layers(\d+)from(\d+)(groups|hybrid)?(varied)?{SHAPES_WORD}"
 """The word of a case id, which those of two layers from 0 lack."""

@@ -38,7 +38,7 @@ class _Uniform:
 
 @dataclass(frozen=True)
 class _Listed:
-    """Rows of which each request has a number of its own."""
+    """Rows of which each request has its own number."""
 
     new: tuple[int, ...]
     """Draft-extend: accepted tokens of each request. Extend: new tokens of each."""

@@ -36,7 +36,7 @@ def extreme_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     if "fp8_e4m3" in declared.kv_dtypes:
         yield fp8.with_changes(data="large_queries")
         if declared.q_scale != "none":
-            # Each step draws which rows are large: of three requests two are alike, where each has a scale of its own.
+            # Each step draws which rows are large: of three requests two are alike, where each has its own scale.
             lengths = (small.page_size + 16, 2 * small.page_size + 2, 5)
             three = fp8.of_requests(lengths, padded=1)
             yield three.with_changes(data="large_and_small_queries")

@@ -66,7 +66,7 @@ def split_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
 
 def _of_many_heads(declared: Capabilities, small: Case, parts: str, page: int, own: bool) -> Case:
     """Many heads of the widest head dim and, in extend, prompts next to a row that decodes: log-sum-exps are a small
-    array of their own, with other strides and launches than the output.
+    separate array, with other strides and launches than the output.
     """
     heads = many_heads(declared, small.heads, _MANY_MLA_HEADS if small.heads.layout.wide_rows else _MANY_HEADS)
     prompts = small.mode is ForwardMode.EXTEND

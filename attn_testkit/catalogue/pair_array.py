@@ -28,7 +28,7 @@ _T = TypeVar("_T")
 _LENS = (530, 33, 1)
 """More than two pages of 256, and of one."""
 _GROUPS, _MLA_HEADS, _LAYOUT_GROUPS = (2, 16), (16, 32, 128), (2, 4, 5, 8, 16)
-"""Every usual one has cases of its own (``declared_pairs.py``)."""
+"""Every usual one has its own cases (``declared_pairs.py``)."""
 _MOST_DIM, _WINDOW = 256, 40
 _FEW, _NARROW = 3, 7
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.head_layouts import state_heads
-from ..cases.layers import Layers
+from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import chain
@@ -101,6 +102,16 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
 
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     """The cases of a tier for one mode of a backend that keeps states."""
+    if declared.state is None or not declared.state.hybrid:
+        yield from _cases(declared, mode, tier)
+        return
+    for case in _cases(declared, mode, tier):
+        # One layer would be one of a single kind.
+        layers = replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True)
+        yield case.with_changes(layers=layers)
+
+
+def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     columns = _columns(declared, mode, tier)
     if any(not values for values in columns.values()):
         return
@@ -121,7 +132,7 @@ def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterato
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
-    """A small case of a kind, without a convention of its own, and with the widest convolution."""
+    """A small case of a kind, without its own convention, and with the widest convolution."""
     assert first.state is not None
     assert declared.state is not None
     width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)

@@ -11,6 +11,7 @@ from ..results.finding import Finding
 from ..steps.kv_groups import slot_in_pool
 from .check import Check, Stage
 from .comparison import BITS
+from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
 
@@ -49,6 +50,8 @@ def beyond(got: torch.Tensor, want: torch.Tensor, limit: torch.Tensor) -> torch.
 
 def writes_own_kv(observed: Observation, case: Case, *, takes_strided_heads: bool = False) -> list[Finding]:
     """Check that the pool outside page 0 is right bit for bit. ``takes_strided_heads``: the capability."""
+    if case.layers.hybrid:
+        return writes_own_keys(observed, case)
     page = case.page_size
     if pool_is_right(observed, page):
         return []
@@ -151,7 +154,7 @@ def inputs_unchanged(observed: Observation) -> list[Finding]:
 
 
 def _has_keys(case: Case) -> bool:
-    return case.state is None
+    return case.state is None or case.layers.hybrid
 
 
 CHECKS = (

@@ -50,44 +50,40 @@ def held_instead(
         places = {(a, b): int(new[c]) for a, b, c in same}
         if (layer, part) in places:
             whose = owner_text(observed, places[layer, part] + page)
-            cause = (
-                _shifted(observed, got[layer, part], want[layer, part], new, page)
-                or "probably the row order, a stride, or a wrong slot"
-            )
+            shifted = _shifted(observed, got[layer, part], want[layer, part], new, page)
+            cause = shifted or "probably the row order, a stride, or a wrong slot"
             return f"it holds the row of the {whose}: {cause}{_group_alone(observed, got, want, new)}{padding}"
         other = "the other layer's row" if (layer, 1 - part) not in places else "K instead of V, or V instead of K"
         return f"it holds {other}"
-    if owner[slot] == NEW and bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
+    layout = case.kv_layout
+    if owner[slot] != NEW:
+        return "" if layout == "nhd" else f"the KV pool of this case has layout {layout}: use all of its strides"
+    if bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
         return f"it was not written, or a padded row overwrote it with NaN{_where_alone(observed, got, want, new)}"
-    if owner[slot] == NEW and _beyond_fp8(observed, row, want[layer, part, slot]):
+    if _beyond_fp8(observed, row, want[layer, part, slot]):
         return "it holds NaN for values beyond the largest FP8 number, else the right row: a store must saturate"
-    if owner[slot] == NEW and (scaled := _scaled(observed, row, want[layer, part, slot], layer, part)):
+    if scaled := _scaled(observed, row, want[layer, part, slot], layer, part):
         return scaled
-    if owner[slot] == NEW and _neighbours(observed, row, want[layer, part, slot]):
+    if _neighbours(observed, row, want[layer, part, slot]):
         return (
             "it holds the FP8 numbers next to the right ones: probably a quotient that is first rounded to 16 bits, or "
             "truncated instead of rounded"
         )
-    if owner[slot] == NEW and (some := _some_heads(row, want[layer, part, slot])):
+    if some := _some_heads(row, want[layer, part, slot]):
         return f"{some}{padding}{_HEADS_ARE if strided_heads else ''}"
-    if owner[slot] == NEW and row.view(observed.pool.dtype).float().isnan().all() and not padded:
+    if row.view(observed.pool.dtype).float().isnan().all() and not padded:
         return (
             "it holds only NaN, but not the NaN of an unowned slot: the old contents of the slot were probably added "
             "to or scaled"
         )
-    if owner[slot] == NEW and not row.any() and not padded:
+    if not row.any() and not padded:
         return "it holds only zeros: its row was not stored, or was cleared again"
-    if owner[slot] == NEW:
-        layout = case.kv_layout
-        laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: use all of its strides"
-        fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
-        views = f"k and v may be strided views of one tensor{fp8}{laid}{_HEADS_ARE if strided_heads else ''}"
-        if padded:
-            return f"it holds no live row of this step: a padded row was stored over it. {PADDING_GOES}. Or {views}"
-        return f"it holds no live row of this step: {views}"
-    if case.kv_layout != "nhd":
-        return f"the KV pool of this case has layout {case.kv_layout}: use all of its strides"
-    return ""
+    laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: use all of its strides"
+    fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
+    views = f"k and v may be strided views of one tensor{fp8}{laid}{_HEADS_ARE if strided_heads else ''}"
+    if padded:
+        return f"it holds no live row of this step: a padded row was stored over it. {PADDING_GOES}. Or {views}"
+    return f"it holds no live row of this step: {views}"
 
 
 _HEADS_ARE = f". As to the heads of k and v: {STRIDED_HEADS}"

@@ -239,7 +239,7 @@ class Observation:
         data, layers, maps, found = inputs.data, self.schedule.case.layers, self.schedule.case.head_maps, []
         for name, now in rows.items():
             kind, _, layer = name.partition(" ")
-            want = inputs.packed if kind == "packed" else {"q": data.q, "k": data.k, "v": data.v}[kind][int(layer)]
+            want = inputs.packed if kind == "packed" else data.of_layer(kind, int(layer))
             if maps and kind != "packed":
                 want = maps[int(layer)].q_part(want) if kind == "q" else maps[int(layer)].kv_part(want)
             said = "the packed q, k, v" if kind == "packed" else f"{kind} of {layers.name(int(layer))}"

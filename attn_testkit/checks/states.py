@@ -10,6 +10,7 @@ import torch
 
 from ..cases.case import Case
 from ..cases.state import UNIT_KEYS
+from ..families.hybrid.data import states_in
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
 from ..families.recurrent.recurrence import Recurrence, recur
@@ -40,9 +41,9 @@ class _After(NamedTuple):
 def _after(observed: Observation) -> _After | None:
     """None for cases without states, and for steps without a request."""
     inputs = observed.inputs
-    if inputs is None or not isinstance(inputs.data, StateStepData) or not observed.step.requests:
+    data = None if inputs is None else states_in(inputs.data)
+    if data is None or not observed.step.requests:
         return None
-    data = inputs.data
     rows = observed.pool[:, 0, data.slots, 0]
     unwritten = ~torch.isin(data.slots, observed.written[0])
     return _After(data, *from_rows(rows, data), recur(data), unwritten)
@@ -235,7 +236,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
     """Name states that the slot holds instead."""
     bad, want = wrong.flatten(2).any(-1).any(0), after.want.states
     if bool(after.unwritten[bad].all()):
-        return "not a bit of the slot changed: the state was not stored"
+        return "no bit of the slot changed: the state was not stored"
 
     def fits(other: torch.Tensor) -> bool:
         off = torch.linalg.vector_norm(after.states.double() - other, dim=-1) / after.want.state_limit
@@ -252,7 +253,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
             want.roll(-1, 1),
         ),
         ("it is the state of the layer before it", want.roll(1, 0)),
-        ("it is the state of the head before it", want.roll(1, 2)),
+        ("the head has the state of the head before it", want.roll(1, 2)),
     ]
     if want.shape[-1] == want.shape[-2]:
         others.append(("rows and columns are exchanged: the order of the pool is another", want.mT))
@@ -300,7 +301,7 @@ CHECKS = (
     ),
     Check(
         "writes-own-state",
-        "Only slots of the batch change. Slot 0 changes only if padding may write it, and memory between slots never.",
+        "Only slots of the batch change. Slot 0 changes only if padding may write it. Memory between slots stays.",
         "An index of -1 clamped to 0, padded rows with stale slots, a stride that is a product of the shape.",
         "tokenspeed #700; vllm-ascend #12040, #10901; vLLM #56196",
         "The headline names the slot. Slot 0 points to padding, another one to a place or a row taken for a slot.",

@@ -14,6 +14,7 @@ from ..registry import UsageError, unknown
 from ..running.processes.judge_process import JudgeError
 from .audit import audit
 from .compare import compare
+from .compile import compile_
 from .demo import demo
 from .doctor import doctor
 from .explain import explain
@@ -81,6 +82,7 @@ for _command in (
     repro,
     minimize,
     fuzz,
+    compile_,
     record,
     new,
     doctor,

@@ -34,7 +34,7 @@ def report(
 ) -> int:
     """Turn the results file of a run (run --json, or pytest --attn-report) into a page or a summary.
 
-    The shards of a run are merged. Of several runs, such as those of two architectures, there is a summary each.
+    The shards of a run are merged. Several runs, such as those of two architectures, get a summary each.
     Earlier nights count if they have the same tier and ran on the same kind of device, real or emulated.
     """
     from ..reports.history import read_history

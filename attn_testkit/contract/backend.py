@@ -128,6 +128,9 @@ def _counted(windows: Iterable[int]) -> str:
 def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> None:
     """Raise ``Unsupported``, naming the first capability that the context exceeds."""
     first = context.layers[0]
+    # The softmax layers of a hybrid model follow from its layers that keep a state.
+    hybrid = capabilities.state is not None and capabilities.state.hybrid
+    own = [layer for layer in context.layers if layer.head_layout.has_state or not hybrid]
     grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
     kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
@@ -139,7 +142,7 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     checks: list[tuple[str, object, bool]] = [
         ("mode", ", ".join(sorted(context.modes - capabilities.eager - capabilities.graph)),
          context.modes <= capabilities.eager | capabilities.graph),
-        ("family", *_first_outside((layer.head_layout.name for layer in context.layers), capabilities.families)),
+        ("family", *_first_outside((layer.head_layout.name for layer in own), capabilities.families)),
         ("dtype", dtype, dtype in capabilities.dtypes),
         ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
         ("head dim", *_first_outside((layer.v_head_dim for layer in context.layers), capabilities.head_dims)),
@@ -148,8 +151,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),
         ("GQA ratio", *_first_outside(grouped, capabilities.gqa_ratios)),
-        ("number of head shapes", len(context.head_shapes),
-         capabilities.heads_by_layer or len(context.head_shapes) == 1),
+        ("number of head shapes", len({layer.head_shape for layer in own}),
+         capabilities.heads_by_layer or len({layer.head_shape for layer in own}) <= 1),
         ("query rows per request", rows, rows <= capabilities.max_q_rows),
         ("new tokens per request", context.max_extend_tokens,
          context.max_extend_tokens <= capabilities.max_extend_tokens),
@@ -411,8 +414,8 @@ class AttentionBackend(ABC):
         """Merge the results of two KV splits from ``forward_return_lse``. Called if ``lse.merges`` is declared.
 
         ``out_a``, ``out_b`` [T, Hq, Dv] in the model's dtype, ``lse_a``, ``lse_b`` in the declared base, layout and
-        dtype. Returns output and log-sum-exp of the two splits together, likewise. Either split may be empty, or both.
-        May run under capture: device work only.
+        dtype. Returns output and log-sum-exp of the two splits together, in the same form. One split may be empty, or
+        both. May run under capture: device work only.
         """
         raise NotImplementedError(f"{type(self).__name__} declares lse with merges=True and has no merge_state")
 

@@ -89,8 +89,8 @@ class Capabilities(Declared):
     model's dtype. ``fp8_e4m3``: FP8, with queries scaled as ``q_scale`` declares, and probabilities multiplied by a
     factor of at least 4 before they are rounded (FlyDSL: 7, FlashAttention 3: 256, XQA: 448). ``fp8_e4m3_unscaled``:
     the same, and probabilities are rounded without a factor, so all below 2^-10 vanish (flashinfer #5020). The limits
-    and the test data follow from the word. No value allows probabilities that sum to 1 before they are rounded to FP8:
-    they vanish in long requests.
+    and the test data follow from the word. None of these words allows probabilities that sum to 1 when they are rounded
+    to FP8, because in long requests they vanish.
 
     With every value the kit expects that q·k stays in float32 through scale, soft cap, mask and softmax, and that both
     products accumulate in float32. The kernel may round probabilities to the model's dtype before the second product,

@@ -35,7 +35,7 @@ class HeadLayout:
     """The value of a token is the first part of its key. A slot of the KV pool holds one row, which all heads share, a
     layer has a ``kv_lora_rank``, and the part of a key behind the value is its rope part."""
     usual_scaling: bool = True
-    """Layers may have the scaling 1/sqrt(head_dim). False: models of this layout have a scaling of their own."""
+    """Layers may have the scaling 1/sqrt(head_dim). False: models of this layout have their own scaling."""
     by_layer: bool = True
     """Layers of one model may differ in their heads (``Capabilities.heads_by_layer``)."""
     wide_rows: bool = False

@@ -68,7 +68,7 @@ class AttentionLayer(OfHeadLayout):
     kv_lora_rank: int = 0
     """MLA: width of the latent part of a key. 0: this layer is not MLA."""
     family: str = "softmax"
-    """Name of the family that the layer is of. Families other than ``softmax`` have head layouts of their own."""
+    """Name of the family that the layer is of. Families other than ``softmax`` have their own head layouts."""
 
     def to(self, device: torch.device) -> AttentionLayer:
         """The layer with its tensors on a device."""

@@ -122,7 +122,7 @@ class Dialect:
     padded_requests: str = "rows"
     """Contents of a padded request of a graph. ``rows``: as many rows as at capture, and the fill value as ``seq_lens``
     (SGLang). ``nothing``: neither rows nor keys, whatever the backend's fill value is; the batch has
-    ``query_start_loc`` (vLLM). A graph is captured on requests that have rows either way."""
+    ``query_start_loc`` (vLLM). In both, a graph is captured with requests that have rows."""
     verify_lens: str = "prefix"
     """Keys that ``seq_lens`` counts in target-verify. ``prefix``: keys before the step (SGLang). ``all``: keys before
     the step and its N new ones, in ``spec_info`` as well (vLLM). A FULL_MASK is laid out by prefixes either way."""

@@ -57,7 +57,7 @@ class Sparse(Declared):
 
     Every layer of such a backend gets ``selected``, [T, topk] int32 on the device, by name in each ``forward``. The
     keys of a row are listed in any order, each once; -1 means no key. A row of fewer keys than ``topk`` selects all
-    that it may see. Layers have selections of their own, and so has each row.
+    that it may see. Each layer and each row has its own selection.
 
     Raises ``ValueError`` for a wrong spelling, and for no ``topk``.
     """
@@ -70,7 +70,8 @@ class Sparse(Declared):
     block: int = 1
     """How many keys does an index select? Default, 1: the key itself. B: keys ``B * i .. B * i + B - 1`` of the request
     (NSA, MoBA, quest), of which a row attends those that it may see. ``topk`` then counts blocks, and a row always
-    lists the block of its own key, which may be cut off behind it. All heads of a row have one selection."""
+    lists the block of its own key, of which the keys behind the row may be cut off. All heads of a row have one
+    selection."""
     holes: bool = False
     """True if -1 may come before a key. False: every -1 of a row is after its last key."""
     empty_rows: bool = False

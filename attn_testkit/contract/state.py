@@ -53,6 +53,10 @@ class State(Declared):
     ``model``, as a Triton kernel does that multiplies two bf16 tensors (``causal_conv1d_update`` of SGLang and vLLM).
     The limits follow from it, in every mode."""
 
+    hybrid: bool = False
+    """Does the backend run a model with softmax layers between those that keep a state? Every case has both then, a
+    ``forward`` of a softmax layer is given q, k and v, and the KV pool has those layers."""
+
     def __post_init__(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),

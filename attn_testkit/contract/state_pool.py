@@ -75,7 +75,7 @@ class StatePool:
         return typed.as_strided(shape, (step // dtype.itemsize, *strides), first // dtype.itemsize)
 
     def twin(self) -> StatePool:
-        """A pool of the same layout in memory of its own."""
+        """A pool of the same layout in its own memory."""
         return StatePool(
             self.num_slots, self.layers, self.conv_dtype, self.dtype, self.device, self.order, strided=self.strided
         )

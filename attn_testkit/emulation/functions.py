@@ -87,7 +87,7 @@ def _places(values: Iterable[Any]) -> int:
         if kind is Tensor or isinstance(value, Tensor):
             try:
                 key = value.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+            except (NotImplementedError, RuntimeError):  # a layout without its own storage, or a wrapper
                 key = storage_key(value)
             found |= _DEVICE if key in _device else _HOST if value.dim() else _HOST_SCALAR
         elif isinstance(value, (list, tuple)):
@@ -148,7 +148,7 @@ class DeviceFunctions(TorchFunctionMode):
                 if kind is Tensor:
                     try:
                         key = value.untyped_storage()._cdata
-                    except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+                    except (NotImplementedError, RuntimeError):  # a layout without its own storage, or a wrapper
                         key = storage_key(value)
                     if key in _device:
                         on_device += 1

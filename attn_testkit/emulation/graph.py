@@ -52,7 +52,7 @@ class EmulatedGraph:
     ) -> None:
         """Record what this thread does on the current stream, and on streams that wait for it, until `capture_end`.
 
-        `pool` is a handle from `pool()` or `torch.cuda.graph_pool_handle()`; None: a pool of its own. Raises
+        `pool` is a handle from `pool()` or `torch.cuda.graph_pool_handle()`; None: its own pool. Raises
         CaptureError inside another capture; RuntimeError, as torch does, on the default stream, for a graph that is
         captured already, and for an unknown `capture_error_mode` (the known ones behave alike).
         """

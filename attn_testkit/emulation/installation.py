@@ -152,7 +152,7 @@ def _answer(original: Any, of_device: Any) -> property:
                 return of_device
             if type(tensor) is Tensor:
                 return of_host(tensor)
-        return of_host(tensor)  # a subclass may have an answer of its own
+        return of_host(tensor)  # a subclass may have its own answer
 
     return property(get)
 

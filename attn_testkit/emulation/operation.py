@@ -33,7 +33,7 @@ class Operation:
         for tensor in tensors:
             try:
                 key = tensor.untyped_storage()._cdata
-            except (NotImplementedError, RuntimeError):  # a layout without a storage of its own, or a wrapper
+            except (NotImplementedError, RuntimeError):  # a layout without its own storage, or a wrapper
                 key = storage_key(tensor)
             keys.append(key)
             on_device = on_device and key in _device

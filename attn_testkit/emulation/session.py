@@ -46,7 +46,8 @@ class Session:
     operations without tensor arguments make device memory now. `lenient`: the CPU kernel that runs now checks values on
     the host and the CUDA one does not, so reading them is not an error. `order`: the account of streams, kept once the
     program has its own stream or pinned memory; `handles` are those of streams made in here. `scratch`: addresses that
-    programs of a kernel may race for, by the identity of their storage.
+    programs of a kernel may race for, by the identity of their storage. `launched`: called with each launch of a Triton
+    kernel.
     """
 
     __slots__ = (
@@ -59,6 +60,7 @@ class Session:
         "default_stream",
         "function_mode",
         "handles",
+        "launched",
         "lenient",
         "order",
         "policy",
@@ -79,6 +81,7 @@ class Session:
         self.policy = policy
         self._threads = threads
         self.order: StreamOrder | None = None
+        self.launched: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.scratch: dict[int, list[tuple[int, int]]] = {}
         self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream

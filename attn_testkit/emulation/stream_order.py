@@ -48,7 +48,7 @@ class _History:
 
 
 class StreamOrder:
-    """The account of one thread's streams outside of captures, since its program has a stream of its own.
+    """The account of one thread's streams outside of captures, since its program has its own stream.
 
     `threads` says how often a thread entered the emulation so far, or -1 while several are inside: these may order
     their work in ways that are not seen, and nothing is said of it.

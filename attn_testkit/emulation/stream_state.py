@@ -17,7 +17,7 @@ DEFAULT_STREAM_HANDLE = 0
 class StreamState:
     """One stream: its handle, the capture it belongs to, if any, and the part of that capture's work it comes after.
 
-    `counts`: a program that has it has streams of its own, between which it must keep order. `foreign`: it may be one
+    `counts`: a program that has it has its own streams, between which it must keep order. `foreign`: it may be one
     that others made.
     """
 

@@ -149,7 +149,7 @@ def reset_peak_memory_stats(device: Any = None) -> None:
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """torch's keys for bytes and counts of blocks, as if every tensor's memory were a segment of its own."""
+    """torch's keys for bytes and counts of blocks, as if every tensor's memory were a separate segment."""
     now, count = memory_allocated(), len(DEVICE.live())
     peak = DEVICE.peak_bytes
     stats = {}
@@ -281,7 +281,7 @@ _ACCELERATOR_CLASSES: dict[str, Any] = {"device_index": DeviceIndex, "Graph": Ac
 
 _NVTX = dict.fromkeys(("range_push", "range_pop", "range_start", "range_end", "mark"), _nothing)
 
-# Modules of torch.cuda that keep a name of their own for something in the table.
+# Modules of torch.cuda that keep their own name for something in the table.
 _MODULES: tuple[ModuleType, ...] = (
     torch.cuda, torch.cuda.graphs, torch.cuda.streams, torch.cuda.memory, torch.cuda.random,
 )  # fmt: skip

@@ -58,7 +58,7 @@ def copy_across(
 
 
 def adopt(session: Session, tensor: Tensor) -> Tensor:
-    """Make new host memory device memory; inside a capture it belongs to the graph's pool."""
+    """Turn new host memory into device memory. Inside a capture, it belongs to the graph's pool."""
     tag_device(tensor)
     if session.capture is not None and session.recording:
         session.capture.block(tensor, in_pool=True)

@@ -109,6 +109,8 @@ def _launch_of(
         with disable_functions():
             pointers = _pointers((*args, *kwargs.values()))
             _refuse_host_pointers(self, pointers)
+        if current.launched is not None:
+            current.launched(self, args, kwargs)
         capture = current.capture
         if capture is None or not current.recording:
             run(self, args, kwargs)

@@ -291,7 +291,7 @@ class Races:
             f"program {_spelled(self._program)} uses {self._element(memory, size, int(places[index]))}, which program "
             f"{_spelled(self._programs[wrong[0]])} of the same launch {did}; nothing orders the two, so either may "
             "come first on a device",
-            "give each program memory of its own, launch a second kernel, or let an atomic operation with acquire and "
+            "give each program its own memory, launch a second kernel, or let an atomic operation with acquire and "
             "release semantics order them (a ticket that the last program sees, a lock)",
         )
 

@@ -9,13 +9,14 @@ from ..cases.dimensions.dimension import Dimension
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.fields import DEFAULTS, C, Fields
 from .family import Family
+from .hybrid.family import HYBRID
 from .recurrent.family import RECURRENT
 from .softmax.family import SOFTMAX
 from .sparse.family import SPARSE
 
 __all__ = ["FAMILIES", "family_of", "meaningful", "meaningless", "register"]
 
-FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT)}
+FAMILIES = {family.name: family for family in (SOFTMAX, SPARSE, RECURRENT, HYBRID)}
 """Name -> family."""
 
 
@@ -37,14 +38,14 @@ def register(family: Family) -> None:
 
 def family_of(case: Fields) -> Family:
     """The family of a case. Raises ``KeyError`` where nobody registered the one that its head layout names."""
-    name = SPARSE.name if case.selection else case.heads.layout.family
+    name = SPARSE.name if case.selection else HYBRID.name if case.layers.hybrid else case.heads.layout.family
     if name not in FAMILIES:
         raise KeyError(f"head layout {case.heads.family!r} is of family {name!r}, which nobody registered")
     return FAMILIES[name]
 
 
 def meaningless(case: Fields) -> list[str]:
-    """Names of dimensions in which a case has a value of its own, and which mean nothing in its family."""
+    """Names of dimensions in which a case has its own value, and which mean nothing in its family."""
     return [each.name for each in _outside(case) if any(getattr(case, n) != DEFAULTS[n] for n in each.fields)]
 
 

@@ -23,7 +23,7 @@ LEAN = PlannedBackend.capabilities.with_changes(
     executions=("graph",),
     checks=("completes",),
     hint="no live request",
-    modelled="a maximum of nothing on the host",
+    modelled="the host takes the maximum of an empty list",
 )
 class IdleRankHasNoLongest(PlannedBackend):
     """The plan of a replay looks for the longest live request, and an idle rank has none."""

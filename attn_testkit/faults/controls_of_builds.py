@@ -108,7 +108,7 @@ class EverythingInTheGraph(DenseBackend):
 
 @control("graph-buffers-in-eager-too")
 class GraphBuffersInEagerToo(PlannedBackend):
-    """Eager steps that fit use the graphs' buffers, larger ones new memory."""
+    """Eager steps that fit use the graphs' buffers. Larger steps allocate new memory."""
 
     capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
 

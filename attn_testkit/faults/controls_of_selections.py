@@ -8,7 +8,16 @@ from typing_extensions import override
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
 from .indexer import FusedIndexer, IndexerParent
-from .sparse import GroupedSparse, PackedRowsParent, SparseBlocks, SparseParent, SparseWithSums, UnionOfRows
+from .sparse import (
+    GroupedSparse,
+    PackedRowsParent,
+    SparseBlocks,
+    SparseOfVLLM,
+    SparseOfWidePages,
+    SparseParent,
+    SparseWithSums,
+    UnionOfRows,
+)
 
 
 @control("sparse-by-positions")
@@ -159,3 +168,13 @@ class SparsePackedRowsInBf16(PackedRowsParent):
             tiles = k[..., : plan.layer.kv_lora_rank].float().unflatten(-1, (-1, 128))
             rows[..., first:last] = (tiles.abs().amax(-1) * (1 / 448)).clamp(min=1e-38).view(torch.uint8)
         self.context.kv_pool.get_key_buffer(plan.layer.layer_id).index_put_((plan.out_cache_loc.long(),), rows)
+
+
+@control("sparse-of-wide-pages")
+class SparseInWidePages(SparseOfWidePages):
+    """Pages with memory between them, and pages of all layers in one block (vLLM's packed blocks)."""
+
+
+@control("sparse-of-vllm")
+class SparseWithPaddedRequestsWithoutKeys(SparseOfVLLM):
+    """Padded requests have a length of 0, and lengths of a verify count the step's own keys (vLLM)."""

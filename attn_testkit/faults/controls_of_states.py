@@ -7,9 +7,16 @@ from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
+from .hybrids import HybridParent
 from .states import StateParent
 
-__all__ = ["StatesAsTheyAre", "StatesByConvention", "StatesClearedByTheServer", "StatesOfPaddingUnwritten"]
+__all__ = [
+    "HybridAsItIs",
+    "StatesAsTheyAre",
+    "StatesByConvention",
+    "StatesClearedByTheServer",
+    "StatesOfPaddingUnwritten",
+]
 
 
 @control("states")
@@ -73,3 +80,8 @@ class StatesOfPaddingUnwritten(StateParent):
             return out
         skipped = (~self.live).repeat_interleave(len(out) // max(batch.batch_size, 1))
         return out.masked_fill(skipped[:, None, None], torch.nan)
+
+
+@control("hybrid")
+class HybridAsItIs(HybridParent):
+    """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""

@@ -211,7 +211,7 @@ class StoreSpillsIntoPadding(StridedBackend):
     modes=_ALL,
     checks=_READS,
     hint=_HINT,
-    modelled="as many bits as the layer's own numbers need, instead of 32",
+    modelled="offsets have as many bits as the layer's own numbers need, instead of 32",
 )
 class WidthChosenFromLogicalSize(StridedBackend):
     """Offsets have as many bits as a layer has numbers, and a layer that shares a block with others reaches further."""

@@ -76,7 +76,7 @@ _OUTPUTS: dict[torch.device, torch.Tensor] = {}
 
 @fault(
     slug="output-buffer-of-the-process",
-    source="general; two batches whose layers alternate, each with a backend of its own",
+    source="general; two batches whose layers alternate, each with its own backend",
     modes=_FEW_ROWS,
     executions=("eager",),
     checks=("steps-independent",),

@@ -107,7 +107,7 @@ def _wait_for_plans() -> None:
     hint="signal|SIGUSR1",
 )
 class SignalHandlerReplaced(PlannedBackend):
-    """The constructor takes a signal for a debugger of its own, and the server's handler is gone."""
+    """The constructor takes a signal for its own debugger, and the server's handler is gone."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

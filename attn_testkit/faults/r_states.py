@@ -460,7 +460,7 @@ class PaddedCommitsReachSlot0(StateParent):
     hint="not stored|not applied",
 )
 class StateNeverStored(StateParent):
-    """Outputs are right, windows are stored, and states are not."""
+    """Outputs are right and windows are stored, but states are never stored."""
 
     @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:

@@ -277,7 +277,7 @@ class SelectionClippedToTheKeys(IndexerParent):
     source="ik_llama.cpp #2063, #2095 (layers that share a selection)",
     modes=INDEX_MODES,
     checks=("matches-oracle", "steps-independent", "finite", "reads-own-kv", "replay-follows-batch"),
-    modelled="upstream such layers select by themselves; here they keep a selection of their own",
+    modelled="upstream such layers select by themselves; here they keep their own selection",
 )
 class SelectionReusedFromTheStepBefore(IndexerParent):
     """A layer that uses the selection of the layer before it keeps a copy, and attends that of the step before."""
@@ -342,7 +342,7 @@ class IndexScaleNotAPowerOfTwo(IndexerParent):
 
 @fault(
     slug="selection-of-the-layer-before",
-    source="general; sglang dsa (skip_topk in a layer with index keys of its own)",
+    source="general; sglang dsa (skip_topk in a layer with its own index keys)",
     modes=INDEX_MODES,
     checks=(_BEST,),
     hint="of the layer before",

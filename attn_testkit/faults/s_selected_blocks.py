@@ -76,7 +76,7 @@ class OwnBlockLeftOut(SparseBlocks):
 
 @fault(
     slug="blocks-of-another-size",
-    source="general; kernels whose block size is a constant of their own",
+    source="general; kernels whose block size is a constant",
     modes=_ALL,
     checks=("matches-oracle", "reads-own-kv", "finite"),
 )

@@ -250,7 +250,7 @@ class NanForARowWithoutKeys(SparseParent):
     modes=_ALL,
     executions=("graph",),
     checks=("replay-follows-batch", "buckets-independent"),
-    modelled="upstream the indexer's output is allocated again in a graph; here the plan keeps the capture's",
+    modelled="upstream the indexer's output is allocated again in a graph; here the plan keeps that of the capture",
     hint="capture",
 )
 class SelectionOfTheCapture(SparseParent):

@@ -86,7 +86,7 @@ def _error(kind: str, schedule: Schedule, expected: Expected) -> torch.Tensor:
 
 
 def _in_the_middle(data: StepData) -> int:
-    """A key from the middle on that no one-hot value marks, if there is one."""
+    """Find a key in the second half that no one-hot value marks. None: all are marked."""
     marked = data.values[0, 0].flatten(1).count_nonzero(-1)
     middle = len(marked) // 2
     return middle + int((marked[middle:] == 0).int().argmax())

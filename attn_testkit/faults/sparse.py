@@ -19,7 +19,16 @@ from ..contract import (
     Sparse,
 )
 
-__all__ = ["GroupedSparse", "PackedRowsParent", "SparseBlocks", "SparseParent", "SparseWithSums", "UnionOfRows"]
+__all__ = [
+    "GroupedSparse",
+    "PackedRowsParent",
+    "SparseBlocks",
+    "SparseOfVLLM",
+    "SparseOfWidePages",
+    "SparseParent",
+    "SparseWithSums",
+    "UnionOfRows",
+]
 
 
 _ALL = frozenset(ForwardMode)
@@ -129,6 +138,21 @@ class SparseWithSums(SparseParent):
         keys = kv[0].flatten(0, 1)[slot][:, :, 0].float().masked_fill(~there[..., None], 0.0)
         logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
         return self.run(q, kv, plan), self.lse_without_keys(logits.logsumexp(-1))
+
+
+class SparseOfWidePages(SparseParent):
+    """The parent in pools whose pages are farther apart than their slots are long."""
+
+    capabilities = SparseParent.capabilities.with_changes(kv_layouts={"nhd", "padded-pages", "layers-in-block"})
+
+
+class SparseOfVLLM(SparseParent):
+    """The parent in batches whose padded requests have neither rows nor keys."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        eager={"target-verify", "draft-extend-v2"}, graph={"target-verify", "draft-extend-v2"},
+        server={"padded_requests": {"nothing"}, "verify_lens": {"all"}},
+    )  # fmt: skip
 
 
 class PackedRowsParent(SparseParent):

@@ -77,7 +77,7 @@ class Search:
 
     declared: Capabilities
     run: Callable[[Case], CaseResult]
-    """One case-run, whatever the backend does."""
+    """Function that runs one case, whatever the backend does."""
     seconds: float
     """Time limit from the construction of the search; only the first case-run may start after it."""
     any_failure: bool = False

@@ -200,7 +200,7 @@ class _Party:
         return verdict.status if verdict else ""
 
     def _is_open(self, mutant: Mutant, stage: Stage, *, first: bool) -> bool:
-        """True if this stage can still evaluate the mutant. ``first``: by a few case-runs."""
+        """True if this stage can still evaluate the mutant. ``first``: with its first few case-runs."""
         verdict = self.journal.verdicts.get(mutant.id)
         if verdict is None:
             return not stage.before

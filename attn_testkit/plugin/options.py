@@ -21,6 +21,16 @@ __all__ = ["add", "known_file", "min_cases", "report_file", "request", "selected
 def add(parser: pytest.Parser) -> None:
     """Add one group of prefixed options, and ini values for what is set in CI."""
     group = parser.getgroup("attn", "attention backend conformance (attn-testkit)")
+    _add_selection(group)
+    _add_conduct(group)
+    parser.addini("attn_backends", "Backends to test.", type="linelist")
+    parser.addini("attn_tier", "smoke, core or full.", default="smoke")
+    parser.addini("attn_known_failures", "TOML file of failures to tolerate, relative to the ini file.", default="")
+    parser.addini("attn_min_cases", "Fail if fewer case-runs ran.", default="0")
+
+
+def _add_selection(group: pytest.OptionGroup) -> None:
+    """Options of what is run."""
     group.addoption(
         "--attn-backend", action="append", default=[], metavar="SPEC", dest="attn_backend",
         help="Backend to test: module:Class, or a name from `attn-testkit list`. Repeatable. ini: attn_backends.",
@@ -49,6 +59,10 @@ def add(parser: pytest.Parser) -> None:
         "--attn-seed", type=_number("seed"), default=0, metavar="N", dest="attn_seed",
         help="Random seed.",
     )  # fmt: skip
+
+
+def _add_conduct(group: pytest.OptionGroup) -> None:
+    """Options of how it is run and reported."""
     group.addoption(
         "--attn-known-failures", metavar="FILE", dest="attn_known_failures",
         help="TOML file of failures to tolerate. ini: attn_known_failures.",
@@ -86,10 +100,6 @@ def add(parser: pytest.Parser) -> None:
         "--attn-keep-unloadable", action="store_true", dest="attn_keep_unloadable",
         help="Report a backend that cannot be imported as a failing row, and test the others.",
     )  # fmt: skip
-    parser.addini("attn_backends", "Backends to test.", type="linelist")
-    parser.addini("attn_tier", "smoke, core or full.", default="smoke")
-    parser.addini("attn_known_failures", "TOML file of failures to tolerate, relative to the ini file.", default="")
-    parser.addini("attn_min_cases", "Fail if fewer case-runs ran.", default="0")
 
 
 def request(config: pytest.Config) -> Request:

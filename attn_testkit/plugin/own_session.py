@@ -22,7 +22,7 @@ MOST_NAMED = 5
 
 
 class OwnSession:
-    """State of the process that has the terminal. Its hooks also serve the suite, which has results of its own."""
+    """State of the process that has the terminal. Its hooks also serve the suite, which has its own results."""
 
     def __init__(self, own: OwnTests, *, verbose: bool) -> None:
         self._own, self._verbose = own, verbose

@@ -110,7 +110,7 @@ def _wanted(*backends: str | type[Any], **arguments: Any) -> Wanted:
 
 
 def _of_mark(mark: pytest.Mark) -> Wanted:
-    """Make a request of a mark, either the decorator's or one that was written with the decorator's arguments."""
+    """Make a request from a mark, either the decorator's or one that was written with the decorator's arguments."""
     if len(mark.args) == 1 and isinstance(mark.args[0], Wanted):
         return mark.args[0]
     try:

@@ -228,7 +228,7 @@ def _batch_line(self: Any, batch: Any, hook: str, how: str) -> None:
     if not _record.wants(json.dumps(line)):
         return
     if how != "capture":
-        # While a graph is captured lengths are fill values, and copying them would be a fault of its own.
+        # While a graph is captured lengths are fill values, and copying them would be another fault.
         counts = (spec, "num_accept_tokens_cpu"), (spec, "extend_seq_lens_cpu")
         places = {
             "seq_lens": ((batch, "seq_lens_cpu"), (batch, "seq_lens")),

@@ -212,7 +212,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "bad_statuses": BAD,
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
         "emulation": _emulation(runs),
-        "notes": [*note_lines(report.header.notes), *printed_lines(runs)],
+        "notes": [*note_lines(report.header.notes), *(line.replace("`", "") for line in printed_lines(runs))],
         "launch_lines": launch_lines(report.header, report.results),
         "not_covered": [*left_lines(report.header, runs), *not_covered_lines(report.header.not_covered)],
         "hints": Counter(hint for result in results for hint in result.hints).most_common(),

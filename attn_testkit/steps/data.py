@@ -135,6 +135,11 @@ class StepData:
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
+    def of_layer(self, part: str, layer: int) -> torch.Tensor:
+        """``q``, ``k`` or ``v`` of the layer of this place."""
+        found: torch.Tensor = getattr(self, part)[layer]
+        return found
+
     @property
     def keys(self) -> torch.Tensor:
         """[L, B, S, Hk, Dqk] float64: ``stored_keys``, dequantised. Not cached: it is large, and needed once."""

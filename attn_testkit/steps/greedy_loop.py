@@ -2,7 +2,7 @@
 
 Requests go on from a prompt, round after round, over a vocabulary whose numbers are known: a token's q, k and v follow
 from its id. A request has two rows of the request table, one for the target's KV and one for the draft's, as a draft
-model has KV of its own. Each round reads what the one before it wrote.
+model has its own KV. Each round reads what the one before it wrote.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor) -> torch.Tensor:
     """A copy of ``keys`` [..., width] bfloat16 whose numbers are rounded in one way, however a scale is computed.
 
     Numbers near the middle between two FP8 numbers are one unit smaller, and no tile is all 0: there servers differ
-    (SGLang divides by a scale of 0, vLLM has a smallest scale).
+    (SGLang stores -448 and a scale of 0, vLLM has a smallest scale).
     """
     keys = keys.clone()
     for plane in packed.format.planes:

@@ -36,7 +36,7 @@ def held_queries(q: torch.Tensor, q_scale: str) -> torch.Tensor:
 
 
 def large_or_small(q: torch.Tensor, q_scale: str, rng: np.random.Generator) -> torch.Tensor:
-    """Leave each row of ``q`` [L, T, Hq, D] its last channel, which is large, or the others, which are small.
+    """Keep either the last channel of each row of ``q`` [L, T, Hq, D], which is large, or the others, which are small.
 
     Rows of one scale are alike, and the rows next to them are not. If a tensor has one scale it is all large, all
     small, or has both: small rows may vanish then.

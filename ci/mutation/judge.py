@@ -55,7 +55,7 @@ Trial = tuple[Mutant | None, list[Stage], Sequence[str]]
 
 @dataclass
 class _UnderWay:
-    """One mutant under judgement: its stages one after the other, each in a process of its own."""
+    """One mutant under judgement: its stages one after the other, each in its own process."""
 
     mutant: Mutant | None
     stages: list[Stage]

@@ -1,4 +1,4 @@
-"""This kit's cases of a class of SGLang's. Run by ``ci/side_by_side.py``, in a process of its own.
+"""This kit's cases of a class of SGLang's. Run by ``ci/side_by_side.py``, in its own process.
 
     python ci/side/ours.py --backend triton --theirs FILE --bug DoubleCount --out FILE
 

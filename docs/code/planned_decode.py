@@ -1,4 +1,4 @@
-"""A backend with metadata of its own: decode, and target-verify of chains, eager and under CUDA graphs."""
+"""A backend with its own metadata: decode, and target-verify of chains, eager and under CUDA graphs."""
 
 from __future__ import annotations
 

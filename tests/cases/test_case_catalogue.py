@@ -84,7 +84,8 @@ def test_trees_branch_as_widely_as_is_declared_and_never_more(topk: int) -> None
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
 def test_no_step_of_a_case_is_longer_than_is_declared(mode: ForwardMode, context: int) -> None:
     wanted = declared(page_sizes={1, 16, 64}, max_context_len=context)
-    for seed in (0, 5):
+    # Another seed has other derived parameters, which add tokens; one short and one long context show it.
+    for seed in (0, 5) if context in (128, 350) else (0,):
         cases = generate(wanted, mode, "core", seed)
         assert len(cases) > 20
         every = [e for c in cases for e in (c, *(co_residents(c, set(ForwardMode), 8, 8) if c.multi_mode else ()))]

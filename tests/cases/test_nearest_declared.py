@@ -123,5 +123,5 @@ def test_by_default_no_two_layers_have_one_scaling_and_none_the_usual() -> None:
 
 
 def test_mla_is_never_given_the_usual_scaling_of_its_rows() -> None:
-    with pytest.raises(ValueError, match="MLA has a scaling of its own"):
+    with pytest.raises(ValueError, match="MLA has its own scaling"):
         parse_case("decode-mla2-d32r16-bf16-p16-k5.9-shuffled-gauss-usualscale-b2prod")

@@ -166,7 +166,7 @@ def test_a_state_of_nan_is_named_and_a_slot_that_did_not_change_is_too() -> None
     step.written = [0, 2]
     (found,) = state_matches_oracle(step.seen(), step.case)
     assert found.headline.startswith("the state of request 1 differs")
-    assert "not a bit of the slot changed" in found.hint
+    assert "no bit of the slot changed" in found.hint
 
 
 @pytest.mark.parametrize(

@@ -104,11 +104,11 @@ def test_what_another_layers_window_shares_with_none_at_all_is_reported_as_both(
 @pytest.mark.parametrize(
     ("extra", "in_graph", "ends"),
     [
-        (range(29), False, "does not reach the kernel, or not for the KV tokens of the prefix"),
+        (range(29), False, "does not reach the kernel, perhaps only for the KV tokens of the prefix"),
         (
             range(29),
             True,
-            "does not reach the kernel where the graph is captured, or not for the KV tokens of the prefix",
+            "does not reach the kernel where the graph is captured, perhaps only for the KV tokens of the prefix",
         ),
         (range(1, 29), False, "KV tokens before the window are visible"),
         (range(28), False, "KV tokens before the window are visible"),

@@ -192,7 +192,7 @@ def test_what_is_faint_is_said_with_its_tokens_and_its_largest_part() -> None:
     found = read(0.04, 0.08)
     assert found.text.endswith("KV tokens 2..3 should have no weight, and have 0.2 of what the others have")
     assert weighs_a_little(evidence(CAP, right(CAP), attended=found)) == (
-        "masked KV tokens have weight, 0.2 of what the others have: the soft cap probably comes after the mask, but "
+        "masked KV tokens have 0.2 of the weight of the others: the soft cap probably comes after the mask, but "
         "must come before it (a capped minus infinity is -logit_cap)"
     )
     assert "a mask that adds a number" in weighs_a_little(evidence(PLAIN, right(PLAIN), attended=found))
@@ -250,7 +250,7 @@ def test_zeros_in_windowed_layers_alone_are_windows_that_lie_nowhere() -> None:
     out[1, 0] = 0.0
     assert "only the layers with a sliding window (11) are wrong, and all zeros" in nothing_computed(evidence(FEW, out))
     out[0, 1] = 0.0
-    assert nothing_computed(evidence(FEW, out)).startswith("nothing computed the wrong rows, which are all zeros")
+    assert nothing_computed(evidence(FEW, out)).startswith("the wrong rows were never computed (they are all zeros)")
     plain = right(PLAIN)
     plain[1, 0] = 0.0
     assert nothing_computed(evidence(PLAIN, plain)).endswith("all zeros in every layer but the first")

@@ -48,7 +48,7 @@ def test_rows_of_zeros_are_computed_by_nothing_and_the_text_says_how_far_that_go
     assert nothing_computed(evidence(out)) == "", "nothing is wrong"
     out[:, 1] = 0.0
     assert nothing_computed(evidence(out)).startswith(
-        "nothing computed the wrong rows, which are all zeros: probably a grid or"
+        "the wrong rows were never computed (they are all zeros): probably a grid or"
     )
     assert "captured batch" in nothing_computed(evidence(out, in_graph=True))
     assert "nothing was computed, the output is all zeros, in every layer: a choice" in nothing_computed(
@@ -71,7 +71,7 @@ def test_zeros_of_a_row_that_reads_nan_are_no_missing_work(place: str, read: boo
     assert (nothing_computed(found) == "") is read
     assert nan_became_zero(found).startswith("the zeros come from a NaN that was read") is read
     first = hints(found)[0]
-    assert first.startswith("nothing computed") is not read
+    assert first.startswith("the wrong rows were never computed") is not read
     if place == "tail":
         assert first.startswith("slots after the last KV token are read")
     assert nan_became_zero(evidence(out)) == "", "nothing else was read"
@@ -107,7 +107,7 @@ def test_zeros_in_all_layers_but_the_first_are_what_the_first_used_up() -> None:
     out[1, 1] = 0.0
     assert nothing_computed(evidence(out)).endswith("all zeros in every layer but the first")
     out[0, 2] = 0.0
-    assert nothing_computed(evidence(out)).startswith("nothing computed the wrong rows, which are all zeros")
+    assert nothing_computed(evidence(out)).startswith("the wrong rows were never computed (they are all zeros)")
 
 
 def test_nan_that_is_computed_is_reported_by_the_window_or_the_parts_of_the_case() -> None:

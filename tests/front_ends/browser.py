@@ -126,7 +126,7 @@ class Page:
 
 @contextlib.contextmanager
 def page_in(browser: str) -> Iterator[Page]:
-    """A tab of a browser of its own, which ends with the block."""
+    """A tab of a fresh browser, which ends with the block."""
     from_us, to_browser = os.pipe()
     from_browser, from_it = os.pipe()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:

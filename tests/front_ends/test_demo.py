@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from attn_testkit.examples import demo as backends
 from attn_testkit.examples import ordinary_test
+from attn_testkit.registry import UsageError
 
 demo = importlib.import_module("attn_testkit.cli.demo")
 
@@ -31,6 +32,18 @@ def test_the_known_bug_passes_in_eager_and_a_replay_of_its_capture_batch_and_fai
     assert "longest request" in ran.stdout
     assert "attended request 1 attended to KV tokens 0..15, expected 0..40" in ran.stdout
     assert "<title>" in (tmp_path / "attn-testkit-demo.html").read_text()
+
+
+def test_a_wrong_indexer_passes_where_all_keys_are_selected_and_fails_where_some_are(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ran = CliRunner().invoke(demo.demo, ["sparse", "--device", "cpu", "--html", ""], standalone_mode=False)
+    lines = [line.split()[0] for line in ran.output.splitlines() if line.startswith("  passes") or "FAILS" in line]
+    assert (ran.return_value, lines) == (0, ["passes", "FAILS", "passes"])
+    assert "ReLU is left out" in ran.output
+    with pytest.raises(UsageError, match="and found 0"):
+        demo._passed([], demo._WITH_RELU, "eager", demo._SOME_KEYS)
 
 
 def test_a_demo_that_goes_otherwise_says_so_and_exits_with_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ def test_a_registered_module_that_prints_at_import_does_not_break_the_list(tmp_p
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: loud\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text("[attn_testkit.backends]\nloud = loud:Loud\ngone = gone:Gone\n")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])}
     command = [sys.executable, "-m", "attn_testkit", "list", "--json", "--device", "cpu"]
     done = subprocess.run(
         command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300, check=False

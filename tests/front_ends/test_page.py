@@ -29,6 +29,7 @@ from attn_testkit.reports.page import (
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.failure_text import repro_command
+from attn_testkit.results.names import NOT_STARTED
 
 PASSED = CaseResult("b", "decode", "eager", "decode-a", Status.PASSED, device="cuda", margin=0.25)
 
@@ -350,6 +351,11 @@ def test_a_trend_has_a_column_for_each_of_the_last_nights_and_tonight():
 def test_what_is_declared_and_not_tried_is_said_at_the_top_and_in_full():
     page = html_page(nights.green_night(40))
     assert page.index("not covered: 4 backends") < page.index("<table")
+    report = nights.green_night(40)
+    left = replace(report.results[0], status=Status.NOT_RUN_HERE, reason=NOT_STARTED, margin=None)
+    header = replace(report.header, not_covered={"triton": ("head dim 96",)})
+    one = html_page(replace(report, header=header, results=(left, *report.results[1:])))
+    assert ">not covered</a>" in one, "what the budget left out is not a backend"
     assert "not covered (triton): head dim 96; group 4" in page
 
 

@@ -1,6 +1,6 @@
 """``attn-testkit fuzz`` for real: a planted fault is found and made small, and whatever ends it leaves a record.
 
-One test is of a command in a process of its own, with a judge and workers in theirs; the others judge here.
+One test is of a command in its own process, with a judge and workers in theirs; the others judge here.
 """
 
 from __future__ import annotations

@@ -37,6 +37,7 @@ RIGHT = {
     "sglang_kernels:SparseMLAPrefill": SPARSE_DECODE,
     "sglang_kernels:SparseMLAPrefillUnion2": SPARSE_EXTEND,
     "sglang_kernels:SparseMLAForward": SPARSE_DECODE,
+    "sglang_kernels:SparseMLAPacked": SPARSE_DECODE.replace("sel64", "kvfp8dsmla-sel64"),
     "sglang_indexer:IndexerAmax": SPARSE_DECODE.replace("slots", "slots-idx4"),
     "sglang_indexer:IndexerPowersOfTwo": SPARSE_EXTEND.replace("slots", "slots-idx4pow2gauss"),
     "sglang_states:DeltaRule": f"target-verify-{GDN}-k9.1-chain2-shuffled-mild_decay-k64w4s32-b2prod",

@@ -1,6 +1,6 @@
 """``attn-testkit minimize`` for real: failing cases of the tier core end with two dimensions or fewer.
 
-Two tests are of the command in a process of its own, with a judge and workers in theirs; the others judge here.
+Two tests are of the command in its own process, with a judge and workers in theirs; the others judge here.
 """
 
 from __future__ import annotations

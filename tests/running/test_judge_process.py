@@ -1,4 +1,4 @@
-"""The judge in a process of its own: what is asked and answered over the pipe, and how either end leaves."""
+"""The judge in its own process: what is asked and answered over the pipe, and how either end leaves."""
 
 from __future__ import annotations
 

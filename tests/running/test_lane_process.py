@@ -1,4 +1,4 @@
-"""A lane in a process of its own: it evaluates as a lane here does, and one that dies or hangs costs one case-run."""
+"""A lane in its own process: it evaluates as a lane here does, and one that dies or hangs costs one case-run."""
 
 from __future__ import annotations
 

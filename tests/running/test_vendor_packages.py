@@ -95,7 +95,12 @@ def test_only_the_module_that_is_named_like_it_is_imported(tmp_path: Path, name:
 
 
 def run(folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(folder), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ["PYTHONPATH"]]),
+        "CUDA_VISIBLE_DEVICES": "",
+        "OMP_NUM_THREADS": "1",
+    }
     command = [sys.executable, "-m", "attn_testkit", "run", "--backend", "adapter:Adapter", "--device", "cpu"]
     return subprocess.run(
         [*command, *args], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False

@@ -55,7 +55,10 @@ def serve(place: str) -> None:
                 connection.send(b"no")
             else:
                 _import()
-                pid = os.fork()
+                with warnings.catch_warnings():
+                    # As in forking.py: of threads that OpenBLAS keeps.
+                    warnings.simplefilter("ignore", DeprecationWarning)
+                    pid = os.fork()
                 if not pid:
                     chosen.close()
                     os.setsid()

@@ -37,7 +37,7 @@ class _Missing:
 
 
 class _Module(ModuleType):
-    """A module of the package in which every name is missing but those that are Python."""
+    """A module of the package that lacks every name, except Python's own."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

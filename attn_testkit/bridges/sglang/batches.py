@@ -80,7 +80,7 @@ def _batch(batch: ForwardBatch, width: int, algorithm: Any, forward: bool) -> An
 
 
 def eager_batch(batch: ForwardBatch, width: int, runner: Any, forward: bool = False) -> Any:
-    """The batch of an eager step, or of one forward of a draft, with a plan of its own as its scheduler would give."""
+    """The batch of an eager step, or of one forward of a draft, with its own plan, as its scheduler would give."""
     made = _batch(batch, width, runner.spec_algorithm, forward)
     translator = runner.kv_index_translator
     translator.own_plan(made).bind(made, translator)

@@ -7,7 +7,7 @@ declared here, and described in docs/evidence/findings-sglang.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attn_testkit.contract import SGLANG, Requires, Sparse, State
@@ -93,12 +93,31 @@ _OF_DSA = (
     _SERVER,
 )
 _DSA_TOPK = {64, 2048}
-"""Widths of ``topk_indices``. 2,048 is that of all models, and has a kernel of its own in ``transform_index``."""
+"""Widths of ``topk_indices``. 2,048 is that of all models, and has its own kernel in ``transform_index``."""
 _DSA_OPTIONS = {"dsa_prefill_backend": "triton_sparse_mla", "dsa_decode_backend": "triton"}
 _DSA_ENVIRONMENT = {
     "SGLANG_FP8_PAGED_MQA_LOGITS_TORCH": "1",  # the schedule of the indexer's scores without DeepGEMM
     "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": "0",  # an extend of short requests is sparse, too
 }
+
+_OF_GDN = (
+    Line("eager", {D, V, X}, f"{_GDN}:GDNAttnBackend.forward_extend"),
+    Line("graph", {D, V}, f"{_HYBRID}:MambaAttnBackendBase._replay_metadata"),
+    Line("families", {"gdn"}, f"{_GDN}:GDNAttnBackend"),
+    Line("dtypes", {"bf16"}, "configs/mamba_utils.py:mamba2_state_dtype"),
+    Line("head_dims", {64, 128}, f"{_GDN_KERNELS}:TritonGDNKernel.extend"),
+    Line("gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
+    Line("page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
+    Line("max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+    Line("max_topk", 1, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+    Line("needs_cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
+    _SERVER,
+    Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
+)
+_GDN_STATE = State(
+    k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
+    conv_products="model",
+)  # fmt: skip
 
 CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "torch_native": BridgeCapabilities(
@@ -331,31 +350,15 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     ),
     "gdn": BridgeCapabilities(
         "triton",
+        (*_OF_GDN, Line("state", _GDN_STATE, "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params")),
+        keeps_states=True,
+    ),
+    # With softmax layers between, as every model of SGLang has.
+    "gdn_hybrid": BridgeCapabilities(
+        "triton",
         (
-            Line("eager", {D, V, X}, f"{_GDN}:GDNAttnBackend.forward_extend"),
-            Line("graph", {D, V}, f"{_HYBRID}:MambaAttnBackendBase._replay_metadata"),
-            Line("families", {"gdn"}, f"{_GDN}:GDNAttnBackend"),
-            Line("dtypes", {"bf16"}, "configs/mamba_utils.py:mamba2_state_dtype"),
-            Line("head_dims", {64, 128}, f"{_GDN_KERNELS}:TritonGDNKernel.extend"),
-            Line("gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
-            Line("page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
-            Line("max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
-            Line("max_topk", 1, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
-            Line("needs_cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
-            _SERVER,
-            Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
-            Line(
-                "state",
-                State(
-                    k_dims={64, 128},
-                    dtypes={"fp32", "bf16"},
-                    conv_widths={4},
-                    fresh={"zeroed"},
-                    products="model",
-                    conv_products="model",
-                ),
-                "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params",
-            ),
+            *_OF_GDN,
+            Line("state", replace(_GDN_STATE, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward"),
         ),
         keeps_states=True,
     ),

@@ -31,7 +31,7 @@ from .batches import captured_batch, eager_batch, replay_view
 from .classes import OfSGLang, of_projection
 from .runner import make_runner
 
-__all__ = ["SGLangBackend", "capturing"]
+__all__ = ["SGLangBackend", "capturing", "made_layer"]
 
 
 @dataclass
@@ -65,7 +65,7 @@ class SGLangBackend(OfSGLang):
         if ForwardMode.DRAFT_DECODE in context.modes:
             branches, steps = context.draft_branches, context.speculative_num_steps
             self.draft = DraftBackendFactory(self.runner, branches, steps).create_decode_backend()
-        self.layers = {layer.layer_id: _layer(layer, context.kv_pool.dtype) for layer in context.layers}
+        self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in context.layers}
 
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
@@ -179,7 +179,7 @@ class SGLangBackend(OfSGLang):
         return kept.planned
 
     def _forward(self, batch: ForwardBatch) -> Any:
-        """SGLang's batch for a forward: the planned one, but in a draft, whose forwards have slots of their own."""
+        """SGLang's batch for a forward: the planned one, but in a draft, whose forwards have their own slots."""
         if not isinstance(batch.spec_info, DraftDecodeInput):
             return self._plan(batch)
         kept = batch.extras[_KEPT]
@@ -205,7 +205,8 @@ def capturing(batch: ForwardBatch) -> Iterator[None]:
         capture_mode.is_capture_mode = before
 
 
-def _layer(layer: AttentionLayer, kv_dtype: torch.dtype) -> Any:
+def made_layer(layer: AttentionLayer, kv_dtype: torch.dtype) -> Any:
+    """SGLang's layer for a layer of the kit."""
     made = RadixAttention(
         layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, layer.layer_id,
         logit_cap=layer.logit_cap, v_head_dim=layer.v_head_dim, sliding_window_size=layer.sliding_window_size,

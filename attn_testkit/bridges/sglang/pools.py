@@ -11,7 +11,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from attn_testkit.contract import KVLayer, KVPool, KVPoolSpec
 
-__all__ = ["lay_out", "pool_of"]
+__all__ = ["lay_out", "pool_of", "set_ranks"]
 
 _RANKS = ("tp_rank", "pp_rank", "attn_tp_rank", "attn_dp_rank", "attn_cp_rank", "attn_dcp_rank")
 _SIZES = ("attn_tp_size", "attn_cp_size", "attn_dcp_size")
@@ -21,10 +21,14 @@ _made: weakref.WeakKeyDictionary[KVLayer, Any] = weakref.WeakKeyDictionary()
 """First layer of a pool -> SGLang's pool. The kit keeps that layer object as long as its pool exists."""
 
 
+def set_ranks() -> None:
+    """Say that there is one rank of each kind, which pools and configurations ask first."""
+    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
+
+
 def lay_out(spec: KVPoolSpec) -> Sequence[KVLayer]:
     """Construct SGLang's pool of this size. ``AttentionBackend.lay_out_kv_pool`` of every backend of the bridge."""
-    # Pools ask first. One GPU: there is one rank of each kind.
-    get_parallel().override_permanently(**dict.fromkeys(_RANKS, 0), **dict.fromkeys(_SIZES, 1))
+    set_ranks()
     first = spec.layers[0]
     common: dict[str, Any] = {
         "size": (spec.pages - 1) * spec.page_size, "page_size": spec.page_size, "dtype": spec.dtype,

@@ -16,7 +16,7 @@ from attn_testkit.contract import BackendContext, ForwardMode
 from .capabilities import BridgeCapabilities
 from .pools import pool_of
 
-__all__ = ["make_runner"]
+__all__ = ["make_runner", "publish"]
 
 _SPECULATIVE = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
 _KV_SPLITS = 8
@@ -28,7 +28,7 @@ def _window_of(context: BackendContext) -> int | None:
     return None if context.sliding_window_size < 0 else context.sliding_window_size
 
 
-def _publish(declared: BridgeCapabilities, context: BackendContext) -> None:
+def publish(declared: BridgeCapabilities, context: BackendContext) -> None:
     """Set SGLang's configuration of the process, which is that of the last instance."""
     while _published:
         _published.pop().restore()
@@ -86,7 +86,7 @@ class _ModelConfig:
 
 
 class _Runner(SimpleNamespace):
-    """A namespace, and the one method that constructors call."""
+    """A namespace with the one method that constructors call."""
 
     verify_width: int
 
@@ -94,14 +94,15 @@ class _Runner(SimpleNamespace):
         return self.verify_width
 
 
-def make_runner(declared: BridgeCapabilities, context: BackendContext, scaling: float) -> Any:
+def make_runner(declared: BridgeCapabilities, context: BackendContext, scaling: float, pool: Any = None) -> Any:
     """Make the argument of the constructors in SGLang's registry, and configure the process.
 
-    ``scaling``: the model's, for backends that plan by it and not by the layer's.
+    ``scaling``: the model's, for backends that plan by it and not by the layer's. ``pool``: SGLang's KV pool; None: the
+    one that it laid out for the kit.
     """
-    _publish(declared, context)
+    publish(declared, context)
     name = declared.registered
-    device, page, pool = context.device.type, context.page_size, pool_of(context.kv_pool)
+    device, page, pool = context.device.type, context.page_size, pool or pool_of(context.kv_pool)
     window, first = _window_of(context), context.layers[0]
     rows, columns = context.req_to_token.shape
     allocator = SimpleNamespace(page_size=page, get_kvcache=lambda: pool)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
-from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 
-from attn_testkit.contract import BackendContext, ForwardMode, StateContext
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode, StateContext
 
-__all__ = ["config_of", "request_pool"]
+__all__ = ["config_of", "kv_pool", "request_pool"]
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -81,6 +81,26 @@ def request_pool(context: BackendContext, state: StateContext, config: Any, topk
     made.mamba_pool.mamba_cache = type(held)(conv=[conv], temporal=temporal, **scratch)
     made.req_to_token = context.req_to_token
     made.req_index_to_mamba_index_mapping = state.req_to_state
+    return made
+
+
+def kv_pool(context: BackendContext, softmax: Sequence[AttentionLayer], states: Any) -> Any:
+    """SGLang's KV pool of the softmax layers of a hybrid model, over the kit's memory where that has the layer."""
+    ours, first = context.kv_pool, softmax[0]
+    made = HybridLinearKVPool(
+        size=ours.num_slots - context.page_size, dtype=ours.dtype, page_size=context.page_size,
+        head_num=first.tp_k_head_num, head_dim=first.head_dim, device=context.device.type, mamba_pool=states,
+        full_attention_layer_ids=[layer.layer_id for layer in softmax], start_layer=softmax[0].layer_id,
+    )  # fmt: skip
+    full = made.full_kv_pool
+    for place, layer in enumerate(softmax):
+        if layer.layer_id in ours.memory:
+            keys, values = ours.get_kv_buffer(layer.layer_id)
+            if full.k_buffer[place].shape != keys.shape or full.v_buffer[place].shape != values.shape:
+                raise RuntimeError(
+                    f"SGLang's KV pool has {tuple(full.k_buffer[place].shape)}, the kit's {tuple(keys.shape)}"
+                )
+            full.k_buffer[place], full.v_buffer[place] = keys, values
     return made
 
 

@@ -14,18 +14,15 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     ForwardBatch,
-    KVLayer,
-    KVPool,
-    KVPoolSpec,
     StateBackend,
     StateInput,
     StateLayer,
 )
 
-from .current import SGLangBackend, capturing
-from .pools import lay_out
-from .runner import make_runner
-from .state_pools import config_of, request_pool
+from .current import SGLangBackend, capturing, made_layer
+from .pools import set_ranks
+from .runner import make_runner, publish
+from .state_pools import config_of, kv_pool, request_pool
 
 __all__ = ["SGLangStateBackend"]
 
@@ -33,28 +30,26 @@ __all__ = ["SGLangStateBackend"]
 class SGLangStateBackend(SGLangBackend, StateBackend):
     """``HybridLinearAttnBackend`` around the backend of the linear layers, as ``attn_backend_wrapper`` makes it.
 
-    SGLang serves no model without softmax layers. So there is one behind the kit's layers, whose backend plans every
-    batch, and which no forward reaches.
+    SGLang serves no model without softmax layers. If a case has none, there is one behind the kit's layers, whose
+    backend plans every batch, and which no forward reaches.
     """
 
     def __init__(self, context: BackendContext) -> None:
         StateBackend.__init__(self, context)
         assert context.state is not None
-        behind = _softmax_behind(context.layers)
-        slots = context.kv_pool.num_slots - context.page_size
-        pool = KVPool(slots, context.page_size, (behind,), context.dtype, context.device, "custom", own=lay_out)
-        self.runner = make_runner(self.declared, replace(context, layers=(behind,), kv_pool=pool), behind.scaling)
-        config = config_of(context.state, [behind.layer_id])
+        publish(self.declared, context)
+        set_ranks()
+        softmax = [layer for layer in context.layers if not isinstance(layer, StateLayer)] or _behind(context.layers)
+        config = config_of(context.state, [layer.layer_id for layer in softmax])
+        requests = request_pool(context, context.state, config, context.topk)
+        pool = kv_pool(context, softmax, requests.mamba_pool)
+        self.runner = make_runner(self.declared, replace(context, layers=tuple(softmax)), softmax[0].scaling, pool)
         self.runner.model_config.hf_config = self.runner.model_config.hf_text_config = config
-        self.runner.req_to_token_pool = request_pool(context, context.state, config, context.topk)
+        self.runner.req_to_token_pool = requests
         self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
-        self.reals, self.draft = {behind.scaling: self.real}, None
+        self.reals, self.draft = {softmax[0].scaling: self.real}, None
+        self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in softmax}
         self.linear_layers = {layer.layer_id: _layer(layer) for layer in context.state.layers}
-
-    @classmethod
-    def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
-        """Lay out the pool of the layer behind. The kit does not call it: its own layers have no keys."""
-        return lay_out(spec)
 
     def replayed(self, view: ForwardBatch) -> Any:
         """The view of a replay, with a request table row of 0 for padded requests, as SGLang's graph runners leave it
@@ -70,10 +65,16 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         mixed: torch.Tensor,
         a: torch.Tensor | None,
         b: torch.Tensor | None,
-        layer: StateLayer,
+        layer: AttentionLayer,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Hand on, as ``RadixLinearAttention.forward`` does what SGLang's models give it: each in one piece."""
+        """Hand on, as ``RadixLinearAttention.forward`` does what SGLang's models give it: each in one piece. Of a
+        softmax layer the three are q, k and v.
+        """
+        if not isinstance(layer, StateLayer):
+            assert a is not None
+            assert b is not None
+            return super().forward(mixed, a, b, layer, batch)
         given = {"mixed_qkv": mixed, "a": a, "b": b}
         given = {name: None if each is None else each.contiguous() for name, each in given.items()}
         with capturing(batch):
@@ -90,11 +91,10 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         )  # fmt: skip
 
 
-def _softmax_behind(layers: Sequence[AttentionLayer]) -> AttentionLayer:
+def _behind(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """A softmax layer that follows all others."""
-    return AttentionLayer(
-        layer_id=layers[-1].layer_id + 1, tp_q_head_num=2, tp_k_head_num=1, head_dim=64, v_head_dim=64, scaling=0.125
-    )
+    last = layers[-1].layer_id + 1
+    return [AttentionLayer(last, tp_q_head_num=2, tp_k_head_num=1, head_dim=64, v_head_dim=64, scaling=0.125)]
 
 
 def _layer(layer: StateLayer) -> Any:

@@ -23,7 +23,7 @@ class BridgeCapabilities(bridged.BridgeCapabilities):
     """Everything about one name of vLLM's registry, ``AttentionBackendEnum``."""
 
     compiled_kernel: bool = False
-    """True if the attention kernel is compiled: without a GPU the kit's fake of it computes."""
+    """True if the attention kernel is compiled. Without a GPU, the kit's fake computes instead."""
     compiled_store: bool = False
     """True if a compiled operator of ``vllm._C_stable_libtorch`` stores new keys and values. If it does not load, torch
     stores them."""

@@ -32,7 +32,7 @@ class Groups:
 def make_groups(config: Any, context: BackendContext, layers: dict[str, Any], blocks: int) -> Groups:
     """Group the layers as the engine does, and make builders as the model runner does.
 
-    Layers that have a block table of their own in the kit have one in vLLM: there, too, many layers of one kind are
+    Layers that have their own block table in the kit have one in vLLM: there, too, many layers of one kind are
     several groups.
     """
     found: list[tuple[Any, KVGroup]] = []

@@ -104,7 +104,7 @@ def _phrase(case: Fields) -> str:
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
-    """A case whose layers differ has heads of its own, which no layer has."""
+    """A case whose layers differ has its own heads, which no layer has."""
     own = (Heads.of(case.heads.layout.family, shape.num_qo_heads, shape.num_kv_heads) for shape in case.layers.shapes)
     return all(
         heads.family in declared.families

@@ -55,7 +55,12 @@ def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> C
 def _read(match: re.Match[str], so_far: Changes) -> Changes:
     return {
         "layers": Layers(
-            int(match[1]), int(match[2]), bool(match[3]), read_shapes((match[5], match[6])), bool(match[4])
+            int(match[1]),
+            int(match[2]),
+            match[3] == "groups",
+            read_shapes((match[5], match[6])),
+            hybrid=match[3] == "hybrid",
+            varied=bool(match[4]),
         )
     }
 
@@ -87,6 +92,10 @@ def _alone(case: Fields) -> Iterator[Changes]:
 def _size(case: Fields, minimal: Fields) -> Size:
     layers = case.layers
     return (bool(layers.shapes) + layers.groups + layers.varied, abs(layers.count - minimal.layers.count), layers.first)
+
+
+def _kinds(case: Fields) -> str:
+    return "softmax layers between those with a state" if case.layers.hybrid else "states without softmax layers"
 
 
 def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -168,6 +177,7 @@ LAYERS = Dimension(
     describe=lambda case: {"layers": "" if case.layers == Layers() else case.layers.words},
     declared=(
         Asked(lambda case: "KV groups", lambda declared, case: declared.kv_groups or not case.layers.groups),
+        Asked(_kinds, lambda declared, case: case.layers.hybrid == bool(declared.state and declared.state.hybrid)),
         Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
     fit=Without("Cases are made of declared layers."),

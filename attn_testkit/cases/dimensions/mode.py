@@ -28,7 +28,7 @@ MODE = Dimension(
     ),
     fit=Without("Rows have a meaning in one mode only, so no other mode is the nearest."),
     combined=Without("Cases of each mode are combined by themselves."),
-    values=Without("Each mode has a covering array of its own."),
+    values=Without("Each mode has its own covering array."),
     covered=Without("A mode that is declared has cases."),
     simpler=Without("A failing case is made small in its own mode."),
     undeclared=(_undeclared,),

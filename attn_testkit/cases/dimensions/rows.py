@@ -179,7 +179,7 @@ def _value(case: Fields) -> str:
 
 
 def _reset(case: Fields, minimal: Fields) -> Changes:
-    """Minimal rows; parts that have a dimension of their own, such as chunks, stay."""
+    """Minimal rows; parts that have their own dimension, such as chunks, stay."""
     kept = {name: getattr(case.rows, name) for name in ("rounds", "with_prefix", "chunks") if hasattr(case.rows, name)}
     return changed_rows(minimal.rows.counted(minimal.new * case.bs), **kept)
 

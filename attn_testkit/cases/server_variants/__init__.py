@@ -115,7 +115,7 @@ def usual_page(declared: Capabilities) -> int:
 
 
 def variant_cases(declared: Capabilities, small: C) -> Iterator[C]:
-    """A case for each way that a backend with these capabilities takes in the mode of ``small``.
+    """A case for each variant that a backend with these capabilities has in the mode of ``small``.
 
     ``small``: a case with as little work for each row and key as is declared.
     """

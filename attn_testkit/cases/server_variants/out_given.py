@@ -28,5 +28,5 @@ OUT_GIVEN = ServerVariant(
     "server.takes_out",
     _cases,
     _fits,
-    excludes={"KV splits": "forward_return_lse has no out=: each part has an output of its own, and they are merged"},
+    excludes={"KV splits": "forward_return_lse has no out=: each part has its own output, and they are merged"},
 )

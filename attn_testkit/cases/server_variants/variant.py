@@ -42,8 +42,8 @@ class ServerVariant:
     cases: _MakesCases = _no_cases
     """(declared, small): its cases, made of ``small``; none where it is not declared in the mode of ``small``."""
     fits: Callable[[Capabilities, Fields], bool] = _fits_none
-    """(declared, case): whether a case that was made for something else may be of this way too; the cases above are not
-    asked."""
+    """(declared, case): True if a case that was made for something else may have this variant too. The cases above are
+    not asked."""
     plans: Callable[[Fields, list[Plan]], list[Plan]] = _as_they_are
     """(case, plans) -> the steps of the variant, the oversized one last."""
     context_len: int = 0

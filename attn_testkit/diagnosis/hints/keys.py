@@ -79,8 +79,8 @@ def window_of_another_layer(e: Evidence) -> str:
         own = "no window" if attended.window < 0 else f"one of {attended.window}"
         if seen == everything:
             return (
-                "layer.sliding_window_size does not reach the kernel, or not for the KV tokens of the prefix, or is "
-                f"that of another layer: the row attended to what it sees without a window, or with one of {window}, "
+                "layer.sliding_window_size does not reach the kernel (perhaps only for KV tokens of the prefix), or "
+                f"another layer's is used: the row attended to what it sees without a window, or with one of {window}, "
                 f"which another layer has; its own layer has {own}"
             )
         return (
@@ -107,7 +107,7 @@ def beyond_a_slot(e: Evidence) -> str:
     pages = f", pages from {not_read // page} on" if page > 1 else ""
     return (
         f"a page number, slot or byte offset is cut off, or addresses are bounded: KV tokens in slots up to {read} "
-        f"are read, and none from slot {not_read} on{pages}, in whatever order they come"
+        f"are read, and none from slot {not_read} on{pages}, whatever their order"
     )
 
 
@@ -136,7 +136,7 @@ def weighs_a_little(e: Evidence) -> str:
     """Masked KV tokens keep a part of the weight of the others."""
     if e.attended is None or not e.attended.faint:
         return ""
-    part = f"masked KV tokens have weight, {max(e.attended.faint.values()):.2g} of what the others have"
+    part = f"masked KV tokens have {max(e.attended.faint.values()):.2g} of the weight of the others"
     if e.schedule.case.logit_cap:
         return (
             f"{part}: the soft cap probably comes after the mask, but must come before it (a capped minus infinity "
@@ -348,5 +348,5 @@ def _before_the_window(e: Evidence, attended: AttendedKeys, extra: list[int]) ->
     where = " where the graph is captured" if e.in_graph else ""
     return (
         "KV tokens before the window are visible, all of them: probably sliding_window_size does not reach the "
-        f"kernel{where}, or not for the KV tokens of the prefix"
+        f"kernel{where}, perhaps only for the KV tokens of the prefix"
     )

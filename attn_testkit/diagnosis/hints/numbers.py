@@ -27,8 +27,8 @@ DATA_SUSPECTS = {
     "saturated": ["a store in FP8 that does not saturate at its largest number (values of this case are beyond it)"],
     "large_queries": ["the range of q: queries that are clamped, or rounded to FP8 (those of this case are large)"],
     "large_and_small_queries": [
-        "the scale of queries (q_scale): missing, of another token or step, or not multiplied back (rows of this case "
-        "are beyond what FP8 holds, or below it)"
+        "the scale of queries (q_scale) is missing, is that of another token or step, or is not multiplied back (rows "
+        "of this case are too large or too small for FP8)"
     ],
     "fp16_overflow": ["products of weights and values in 16 bits before they are divided by the sum of the weights"],
     "beyond_fp16": ["rows of bf16 that are converted to fp16, whose largest number is 65,504"],

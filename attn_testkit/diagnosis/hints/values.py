@@ -93,7 +93,7 @@ def nothing_computed(e: Evidence) -> str:
         which = "the output is all zeros, in every layer" if zero.all() else "the wrong rows are all zeros"
         return (
             "a counter, flag or work list is left from before, or padded rows have offsets of an older batch: "
-            f"{which}, and right without the steps before it, so nothing was computed, or 0 was written over it"
+            f"{which}, and right without the steps before it: nothing was computed, or zeros overwrote the result"
         )
     if e.schedule.case.kv_splits:
         return (
@@ -120,11 +120,11 @@ def nothing_computed(e: Evidence) -> str:
         )
     if e.in_graph:
         return (
-            "nothing computed the wrong rows, which are all zeros: the graph probably still uses a grid, a number "
+            "the wrong rows were never computed (they are all zeros): the graph probably still uses a grid, a number "
             "of tiles or a work list of the captured batch"
         )
     return (
-        "nothing computed the wrong rows, which are all zeros: probably a grid or a number of tiles that is too "
+        "the wrong rows were never computed (they are all zeros): probably a grid or a number of tiles that is too "
         "small, an early exit, a loop over KV tokens that ends before it begins, or a counter that is not 0 when a "
         "kernel begins"
     )

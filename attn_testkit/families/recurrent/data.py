@@ -170,7 +170,7 @@ def state_slots(schedule: Schedule, step: Step) -> _Ints:
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StateStepData:
-    """Draw a step's numbers. Each request has numbers of its own, so that a part of a step has those of the whole."""
+    """Draw a step's numbers. Each request has its own numbers, so that a part of a step has those of the whole."""
     case = schedule.case
     whole, indices = step.part_of or (step, tuple(range(step.bs)))
     each = [

@@ -12,7 +12,7 @@ __all__ = ["as_given"]
 
 
 def as_given(data: StepData, *, one_by_one: bool) -> StepData:
-    """The same step for ``attend``, with the rows of a forward as keys of their own, behind the keys of the pool.
+    """The same step for ``attend``, with the rows of a forward as separate keys, behind the keys of the pool.
 
     ``one_by_one``: a forward has one row of a branch, as in draft-decode; otherwise all new rows are of one forward.
     ``visible`` and ``key_positions`` get Tmax columns behind those of the pool; ``stored_keys`` and ``stored_values``

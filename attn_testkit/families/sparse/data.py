@@ -1,6 +1,6 @@
 """The numbers of a step of sparse attention: those of softmax attention, and the selected keys of each row and layer.
 
-Each row of each layer has a selection of its own, by a pattern of its own.
+Each row of each layer has its own selection, by its own pattern.
 
 Short contexts hide bugs of sparse attention, because all keys are selected. So a row that may see more than ``topk``
 keys selects ``topk`` of them, or one; patterns leave out the newest, the oldest, the row's own, or most.

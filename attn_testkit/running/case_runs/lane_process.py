@@ -1,4 +1,4 @@
-"""A lane in a process of its own: both ends of the one pipe between it and the ``Runner``.
+"""A lane in its own process: both ends of the one pipe between it and the ``Runner``.
 
 It is forked from where workers are forked from. Before it holds anything it forks what its own workers are forked from:
 no worker descends from a process that has held an expected value. It meets no candidate.

@@ -38,7 +38,7 @@ def _nothing() -> None:
 
 
 class Runner:
-    """Plans in this process; backends run in processes of their own, unless ``options.in_process``.
+    """Plans in this process; backends run in their own processes, unless ``options.in_process``.
 
     Used by one thread; another may close it.
     """

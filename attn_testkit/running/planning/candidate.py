@@ -155,6 +155,6 @@ def resolve_candidate(candidate: Candidate) -> type[Any]:
     if candidate.fingerprint and fingerprint_of(found) != candidate.fingerprint:
         raise UsageError(
             f"class {candidate.spec!r} differs in this process from the one that an import gives (it was changed "
-            "after its import, or its file was): reload it, or give the changed class a name of its own"
+            "after its import, or its file was): reload it, or give the changed class another name"
         )
     return found

@@ -232,7 +232,7 @@ def param_id(item: Item | CaseResult, backends: Collection[object]) -> str:
 
 
 class Judge(Protocol):
-    """Plans and runs, in this process or in one of its own."""
+    """Plans and runs, in this process or in another one."""
 
     def plan(self, request: Request) -> Plan:
         """Decide what to run. Raises ``UsageError``."""
@@ -295,7 +295,7 @@ def prepare(judge: Judge, request: Request, known: str | Path | None = None, pla
 
 
 def bare_result(item: Item, status: Status, reason: str, device: str = "") -> CaseResult:
-    """The result of a case-run that has none of its own: where and why, and nothing measured."""
+    """The result of a case-run that has no record: where and why, and nothing measured."""
     graph = device if item.execution == "graph" else ""
     return CaseResult(
         item.backend, item.mode, item.execution, item.case, status, reason=reason, device=device, graph=graph

@@ -47,7 +47,7 @@ class Child:
 
     Forked from the process that has imported torch; what it prints goes into a file. ``reader`` makes an object of the
     bytes it sends, or raises ``Unreadable``. ``grace``: seconds that it has after a SIGTERM to end what it started in
-    groups of their own; 0: it is killed at once. Used by one thread; another may close it. Raises ``OSError`` or
+    their own groups; 0: it is killed at once. Used by one thread; another may close it. Raises ``OSError`` or
     ``EOFError`` when no process can be started.
     """
 
@@ -186,7 +186,7 @@ class Child:
 
 
 def _run(module: str, connection: Connection, words: str, arguments: tuple[Any, ...]) -> None:
-    # A group of its own: Ctrl-C reaches only the front end, and processes that the child starts end with it.
+    # Its own group: Ctrl-C reaches only the front end, and processes that the child starts end with it.
     os.setsid()
     gc.enable()  # the process that it is forked from imports without
     output = os.open(words, os.O_WRONLY | os.O_APPEND)

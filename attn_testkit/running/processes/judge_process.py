@@ -1,4 +1,4 @@
-"""The judge in a process of its own, as every front end uses it.
+"""The judge in its own process, as every front end uses it.
 
 The judge must not share a process with the backend: one assignment at import could make any backend conformant. So
 pytest, a notebook and the command line start a fresh interpreter for the judge. It imports no candidate; the workers
@@ -155,7 +155,7 @@ def judge_for(options: Options, device: str = "auto") -> Judge:
     """The judge for a run: a process, or with ``in_process`` this one."""
     if not options.in_process:
         return JudgeProcess(options, device)
-    # In a process of its own the judge is given this path; here it has to be set.
+    # In its own process the judge is given this path; here it has to be set.
     sys.path[:] = search_path()
     judge: Judge = importlib.import_module(RUNNER).Runner(options)
     return judge

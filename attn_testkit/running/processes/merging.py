@@ -1,4 +1,4 @@
-"""Several sources of results, each followed by a thread of its own, as one."""
+"""Several sources of results, each followed by its own thread, as one."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _STAGES = frozenset(map(int, Stage))
 
 
 def import_seconds(timeout_s: float) -> float:
-    """Time limit of a backend's import: that of a case-run, but never too short."""
+    """Time limit of a backend's import: that of a case-run, and at least ``_IMPORT_SECONDS``."""
     return max(_IMPORT_SECONDS, timeout_s)
 
 

@@ -1,4 +1,4 @@
-"""Runs calls of a project's own functions, each in a process of its own, and collects how their launches compare."""
+"""Runs calls of a project's own functions, each in its own process, and collects how their launches compare."""
 
 from __future__ import annotations
 

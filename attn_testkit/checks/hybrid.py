@@ -1,0 +1,56 @@
+"""The check of KV memory in a hybrid model: its slots are next to those of states, and compared by themselves."""
+
+from __future__ import annotations
+
+import torch
+
+from ..cases.case import Case
+from ..families.hybrid.data import HybridStepData
+from ..results.finding import Finding
+from ..steps.data import new_kv
+from .comparison import BITS
+from .describe import index_ranges
+from .observation import Observation
+
+__all__ = ["writes_own_keys"]
+
+
+def writes_own_keys(observed: Observation, case: Case) -> list[Finding]:
+    """Check that the KV slots of the batch, and page 0, are all that changed, and hold its keys and values."""
+    inputs = observed.inputs
+    found = observed.copies.group("pool")
+    if inputs is None or not isinstance(inputs.data, HybridStepData) or "kv slots" not in found:
+        return []
+    assert inputs.data.softmax is not None
+    slots, rows = found["kv slots"], found["kv rows"]
+    behind_page_0 = slots >= case.page_size
+    slots, rows = slots[behind_page_0], rows[:, :, behind_page_0]
+    own, want = new_kv(inputs.data.softmax)
+    others = slots[~torch.isin(slots, own)].tolist()
+    if others:
+        return [
+            _finding(
+                observed, f"KV slot {index_ranges(others)} was written, which the batch has no new token in",
+                f"slots of the new tokens: {index_ranges(own.tolist())}",
+            )
+        ]  # fmt: skip
+    bits = BITS[want.dtype.itemsize]
+    stored = torch.isin(own, slots)
+    if bool(stored.all()) and torch.equal(rows.view(bits), want.contiguous().view(bits)):
+        return []
+    if not bool(stored.all()):
+        missing = own[~stored].tolist()
+        return [
+            _finding(observed, "a new token was not stored", f"KV slots that did not change: {index_ranges(missing)}")
+        ]
+    layer, part, place = (int(i) for i in (rows.view(bits) != want.view(bits)).flatten(3).any(-1).nonzero()[0])
+    return [
+        _finding(
+            observed, "a slot of this step's tokens does not hold their K and V",
+            f"{case.layers.name(2 * layer + 1)}, {'KV'[part]}, slot {int(own[place])}",
+        )
+    ]  # fmt: skip
+
+
+def _finding(observed: Observation, what: str, where: str) -> Finding:
+    return Finding("writes-own-kv", f"KV memory is wrong after the step: {what}", where=where, step=observed.label)

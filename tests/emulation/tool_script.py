@@ -1,0 +1,60 @@
+"""A script that never heard of attention: an optimizer step in a graph, and Triton kernels, right and wrong ones."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def scale(x, out, n, by, TILE: tl.constexpr):
+    at = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    tl.store(out + at, tl.load(x + at, mask=at < n) * by, mask=at < n)
+
+
+@triton.jit
+def product(x, out, WIDTH: tl.constexpr):
+    row, column, inner = tl.arange(0, 64)[:, None], tl.arange(0, 64)[None, :], tl.arange(0, WIDTH)
+    left = tl.load(x + row * WIDTH + inner[None, :])
+    right = tl.load(x + inner[:, None] * 64 + column)
+    tl.store(out + row * 64 + column, tl.dot(left, right))
+
+
+@triton.jit
+def count(counter):
+    tl.store(counter, tl.load(counter) + 1)
+
+
+def optimizer_steps() -> None:
+    weight = torch.randn(64, device="cuda", requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=0.1, capturable=True)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (weight * weight).sum().backward()
+        optimizer.step()
+
+
+def main(what: str) -> None:
+    x = torch.randn(100, device="cuda")
+    out = torch.empty_like(x)
+    for rows in (100, 99, 98):
+        scale[(2,)](x, out, rows, 2.0, TILE=64)
+    assert torch.allclose(out, 2 * x)
+    if what == "optimizer":
+        optimizer_steps()
+    if what == "large":
+        wide = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
+        product[(1,)](wide, torch.empty(64, 64, device="cuda"), WIDTH=2048, num_warps=8)
+    if what == "stray":
+        scale[(3,)](x, out, 200, 2.0, TILE=64)
+    if what == "race":
+        count[(3,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
+    if what == "raises":
+        raise ValueError("of the script")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1] if len(sys.argv) > 1 else "")
