@@ -27,7 +27,7 @@ def _caps(case: Fields) -> Sequence[Changes]:
 
 
 def capped(case: Fields) -> list[bool]:
-    """Whether each layer has the cap of a case, if there is one."""
+    """Layer by layer: true if it has the cap of a case that has one."""
     layers = range(case.layers.count)
     if not case.logit_cap or case.layers.count == 1:
         return [True for _ in layers]

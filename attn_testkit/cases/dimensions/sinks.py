@@ -51,7 +51,7 @@ def _sinks(case: Fields) -> Sequence[Changes]:
 
 
 def sinking(case: Fields) -> list[bool]:
-    """Whether each layer has sinks, if the case has them."""
+    """Layer by layer: true if it has sinks in a case that has them."""
     if not case.sinks or not case.layers.varied:
         return [True] * case.layers.count
     return [turn in SINKING for turn in case.layers.turns_from(case.derived("richest-layer"))]
