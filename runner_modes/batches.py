@@ -98,12 +98,16 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
         owners["batch.spec_info."] = batch.spec_info
     if batch.state is not None:
         owners["batch.state."] = batch.state
+        if batch.state.snapshot is not None:
+            owners["batch.state.snapshot."] = batch.state.snapshot
     moved, sent = _moved(owners, device)
     if batch.seq_lens_cpu is not None:
         kept = batch.seq_lens_cpu.numpy().copy().view(np.uint8)
         sent.append(sent_alone("batch.seq_lens_cpu", batch.seq_lens_cpu, kept))
     given = moved["batch."]
     parts = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
+    if "batch.state.snapshot." in moved:
+        parts["state"] = replace(parts["state"], snapshot=moved["batch.state.snapshot."])
     return replace(given, **parts), tuple(sent)
 
 
@@ -148,7 +152,7 @@ _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
     "out_cache_loc",
 )
-_OF_STATE = ("indices", "has_initial_state")
+_OF_STATE = ("indices", "has_initial_state", "num_accepted", "snapshot.rows", "snapshot.slots")
 _WATCHED = frozenset(
     f"batch.{prefix}{name}"
     for prefix, names in (("", _OF_BATCH), ("spec_info.", _OF_SPEC), ("state.", _OF_STATE))

@@ -10,6 +10,7 @@ import torch
 from attn_testkit.checks.observation import Observation, RanBefore
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import keep_device_busy
+from attn_testkit.model import Trace
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Sent
 from attn_testkit.watches.past_modes import past_modes
@@ -47,6 +48,27 @@ def run_eager(
 
     Raises ``RunError`` for whatever the backend raises.
     """
+    driver = MODE_RUNNERS[schedule.case.mode]
+    staged, sent, trace = _ran(harness, schedule, step, clock, pattern, label, between)
+    with clock.phase("read back"), blame("read back", label):
+        given = (*sent, staged.table)
+        return observe(
+            harness, driver, staged, readable(harness.model, trace), given, label=label, ran_before=ran_before
+        )
+
+
+def _ran(
+    harness: ServerHarness,
+    schedule: Schedule,
+    step: Step,
+    clock: Clock,
+    pattern: str | None,
+    label: str,
+    between: Callable[[], None] | None,
+) -> tuple[StagedStep, tuple[Sent, ...], Trace]:
+    """Run a step, after the steps that it continues: what it was given, and what the model computed."""
+    if step.follows is not None:
+        _ran(harness, schedule, step.follows, clock, pattern, f"{label}, a step before it", None)
     case, driver = schedule.case, MODE_RUNNERS[schedule.case.mode]
     with clock.phase("setup"):
         # Servers read it in every mode.
@@ -76,11 +98,7 @@ def run_eager(
         with blame("forward", label):
             torch.cuda.synchronize()
         commit_states(harness, staged, batch.state, step.bs)
-    with clock.phase("read back"), blame("read back", label):
-        given = (*sent, staged.table)
-        return observe(
-            harness, driver, staged, readable(harness.model, trace), given, label=label, ran_before=ran_before
-        )
+    return staged, sent, trace
 
 
 def eager_by_turns(

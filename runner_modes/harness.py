@@ -39,6 +39,7 @@ from attn_testkit.steps.kv_groups import pages_in_pool, slot_map, table_of_group
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Bytes, Sent, bytes_of
 from attn_testkit.watches.past_modes import past_modes
+from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .indexing import IndexWatch, index_pool_for
@@ -269,6 +270,8 @@ class ServerHarness:
     def load(self, schedule: Schedule, step: Step, pattern: str | None = None) -> StagedStep:
         """Put a step's numbers, KV pool and request table in place. Slots that no request owns hold ``unowned``.
 
+        The pool stays as it is for a step that continues the one that ran last.
+
         ``pattern``: numbers other than the case's (``steps/patterns.py``, ``steps/foreign_slots.py``).
         """
         with past_modes():
@@ -299,7 +302,11 @@ class ServerHarness:
                 )
                 return np.arange(image.shape[2]), bytes_of(image)
 
-        self.pool.fill((schedule, step, pattern), held, self.unowned)
+        if step.follows is None:
+            self.pool.fill((schedule, step, pattern), held, self.unowned)
+        else:
+            before = memory.due(self.family.data(schedule, step.follows, pattern))
+            memory.carry(self.pool, upload(torch.from_numpy(before), self.device), (schedule, step, pattern))
         tables = self._tables_of(schedule, step)
         table, due_on_device = self._tables.fill(tables, due, hidden, rows.reshape(-1))
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 
 from attn_testkit.checks.observation import Bytes, Group, Observation, Piece, RanBefore, copies_from
-from attn_testkit.families.hybrid.memory import HybridWatch
-from attn_testkit.families.recurrent.memory import StateWatch
 from attn_testkit.graphs.poison import Canaries
 from attn_testkit.model import Model, Trace
 from attn_testkit.watches.packing import Sent
@@ -190,13 +188,8 @@ def _pool_pieces(harness: ServerHarness, staged: StagedStep, found: Sequence[Byt
         Piece("pool", "slots", torch.int64, slots.shape, slots.view(np.uint8)),
         Piece("pool", "rows", harness.pool.bits, shape, held),
     ]
-    moved = harness.pool.moved(found) if isinstance(harness.pool, StateWatch) else None
-    if moved is not None:
-        pieces.append(Piece("pool", "moved", torch.int64, moved.shape, moved.view(np.uint8)))
-    if isinstance(harness.pool, HybridWatch):
-        slots, held, shape = harness.pool.keys_written(found)
-        pieces.append(Piece("pool", "kv slots", torch.int64, slots.shape, slots.view(np.uint8)))
-        pieces.append(Piece("pool", "kv rows", harness.pool.bits_of_keys, shape, held))
+    for name, (dtype, size, raw) in harness.family.memory.noted(harness.pool, found).items():
+        pieces.append(Piece("pool", name, dtype, size, raw))
     places = harness.pool.outside(found)
     if len(places):
         pieces.append(Piece("pool", "outside", torch.int64, places.shape, places.view(np.uint8)))

@@ -55,6 +55,32 @@ def replay(
     ``needs_cpu_seq_lens``.
     """
     harness, label, bucket = graphs.harness, label_of(graphs, step), graphs.buckets[step.bucket]
+    staged, replaced, copied_into = _replayed(graphs, step, clock, options, between)
+    with clock.phase("read back"), blame("read back", label):
+        observed = observe(
+            harness,
+            graphs.driver,
+            staged,
+            bucket.produced,
+            (*bucket.given, staged.table),
+            label=label,
+            replay=True,
+            padded=step.bucket - step.bs,
+            canaries=canaries,
+        )
+    return Replayed(observed, replaced, copied_into)
+
+
+def _replayed(
+    graphs: ScheduleGraphs, step: Step, clock: Clock, options: RunOptions, between: Callable[[], None] | None
+) -> tuple[StagedStep, tuple[str, ...], tuple[torch.Tensor, ...]]:
+    """Replay the graph of a step, after those of the steps that it continues.
+
+    Returns what it was given, and the last two fields of ``Replayed``.
+    """
+    if step.follows is not None:
+        _replayed(graphs, step.follows, clock, options, None)
+    harness, label, bucket = graphs.harness, label_of(graphs, step), graphs.buckets[step.bucket]
     with clock.phase("setup"):
         staged = harness.load(graphs.schedule, step, options.pattern)
         fill_static(graphs, staged)
@@ -93,19 +119,7 @@ def replay(
             torch.cuda.synchronize()
         state = captured_states(harness.context, graphs.static, staged.schedule.case.mode, step.bucket)
         commit_states(harness, staged, state, step.bucket)
-    with clock.phase("read back"), blame("read back", label):
-        observed = observe(
-            harness,
-            graphs.driver,
-            staged,
-            bucket.produced,
-            (*bucket.given, staged.table),
-            label=label,
-            replay=True,
-            padded=step.bucket - step.bs,
-            canaries=canaries,
-        )
-    return Replayed(observed, replaced, copied_into)
+    return staged, replaced, copied_into
 
 
 class _Watched:

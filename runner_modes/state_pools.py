@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 
 from attn_testkit.contract import BackendContext, StateContext, StateLayer, StatePool
-from attn_testkit.families.recurrent.data import shape_of, state_table
-from attn_testkit.families.recurrent.memory import slots_in
+from attn_testkit.families.recurrent.data import shape_of, slots_listed, state_pool_slots, state_table
 from attn_testkit.steps.data import DTYPES
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.uploads import upload_into
@@ -22,14 +21,17 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     layers = tuple(layer for layer in context.layers if isinstance(layer, StateLayer))
     if not layers:
         return context
-    shape = shape_of(schedules[0].case)
+    shape, listed = shape_of(schedules[0].case), slots_listed(schedules[0].case)
     pool = StatePool(
-        max(map(slots_in, schedules)), layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
-        strided=shape.strided, drafts=_drafts(schedules),
+        max(map(state_pool_slots, schedules)), layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
+        strided=shape.strided, drafts=(0, 0) if listed > 1 else _drafts(schedules), more_columns=listed - 1,
     )  # fmt: skip
     rows = max(schedule.pool_rows for schedule in schedules)
-    table = torch.zeros(rows + 1, dtype=torch.int32, device=context.device)
-    return replace(context, state=StateContext(layers, pool, table, shape.padding, shape.fresh))
+    table = torch.zeros(rows + 1, listed, dtype=torch.int32, device=context.device)
+    if listed == 1:
+        table = table[:, 0]
+    state = StateContext(layers, pool, table, shape.padding, shape.fresh, shape.rollback, shape.snapshots)
+    return replace(context, state=state)
 
 
 def _drafts(schedules: Sequence[Schedule]) -> tuple[int, int]:
@@ -41,5 +43,5 @@ def _drafts(schedules: Sequence[Schedule]) -> tuple[int, int]:
 def load_states(context: BackendContext, schedule: Schedule, step: Step) -> None:
     """Put the slot of each row of the request table in place."""
     if context.state is not None:
-        table = torch.from_numpy(state_table(schedule, step))
-        upload_into(context.state.req_to_state[: len(table)], table)
+        table = torch.from_numpy(state_table(schedule, step)[:, : slots_listed(schedule.case)].copy())
+        upload_into(context.state.req_to_state[: len(table)], table.view(-1, *context.state.req_to_state.shape[1:]))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import cast
 
 import numpy as np
 import torch
 
-from attn_testkit.contract import BackendContext, ForwardMode, StateBackend, StateInput
+from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
 from attn_testkit.families.hybrid.data import states_in
-from attn_testkit.families.recurrent.data import shape_of, state_table
-from attn_testkit.families.recurrent.memory import StateWatch
+from attn_testkit.families.recurrent.data import StateStepData, shape_of
 from attn_testkit.watches.uploads import upload
 
 from .errors import blame
@@ -20,42 +20,70 @@ from .static_inputs import StaticInputs
 __all__ = ["captured_states", "commit_states", "eager_states", "fill_states"]
 
 
-def _slots_of(staged: StagedStep) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-    rows = [request.pool_row for request in staged.step.requests]
-    return state_table(staged.schedule, staged.step)[rows]
-
-
 def _begun(staged: StagedStep) -> list[bool]:
     return [request.prefix > 0 for request in staged.step.requests]
+
+
+def _numbers(staged: StagedStep) -> StateStepData:
+    data = states_in(staged.data)
+    assert data is not None
+    return data
+
+
+def _by_slots(context: BackendContext, mode: ForwardMode) -> bool:
+    return context.state is not None and context.state.rollback == "slots" and mode.is_target_verify()
+
+
+def _copies_now(context: BackendContext, mode: ForwardMode) -> bool:
+    """True if the forward of a mode gets copies to make. After a verify the commit does."""
+    return context.state is not None and context.state.snapshots > 0 and not mode.is_target_verify()
+
+
+def _snapshot(data: StateStepData, padded: int = 0) -> Snapshot:
+    """Copies of a step, on the host."""
+    none = (0,) * padded
+    rows = torch.tensor((*data.snapshot_rows, *none), dtype=torch.int32)
+    return Snapshot(rows, torch.tensor((*data.snapshot_slots, *none), dtype=torch.int64))
 
 
 def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | None:
     """``ForwardBatch.state`` of a live batch, on the host."""
     if context.state is None:
         return None
-    flags = staged.schedule.case.mode is ForwardMode.EXTEND
-    begun = torch.tensor(_begun(staged), dtype=torch.bool) if flags else None
-    return StateInput(torch.from_numpy(_slots_of(staged)), begun)
+    mode, data = staged.schedule.case.mode, _numbers(staged)
+    lists = torch.from_numpy(data.lists.astype(np.int32))
+    if _by_slots(context, mode):
+        return StateInput(lists, num_accepted=torch.tensor(data.taken, dtype=torch.int32))
+    begun = torch.tensor(_begun(staged), dtype=torch.bool) if mode is ForwardMode.EXTEND else None
+    return StateInput(lists[:, 0].clone(), begun, snapshot=_snapshot(data) if _copies_now(context, mode) else None)
 
 
 def captured_states(context: BackendContext, static: StaticInputs, mode: ForwardMode, bs: int) -> StateInput | None:
     """``ForwardBatch.state`` of a bucket, at its capture and at its replays: slices of the static buffers."""
     if context.state is None:
         return None
+    if _by_slots(context, mode):
+        lists = static.state_indices.view(-1, static.counts["state_indices"])[:bs]
+        return StateInput(lists, num_accepted=static.state_accepted[:bs])
     begun = static.has_initial_state[:bs] if mode is ForwardMode.EXTEND else None
-    return StateInput(static.state_indices[:bs], begun)
+    copies = Snapshot(static.snapshot_rows[:bs], static.snapshot_slots[:bs]) if _copies_now(context, mode) else None
+    return StateInput(static.state_indices[:bs], begun, snapshot=copies)
 
 
 def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput | None, bs: int) -> None:
-    """Commit what a verify of ``bs`` requests accepted, as a server does after the step; nothing in other modes."""
-    if state is None or staged.schedule.case.mode is not ForwardMode.TARGET_VERIFY:
+    """Commit what a verify of ``bs`` requests accepted, as a server does after the step; nothing in other modes, and
+    where the next step's counts say it.
+    """
+    mode = staged.schedule.case.mode
+    if state is None or not mode.is_target_verify() or _by_slots(harness.context, mode):
         return
-    assert isinstance(harness.pool, StateWatch)
-    data = states_in(staged.data)
-    assert data is not None
-    harness.pool.before_commit()
-    kept = [count - 1 for count in data.kept] + [-1] * (bs - staged.step.bs)
+    harness.family.memory.before_commit(harness.pool)
+    data, padded = _numbers(staged), bs - staged.step.bs
+    kept = [count - 1 for count in data.kept] + [-1] * padded
     steps = upload(torch.tensor(kept, dtype=torch.int32), harness.device)
+    if harness.context.state is not None and harness.context.state.snapshots:
+        host = _snapshot(data, padded)
+        state = replace(state, snapshot=Snapshot(*(upload(each, harness.device) for each in (host.rows, host.slots))))
     with blame("commit"):
         cast(StateBackend, harness.backend).commit(steps, state)
         torch.cuda.synchronize()
@@ -65,8 +93,15 @@ def fill_states(context: BackendContext, static: StaticInputs, staged: StagedSte
     """Fill the static buffers: live requests, then padded ones."""
     if context.state is None:
         return
-    host, live = static.host, staged.step.bs
+    host, live, data = static.host, staged.step.bs, _numbers(staged)
     host["state_indices"][:] = shape_of(staged.schedule.case).padded_index
-    host["state_indices"][:live] = _slots_of(staged)
+    lists = host["state_indices"].reshape(-1, static.counts["state_indices"])
+    lists[:live] = data.lists if lists.shape[1] > 1 else data.lists[:, :1]
     host["has_initial_state"][:] = False
     host["has_initial_state"][:live] = _begun(staged)
+    host["state_accepted"][:] = 1
+    host["state_accepted"][:live] = data.taken
+    for name, values in (("snapshot_rows", data.snapshot_rows), ("snapshot_slots", data.snapshot_slots)):
+        if len(host[name]):
+            host[name][:] = 0
+            host[name][:live] = values

@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.steps.data import HIDDEN
 from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
@@ -56,9 +57,16 @@ class StaticInputs:
     draft_slots: torch.Tensor
     """Slots of all forwards in draft-decode, [max_bs * K * S] int64; 0 for padded requests."""
     state_indices: torch.Tensor
-    """Slots of states, [max_bs] int32; -1 or 0 for padded requests. Empty if no layer keeps a state."""
+    """Slots of states, [max_bs] or flat [max_bs * N] int32; -1 or 0 for padded requests. Empty if no layer keeps a
+    state."""
+    state_accepted: torch.Tensor
+    """Accepted nodes of the step before, [max_bs] int32; 1 for padded requests. Empty, likewise."""
     has_initial_state: torch.Tensor
     """Flags of requests that have a state, in extend, [max_bs] bool. Empty, likewise."""
+    snapshot_rows: torch.Tensor
+    """Rows that a copy of a state includes, [max_bs] int32; 0: no copy. Empty if there are none."""
+    snapshot_slots: torch.Tensor
+    """Slots of copies, [max_bs] int64. Empty, likewise."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
@@ -123,7 +131,7 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "state"]
+    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "copy"]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -148,7 +156,10 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "query_start_loc": _Buffer(torch.int32, "request", "batch.query_start_loc", more=1),
     "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
     "select_index": _Buffer(torch.int64, "request", ""),
-    "state_indices": _Buffer(torch.int32, "state", "batch.state.indices"),
+    "snapshot_slots": _Buffer(torch.int64, "copy", "batch.state.snapshot.slots"),
+    "state_indices": _Buffer(torch.int32, "state list", "batch.state.indices"),
+    "state_accepted": _Buffer(torch.int32, "state", "batch.state.num_accepted"),
+    "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
 }
 """Buffers in the order in which messages name them."""
@@ -166,6 +177,8 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "slot": context.draft_branches * context.speculative_num_steps,
         "token of each group": width * len(context.kv_groups),
         "state": 1 if context.state else 0,
+        "state list": slots_listed(harness.case) if context.state else 0,
+        "copy": 1 if context.state and context.state.snapshots else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
@@ -185,6 +198,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "num_accept_tokens": width,
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,
+        "state_accepted": 1,
         "state_indices": harness.case.state.padded_index if harness.case.state else 0,
     }
     for name, array in host.items():

@@ -34,7 +34,8 @@ class Tables:
         self._packing = pack_places(
             (
                 ("req_to_token", torch.int32, (groups, requests, context_len)),
-                ("due", torch.int64, (rows + 1,)),
+                # A request with a state may have a copy of it, too.
+                ("due", torch.int64, (rows + requests + 1,)),
                 ("hidden", torch.float32, (rows + 1, HIDDEN)),
                 # The last table, because a transfer ends with the rows of the step.
                 ("rows", dtype, (rows + 1, *token)),

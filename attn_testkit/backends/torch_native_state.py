@@ -18,7 +18,7 @@ from ..contract import (
     StateInput,
     StateLayer,
 )
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
+from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 
 __all__ = ["TorchNativeStateBackend"]
 
@@ -28,7 +28,7 @@ _MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_V
 class TorchNativeStateBackend(StateBackend):
     """GDN, KDA, Mamba2 and Lightning, one token of all requests at a time. Decode and verify run under graphs, too.
 
-    Hooks for what may go wrong are separate methods: ``slots``, ``begins``, ``stores``, ``window_after``.
+    It takes back rejected nodes by a commit, or with a slot for each node.
     """
 
     capabilities = Capabilities(
@@ -44,6 +44,7 @@ class TorchNativeStateBackend(StateBackend):
         state=State(
             k_dims={32, 64, 128}, dtypes=frozenset(STATE_DTYPES), conv_widths={1, 2, 4}, orders=frozenset(ORDERS),
             padding=frozenset(PADDED_STATES), fresh=frozenset(FRESH), strided=True,
+            rollback=frozenset(ROLLBACKS), snapshots={16, 64},
         ),
         needs_cpu_seq_lens=False,
         deterministic=True,
@@ -59,9 +60,14 @@ class TorchNativeStateBackend(StateBackend):
         """Compute slots, rows and flags of the batch's requests, on the device."""
         assert batch.state is not None
         bs, rows = batch.batch_size, batch.input_ids.shape[0]
-        self.index = self.slots(batch)
-        self.live = self.stores(batch)
+        # A slot for each node, or one: [bs, N or 1].
+        listed = batch.state.indices.view(bs, -1) if bs else batch.state.indices.view(0, 1)
+        self.by_slots = batch.state.num_accepted is not None
+        self.lists, self.live = listed.long().clamp(min=0), self.stores(listed[:, 0])
+        self.index = self.lists[:, 0]
+        self.taken = self.taken_slots(batch.state)
         self.begun = self.begins(batch)
+        self.snapshot = batch.state.snapshot
         if batch.forward_mode is ForwardMode.EXTEND:
             assert batch.extend_seq_lens is not None
             self.counts, self.width = batch.extend_seq_lens.long(), max(batch.extend_seq_lens_cpu or [rows])
@@ -70,17 +76,15 @@ class TorchNativeStateBackend(StateBackend):
             self.counts = torch.full((bs,), self.width, dtype=torch.int64, device=batch.seq_lens.device)
         self.first = self.counts.cumsum(0) - self.counts
 
-    def slots(self, batch: ForwardBatch) -> torch.Tensor:
-        """[bs] int64: slot of each request, 0 for a padded one."""
-        assert batch.state is not None
-        return batch.state.indices.long().clamp(min=0)
+    def taken_slots(self, state: StateInput) -> torch.Tensor:
+        """[bs] int64: slot whose state each request continues."""
+        if state.num_accepted is None:
+            return self.index
+        return self.lists.gather(1, state.num_accepted.long()[:, None] - 1)[:, 0]
 
-    def stores(self, batch: ForwardBatch) -> torch.Tensor:
+    def stores(self, indices: torch.Tensor) -> torch.Tensor:
         """[bs] bool: requests whose slot is written."""
-        assert batch.state is not None
-        if self.states.padding == "write_zero":
-            return batch.state.indices >= 0
-        return batch.state.indices > 0
+        return indices >= 0 if self.states.padding == "write_zero" else indices > 0
 
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         """[bs] bool: requests that have a state."""
@@ -98,12 +102,12 @@ class TorchNativeStateBackend(StateBackend):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         """[T, Hv, V] in the model's dtype."""
-        conv, temporal = (pool(layer.layer_id) for pool in (self.states.pool.conv, self.states.pool.temporal))
-        window, state = conv[self.index], temporal[self.index].float()
-        if self.states.pool.order == "kv":
-            state = state.mT
+        assert batch.state is not None
+        verifies = batch.forward_mode.is_target_verify()
+        conv, temporal = self.pools(layer)
+        window = self.windows(conv[self.index], batch.state, layer.conv_width - 1)
         window = window.masked_fill(~self.begun[:, None, None], 0)
-        state = state.masked_fill(~self.begun[:, None, None, None], 0.0)
+        state = temporal[self.taken].float().masked_fill(~self.begun[:, None, None, None], 0.0)
         # Requests without a row left write the last one, which is cut off.
         out = torch.zeros(len(mixed) + 1, layer.v_heads, layer.v_dim, dtype=mixed.dtype, device=mixed.device)
         for token in range(self.width):
@@ -116,30 +120,67 @@ class TorchNativeStateBackend(StateBackend):
             window = torch.where(now[:, None, None], moved, window)
             state = torch.where(now[:, None, None, None], after, state)
             out.index_copy_(0, torch.where(now, row, len(mixed)), read.to(out.dtype))
-            if batch.forward_mode.is_target_verify():
-                for part, now_held in zip(self.states.pool.scratch(layer.layer_id), (window, state), strict=True):
-                    turned = self.states.pool.order == "kv" and now_held.dim() == 4
-                    part[: len(now_held), token] = (now_held.mT if turned else now_held).to(part.dtype)
-        if batch.forward_mode.is_target_verify():
-            return out[:-1]
-        self.store(conv, window, self.index)
-        self.store(temporal, (state.mT if self.states.pool.order == "kv" else state).to(temporal.dtype), self.index)
+            if self.by_slots:
+                self.store_node(layer, token, mixed[row], window, state)
+            elif verifies:
+                for part, behind in zip(self.scratch(layer), (window, state), strict=True):
+                    part[: len(behind), token] = behind.to(part.dtype)
+            elif self.snapshot is not None:
+                copied = self.snapshot.rows == token + 1
+                self.store(conv, window, self.snapshot.slots, copied)
+                self.store(temporal, state.to(temporal.dtype), self.snapshot.slots, copied)
+        if not verifies:
+            self.store(conv, window, self.index, self.live)
+            self.store(temporal, state.to(temporal.dtype), self.index, self.live)
         return out[:-1]
+
+    def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows [slots, C, columns] and states [slots, Hv, V, K] of a layer, in whatever order they lie."""
+        conv, temporal = self.states.pool.conv(layer.layer_id), self.states.pool.temporal(layer.layer_id)
+        return conv, temporal.mT if self.states.pool.order == "kv" else temporal
+
+    def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node."""
+        windows, states = self.states.pool.scratch(layer.layer_id)
+        return windows, states.mT if self.states.pool.order == "kv" else states
+
+    def windows(self, held: torch.Tensor, state: StateInput, columns: int) -> torch.Tensor:
+        """[bs, C, W - 1] before the step, of what the first slot of each request holds [bs, C, columns]."""
+        if state.num_accepted is None or not columns:
+            return held
+        first = state.num_accepted.long()[:, None] - 1
+        at = first + torch.arange(columns, device=held.device)
+        return held.gather(2, at[:, None].expand(-1, held.shape[1], -1))
+
+    def store_node(
+        self, layer: StateLayer, token: int, inputs: torch.Tensor, window: torch.Tensor, state: torch.Tensor
+    ) -> None:
+        """Store the state behind node ``token`` in its slot, and the inputs [bs, C] behind the window of the first."""
+        conv, temporal = self.pools(layer)
+        self.store(temporal, state.to(temporal.dtype), self.lists[:, token], self.live)
+        if window.shape[-1]:
+            # Behind the root the window begins at column 0; each later node adds a column.
+            width = window.shape[-1] if token == 0 else 1
+            part = conv[..., :width] if token == 0 else conv[..., window.shape[-1] + token - 1 :][..., :1]
+            self.store(part, window if token == 0 else inputs[..., None], self.index, self.live)
 
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         """Copy from scratch to slots."""
-        index, place = state.indices.long().clamp(min=0), torch.arange(len(steps), device=steps.device)
-        live = (steps >= 0) & (state.indices > 0)
-        for layer in self.states.layers:
-            pools = self.states.pool.conv(layer.layer_id), self.states.pool.temporal(layer.layer_id)
-            for pool, scratch in zip(pools, self.states.pool.scratch(layer.layer_id), strict=True):
-                rows = scratch[place, steps.long().clamp(min=0)]
-                pool.index_put_((index,), torch.where(live.view(-1, *[1] * (rows.dim() - 1)), rows, pool[index]))
+        self.copy_nodes(steps.long(), state.indices.long(), state.indices > 0)
+        if state.snapshot is not None:
+            self.copy_nodes(state.snapshot.rows.long() - 1, state.snapshot.slots, state.snapshot.slots > 0)
 
-    def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
-        """Write rows into their slots; those that are not live get back what slot 0 holds."""
-        live = self.live.view(-1, *[1] * (rows.dim() - 1))
+    def copy_nodes(self, steps: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
+        """Copy what is behind node ``steps`` of each draft to slot ``index``, both [bs] int64, where ``live``."""
+        place = torch.arange(len(steps), device=steps.device)
+        for layer in self.states.layers:
+            for pool, scratch in zip(self.pools(layer), self.scratch(layer), strict=True):
+                self.store(pool, scratch[place, steps.clamp(min=0)], index.clamp(min=0), live & (steps >= 0))
+
+    def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor, live: torch.Tensor) -> None:
+        """Write rows into slots; where a request is not ``live``, slot 0 gets back what it holds."""
+        index, live = torch.where(live, index, 0), live.view(-1, *[1] * (rows.dim() - 1))
         pool.index_put_((index,), torch.where(live, rows, pool[index]))
 
     def convolved(

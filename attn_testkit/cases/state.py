@@ -12,12 +12,12 @@ UNIT_KEYS = "unit_keys"
 STATE_DATA = ("mild_decay", "weak_decay", "no_decay", "strong_decay", "like_keys", UNIT_KEYS)
 """Data patterns of states (``families/recurrent/data.py``)."""
 
-PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_0]+)*)"
+PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"
 """The word of a state in a case id."""
 _DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
 _WORDS = {
     "null": ("padding", "skip_zero"), "slot0": ("padding", "write_zero"), "zeroed": ("fresh", "zeroed"),
-    "kv": ("order", "kv"), "strided": ("strided", True),
+    "kv": ("order", "kv"), "slots": ("rollback", "slots"), "strided": ("strided", True),
 }  # fmt: skip
 """Word behind the sizes -> field and value. Other values are defaults, and not written."""
 
@@ -36,11 +36,21 @@ class StateShape:
     fresh: str = "flag"
     order: str = "vk"
     strided: bool = False
+    rollback: str = "commit"
+    snapshots: int = 0
+    """Length of a chunk at whose ends states are copied; 0: never."""
 
     def __str__(self) -> str:
         dtype = next(word for word, name in _DTYPES.items() if name == self.dtype)
         words = [word for word, (name, value) in _WORDS.items() if getattr(self, name) == value]
+        words += [f"snap{self.snapshots}"] * bool(self.snapshots)
         return ".".join([f"k{self.k_dim}w{self.conv_width}s{dtype}", *words])
+
+    def window_columns(self, nodes: int) -> int:
+        """Columns of a window in memory. ``nodes``: N of a draft, 1 without one."""
+        if self.conv_width == 1:
+            return 0
+        return self.conv_width - 1 + (nodes - 1 if self.rollback == "slots" else 0)
 
     @property
     def padded_index(self) -> int:
@@ -55,4 +65,5 @@ class StateShape:
         if unknown:
             raise ValueError(f"{unknown[0]!r} is not a convention of states; there are: {', '.join(_WORDS)}")
         conventions = dict(_WORDS[word] for word in words)
-        return cls(int(match[1]), int(match[2]), _DTYPES[match[3]], **conventions)  # type: ignore[arg-type]
+        snapshots = int(match[5] or 0)
+        return cls(int(match[1]), int(match[2]), _DTYPES[match[3]], **conventions, snapshots=snapshots)  # type: ignore[arg-type]

@@ -32,15 +32,21 @@ _Entry = tuple[str, Value]
 
 
 def cases_for_uncovered(
-    declared: Capabilities, mode: ForwardMode, tier: str, cases: Sequence[Case], fits: Callable[[Case], bool]
+    declared: Capabilities,
+    mode: ForwardMode,
+    tier: str,
+    cases: Sequence[Case],
+    fits: Callable[[Case], bool],
+    base: Case | None = None,
 ) -> Iterator[Case]:
     """Cases for what ``cases`` leave not covered in ``mode``, as far as a case that ``fits`` can try it.
 
-    ``cases``: not empty; their seed is taken.
+    ``cases``: not empty; their seed is taken. ``base``: the case that is changed; by default ``two_request_case``.
     """
+    base = (base or two_request_case(declared, mode)).with_seed(cases[0].seed)
     left = sorted((e for e in not_covered(declared, mode, cases) if _wanted(declared, mode, tier, *e)), key=_place)
     while left:
-        case, tried = two_request_case(declared, mode).with_seed(cases[0].seed), list[_Entry]()
+        case, tried = base, list[_Entry]()
         # Of one kind a case tries one value, and none where one would undo what it tries: hundreds are declared.
         done = set[str]()
         for name, value in left:

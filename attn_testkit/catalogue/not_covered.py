@@ -39,8 +39,10 @@ def is_tried(covered: Covered, declared: Capabilities, case: Case, value: Value)
 def not_covered(declared: Capabilities, mode: ForwardMode, cases: Sequence[Case]) -> list[tuple[str, Value]]:
     """Declared values that none of ``cases`` tries in ``mode``: names of ``DECLARED_VALUES`` and values, sorted.
 
-    ``cases`` of other modes count for nothing.
+    ``cases`` of other modes count for nothing. A mode that is not declared lacks nothing.
     """
+    if mode not in declared.eager | declared.graph:
+        return []
     own = [case for case in cases if case.mode is mode and case.data not in EQUAL_LOGITS]
     lacking: list[tuple[str, Value]] = []
     for name, capability in DECLARED_VALUES.items():

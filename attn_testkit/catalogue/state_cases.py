@@ -7,16 +7,17 @@ from dataclasses import replace
 from typing import Any
 
 from ..cases.case import Case, Heads
+from ..cases.dimensions.rows import rows_of_two
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES
+from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 from .covering import covering_array
 
-__all__ = ["state_cases"]
+__all__ = ["state_cases", "two_requests_with_states"]
 
 _STRENGTH = {"smoke": 1, "core": 2, "full": 3}
 _DRAWN = tuple(each for each in STATE_DATA if each != UNIT_KEYS)
@@ -72,7 +73,14 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, 
         "strided": [False, True] if state.strided else [False],
         "layers": [Layers(), Layers(3, 5), Layers(1)],
         **({"nodes": _nodes(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
+        "snapshots": [0, *sorted(state.snapshots)],
+        **({"rollback": _rollbacks(declared)} if mode is ForwardMode.TARGET_VERIFY else {}),
     }
+
+
+def _rollbacks(declared: Capabilities) -> list[str]:
+    assert declared.state is not None
+    return [each for each in ROLLBACKS if each in declared.state.rollback]
 
 
 def _nodes(declared: Capabilities) -> list[int]:
@@ -83,8 +91,9 @@ def _nodes(declared: Capabilities) -> list[int]:
 def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> Case:
     width = 1 if row["heads"].family == "lightning" else row["conv_width"]
     shape = StateShape(
-        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"]
-    )
+        row["k_dim"], width, row["state_dtype"], row["padded_states"], row["fresh"], row["order"], row["strided"],
+        row.get("rollback", ROLLBACKS[0]), 0 if row.get("rollback") == "slots" else row["snapshots"],
+    )  # fmt: skip
     rows: Rows = Verify(chain(row["nodes"])) if "nodes" in row else Decode()
     if mode is not ForwardMode.EXTEND:
         prefixes = _BATCHES[row["lens"]]
@@ -102,13 +111,19 @@ def _case(declared: Capabilities, mode: ForwardMode, row: Mapping[str, Any]) -> 
 
 def state_cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
     """The cases of a tier for one mode of a backend that keeps states."""
-    if declared.state is None or not declared.state.hybrid:
-        yield from _cases(declared, mode, tier)
+    if declared.state is None:
         return
     for case in _cases(declared, mode, tier):
-        # One layer would be one of a single kind.
-        layers = replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True)
-        yield case.with_changes(layers=layers)
+        if case.data != UNIT_KEYS or declared.state.plain_convolution:
+            yield _with_softmax(declared, case)
+
+
+def _with_softmax(declared: Capabilities, case: Case) -> Case:
+    """The case, with softmax layers in turn if the backend is one of hybrid models."""
+    if declared.state is None or not declared.state.hybrid:
+        return case
+    # One layer would be one of a single kind.
+    return case.with_changes(layers=replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True))
 
 
 def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
@@ -146,10 +161,29 @@ def _with_prompts(declared: Capabilities, case: Case, prompts: tuple[tuple[int, 
     return case.with_changes(prefixes=prefixes, rows=Extend(new, room_for(new)), bucket=len(prefixes))
 
 
+def _of_shape(case: Case, **changes: Any) -> Case:
+    assert case.state is not None
+    return case.with_changes(state=replace(case.state, **changes))
+
+
 def _kinds(declared: Capabilities) -> list[Heads]:
     """Heads of each declared kind, those with the most value heads of a key head."""
     by_kind: dict[str, Heads] = {heads.family: heads for heads in state_heads(declared)}
     return list(by_kind.values())
+
+
+def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
+    """Base of the small cases of declared values that ``state_cases`` leave: exact data in extend, which show a lost
+    token of the longest prompt.
+    """
+    case = _plain(declared, first, _kinds(declared)[0])
+    assert declared.state is not None
+    exact = case.mode is ForwardMode.EXTEND and declared.state.plain_convolution
+    case = case.with_changes(
+        prefixes=(17, 3), bucket=2, rows=rows_of_two(case.mode, min(4, declared.max_q_rows), 1),
+        data=UNIT_KEYS if exact else case.data,
+    )  # fmt: skip
+    return _with_softmax(declared, case)
 
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
@@ -157,7 +191,9 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
     for index, heads in enumerate(_kinds(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
         if mode is not ForwardMode.EXTEND:
-            yield case.of_requests((5, 1, 30), padded=1)
+            rollbacks = _rollbacks(declared) if case.tree is not None else ROLLBACKS[:1]
+            for rollback in rollbacks if tier != "smoke" else rollbacks[index % len(rollbacks) :][:1]:
+                yield _of_shape(case, rollback=rollback).of_requests((5, 1, 30), padded=1)
             continue
         yield _with_prompts(declared, case, _prompts(4)["chunk and one"])
         if tier != "smoke":

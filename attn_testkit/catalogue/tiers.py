@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -41,7 +42,7 @@ from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
-from .state_cases import state_cases
+from .state_cases import state_cases, two_requests_with_states
 from .uniform_batches import uniform_batch_cases
 
 __all__ = ["TIERS", "generate", "within_declared"]
@@ -80,7 +81,13 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     if declared.state is not None:
         # Their lengths, data and conventions are others: chunks instead of pages, decays instead of logits.
         made = (nearest_declared(declared, each.with_seed(seed)) for each in state_cases(declared, mode, tier))
-        return tuple({each.id: each for each in made if within_declared(declared, each)}.values())
+        states = {each.id: each for each in made if within_declared(declared, each)}
+        if states and tier != "smoke":
+            small_base = two_requests_with_states(declared, next(iter(states.values())))
+            found = list(states.values())
+            small = cases_for_uncovered(declared, mode, tier, found, partial(within_declared, declared), small_base)
+            states.update((each.id, each) for each in small)
+        return tuple(states.values())
     dimensions = _columns(declared, mode, tier)
     names = list(dimensions)
     if any(not values for values in (*dimensions.values(), declared.kv_layouts)):

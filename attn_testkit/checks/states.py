@@ -13,7 +13,7 @@ from ..cases.state import UNIT_KEYS
 from ..families.hybrid.data import states_in
 from ..families.recurrent.data import StateStepData
 from ..families.recurrent.memory import from_rows
-from ..families.recurrent.recurrence import Recurrence, recur
+from ..families.recurrent.recurrence import Recurrence, Start, recur, start_of
 from ..results.finding import Finding
 from .check import Check, Stage
 from .comparison import BITS, Comparison, place_of_max
@@ -25,16 +25,29 @@ __all__ = ["CHECKS", "state_margin"]
 
 
 class _After(NamedTuple):
-    """Contents of the slots of a step's requests after it, and the right contents."""
+    """Contents of the slots of a step's requests after it, and the right contents. E ends: ``StateStepData.ends``."""
 
     data: StateStepData
     windows: torch.Tensor
-    """[L, B, C, W - 1]."""
+    """[L, E, C, columns]."""
     states: torch.Tensor
-    """[L, B, Hv, V, K] in the state's dtype."""
+    """[L, E, Hv, V, K] in the state's dtype."""
     want: Recurrence
     unwritten: torch.Tensor
-    """[B] bool: slots in which no bit changed."""
+    """[E] bool: slots in which no bit changed."""
+    before: Start
+    """States and windows before the step, of each end's request: [L, E, ...]."""
+
+    def requests(self, bad: torch.Tensor) -> list[int]:
+        """Requests of some ends, [E] bool, ascending."""
+        return sorted({end.request for end, wrong in zip(self.data.ends, bad.tolist(), strict=True) if wrong})
+
+    def place(self, end: int) -> str:
+        """Words behind the name of a request for one of its ends; empty for its only state."""
+        each, data = self.data.ends[end], self.data
+        if data.lists.shape[1] > 1:
+            return f" behind node {each.rows - 1}"
+        return " in its copy for the prefix cache" if each.slot in data.snapshot_slots else ""
 
 
 @lru_cache(maxsize=2)
@@ -44,13 +57,16 @@ def _after(observed: Observation) -> _After | None:
     data = None if inputs is None else states_in(inputs.data)
     if data is None or not observed.step.requests:
         return None
-    rows = observed.pool[:, 0, data.slots, 0]
-    unwritten = ~torch.isin(data.slots, observed.written[0])
-    return _After(data, *from_rows(rows, data), recur(data), unwritten)
+    slots = torch.tensor([end.slot for end in data.ends])
+    rows = observed.pool[:, 0, slots, 0]
+    unwritten, start = ~torch.isin(slots, observed.written[0]), start_of(data)
+    owner = [end.request for end in data.ends]
+    before = Start(start.states[:, owner], start.walk[:, owner], start.windows[:, owner])
+    return _After(data, *from_rows(rows, data), recur(data), unwritten, before)
 
 
 def _ratios(after: _After) -> torch.Tensor:
-    """Error over limit of each row of a state, its norm and its largest element, [L, B, Hv, V]; NaN is infinite."""
+    """Error over limit of each row of a state, its norm and its largest element, [L, E, Hv, V]; NaN is infinite."""
     error = after.states.double() - after.want.states
     worst = torch.maximum(torch.linalg.vector_norm(error, dim=-1), error.abs().amax(-1))
     return (worst / after.want.state_limit).nan_to_num(torch.inf, torch.inf)
@@ -62,9 +78,13 @@ def state_margin(comparison: Comparison) -> float:
     return float(_ratios(after).max()) if after is not None else 0.0
 
 
-def _who(after: _After, request: int) -> str:
-    prefix = "a fresh one" if after.data.fresh[request] else "one with a state"
-    return f"request {request} ({prefix}, {after.data.news[request]} tokens, slot {int(after.data.slots[request])})"
+def _who(after: _After, end: int) -> str:
+    data, each = after.data, after.data.ends[end]
+    prefix = "a fresh one" if data.fresh[each.request] else "one with a state"
+    tokens = f"{data.news[each.request]} tokens"
+    if each.rows < data.news[each.request]:
+        tokens += f", {each.rows} of them applied"
+    return f"request {each.request} ({prefix}, {tokens}, slot {each.slot})"
 
 
 def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
@@ -72,7 +92,7 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
     after = _after(observed)
     if case.state is None or observed.inputs is None:
         return []
-    own = set(after.data.slots.tolist()) if after else set()
+    own = {end.slot for end in after.data.ends} if after else set()
     if case.state.padding == "write_zero":
         own.add(0)
     wrong = [slot for slot in observed.written[0].tolist() if slot not in own]
@@ -140,18 +160,22 @@ def verify_keeps_state(observed: Observation, case: Case) -> list[Finding]:
 def _of_another_node(after: _After, bad: torch.Tensor) -> str:
     """Name the node of a draft whose state the slot has instead of the last accepted one's."""
     data = after.data
-    if data.kept == data.news:
+    if all(end.rows == data.news[end.request] for end in data.ends):
         return ""
-    for off in (-2, -1, 1, 2):
-        kept = tuple(min(max(count + off, 0), new) for count, new in zip(data.kept, data.news, strict=True))
-        other = recur(replace(data, kept=kept))
+
+    def fits(off: int) -> bool:
+        rows = [min(max(end.rows + off, 0), data.news[end.request]) for end in data.ends]
+        moved = tuple(replace(end, rows=count) for end, count in zip(data.ends, rows, strict=True))
+        other = recur(replace(data, ends=moved))
         near = torch.linalg.vector_norm(after.states.double() - other.states, dim=-1) <= other.state_limit
-        if bool(near.flatten(2).all(-1).all(0)[bad].all()):
+        return bool(near.flatten(2).all(-1).all(0)[bad].all())
+
+    right = "the right one" if data.lists.shape[1] > 1 else "the last accepted one"
+    for off in (-2, -1, 1, 2):
+        if fits(off):
             nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "behind" if off > 0 else "before"
-            return f"it is the state {nodes} {where} the last accepted one"
-    whole = recur(replace(data, kept=data.news))
-    near = torch.linalg.vector_norm(after.states.double() - whole.states, dim=-1) <= whole.state_limit
-    return "it is the state behind the whole draft" if bool(near.flatten(2).all(-1).all(0)[bad].all()) else ""
+            return f"it is the state {nodes} {where} {right}"
+    return "it is the state behind the whole draft" if fits(max(data.news)) else ""
 
 
 def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
@@ -164,14 +188,18 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     differs = after.windows.contiguous().view(bits) != want.contiguous().view(bits)
     if not differs.any():
         return []
-    layer, request, channel, place = (int(i) for i in differs.nonzero()[0])
-    at = (layer, request, channel, place)
-    bad = differs.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    layer, end, channel, place = (int(i) for i in differs.nonzero()[0])
+    at, request = (layer, end, channel, place), after.data.ends[end].request
+    bad = after.requests(differs.flatten(2).any(-1).any(0))
+    if not after.data.ends[end].has_window:
+        what = f"a window was stored in slot {after.data.ends[end].slot}, a later one of request {request}"
+        hint = "the window of a request is in its first slot, for all nodes"
+        return [_finding(observed, "conv-window-exact", what, f"{case.layers.name(layer)}, channel {channel}", hint)]
     return [
         Finding(
             "conv-window-exact",
-            f"the convolution window of request {request} is not that of its last inputs",
-            where=f"{case.layers.name(layer)}, {_who(after, request)}, channel {channel}, column {place} of "
+            f"the convolution window of request {request}{_copied(after, end)} is not that of its last inputs",
+            where=f"{case.layers.name(layer)}, {_who(after, end)}, channel {channel}, column {place} of "
             f"{want.shape[-1]} = {number(float(after.windows[at]))}, want {number(float(want[at]))}",
             spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong",
             hint=_window_hint(after, differs),
@@ -180,21 +208,25 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     ]
 
 
+def _copied(after: _After, end: int) -> str:
+    return "" if after.data.lists.shape[1] > 1 else after.place(end)
+
+
 def _window_hint(after: _After, differs: torch.Tensor) -> str:
     """Name windows that the slot holds instead."""
     got, bad = after.windows, differs.flatten(2).any(-1).any(0)
-    before, want = after.data.windows, after.want.windows
+    before, want = after.before.windows, after.want.windows
 
     def fits(other: torch.Tensor) -> bool:
         return bool((got == other).flatten(2).all(-1).all(0)[bad].all())
 
-    if bool(after.unwritten[bad].all()) or fits(before):
+    if bool(after.unwritten[bad].all()) or (before.shape == got.shape and fits(before)):
         return "it is that of before the step: the window was not stored"
     if fits(want.flip(-1)):
         return "its columns are in reverse: the oldest input comes first"
     if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):
         return "it is that of another request of the batch: rows and slots do not go together"
-    short = torch.tensor([new < want.shape[-1] for new in after.data.news])
+    short = torch.tensor([after.data.news[end.request] < want.shape[-1] for end in after.data.ends])
     if bool(short[bad].all()):
         return "the wrong requests have fewer tokens than the window: columns of the window before it move up"
     return ""
@@ -209,19 +241,19 @@ def state_matches_oracle(observed: Observation, case: Case) -> list[Finding]:
     wrong = ratios > 1
     if not wrong.any():
         return []
-    layer, request, head, value = place_of_max(ratios)
-    error = (after.states[layer, request, head, value].double() - after.want.states[layer, request, head, value]).abs()
+    layer, end, head, value = place_of_max(ratios)
+    error = (after.states[layer, end, head, value].double() - after.want.states[layer, end, head, value]).abs()
     key = int(error.nan_to_num(torch.inf).argmax())
-    at = (layer, request, head, value, key)
-    bad = wrong.flatten(2).any(-1).any(0).nonzero().flatten().tolist()
+    at, request = (layer, end, head, value, key), after.data.ends[end].request
+    bad = after.requests(wrong.flatten(2).any(-1).any(0))
     heads = wrong.any(3).any(0).any(0).nonzero().flatten().tolist()
     ratio, nan = float(ratios.max()), not after.states[at].isfinite()
     return [
         Finding(
             "state-matches-oracle",
-            f"the state of request {request} "
+            f"the state of request {request}{after.place(end)} "
             + ("is NaN or Inf" if nan else f"differs from the oracle, {times(ratio)} over the limit"),
-            where=f"{case.layers.name(layer)}, {_who(after, request)}, head {head}, state[{value}, {key}] = "
+            where=f"{case.layers.name(layer)}, {_who(after, end)}, head {head}, state[{value}, {key}] = "
             f"{number(float(after.states[at]))}, want {number(float(after.want.states[at]))} (limit of the row "
             f"{number(float(after.want.state_limit[at[:4]]))})",
             spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong, heads {index_ranges(heads)} of "
@@ -243,7 +275,7 @@ def _state_hint(after: _After, wrong: torch.Tensor) -> str:
         return bool((off.nan_to_num(torch.inf) <= 1).flatten(2).all(-1).all(0)[bad].all())
 
     others = [
-        ("it is the state before the step: the update was not stored", after.data.states.double()),
+        ("it is the state before the step: the update was not stored", after.before.states),
         (
             "it is the state of the request before it in the batch: slots and requests do not go together",
             want.roll(1, 1),
@@ -270,13 +302,13 @@ def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
     wrong = off > 0.5
     if not wrong.any():
         return []
-    layer, request, head, _, key = (int(i) for i in wrong.nonzero()[0])
-    columns = int(wrong[:, request].any(-2).sum())
+    layer, end, head, _, key = (int(i) for i in wrong.nonzero()[0])
+    columns, request = int(wrong[:, end].any(-2).sum()), after.data.ends[end].request
     return [
         Finding(
             "state-counts-tokens",
-            token_text(after.data, after.states, after.want.states, layer, request, head, key),
-            where=f"{case.layers.name(layer)}, {_who(after, request)}, head {head}, column {key} of its state",
+            token_text(after.data, after.states, after.want.states, after.before.states, (layer, end, head, key)),
+            where=f"{case.layers.name(layer)}, {_who(after, end)}, head {head}, column {key} of its state",
             spread=f"{columns} columns of request {request} wrong in all layers and heads",
             step=observed.label,
         )
@@ -316,7 +348,7 @@ CHECKS = (
         "mlx-swift-lm #218; Avarok atlas #604",
         "States behind nodes belong to pool.scratch. The headline names the request.",
         evaluated_from=Stage.OBSERVED,
-        shown_by=lambda case: case.state is not None and case.tree is not None,
+        shown_by=lambda case: case.state is not None and case.tree is not None and case.state.rollback == "commit",
         run=lambda comparison, schedule, declared: verify_keeps_state(comparison.observed, schedule.case),
     ),
     Check(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..registry import UsageError
+from ..reports.record import refuse_unwritable
 from ..running.planning.candidate import Candidate
 from ..running.processes.judge_process import JudgeProcess
 
@@ -54,10 +55,7 @@ def record(to: str | None, waits: bool, cases: str | None, backend: str | None, 
 
 def _run(file: Path, waits: bool, command: tuple[str, ...]) -> int:
     """Run the command under the recorder, and return its exit code."""
-    try:
-        file.open("ab").close()
-    except OSError as error:
-        raise UsageError(f"cannot write {file}: {error.strerror}") from error
+    refuse_unwritable(str(file))
     before = os.environ.get("PYTHONPATH")
     path = f"{STARTUP}{os.pathsep}{before}" if before else str(STARTUP)
     environment = {**os.environ, "ATTN_TESTKIT_RECORD": str(file.resolve()), "PYTHONPATH": path}

@@ -21,7 +21,7 @@ from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State
 from .state_backend import StateBackend
 from .state_layer import StateLayer
-from .state_pool import StateContext, StateInput, StatePool
+from .state_pool import Snapshot, StateContext, StateInput, StatePool
 from .windows import LAYER_WINDOWS, Windows
 
 __all__ = [
@@ -65,6 +65,7 @@ __all__ = [
     "Requires",
     "RowFormat",
     "ServerConventions",
+    "Snapshot",
     "Sparse",
     "SpecInput",
     "State",

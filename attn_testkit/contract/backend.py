@@ -193,6 +193,7 @@ def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tupl
     if state is None or declared is None:
         return [("layers that keep a state,", state is not None, state is None and declared is None)]
     dtype = _DTYPE_NAMES.get(state.pool.dtype, str(state.pool.dtype))
+    verifies = ForwardMode.TARGET_VERIFY in context.modes
     return [
         ("width of a key", *_first_outside((layer.k_dim for layer in state.layers), declared.k_dims)),
         ("state dtype", dtype, dtype in declared.dtypes),
@@ -201,6 +202,8 @@ def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tupl
         ("strided states", state.pool.strided, declared.strided or not state.pool.strided),
         ("padded states", state.padding, state.padding in declared.padding),
         ("fresh states", state.fresh, state.fresh in declared.fresh),
+        ("rollback of states by", state.rollback, state.rollback in declared.rollback or not verifies),
+        ("snapshots of states each", state.snapshots, state.snapshots in declared.snapshots | {0}),
     ]
 
 

@@ -15,7 +15,7 @@ import torch
 from .head_layout import HeadLayout
 from .layer import AttentionLayer
 
-__all__ = ["ALL_NAN", "LARGEST", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat", "next_power_of_two"]
+__all__ = ["ALL_NAN", "LARGEST", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat", "in_tiles", "next_power_of_two"]
 
 ALL_NAN = 0xFF
 """Byte that is NaN in every plane: e4m3, bfloat16 and float32 numbers of such bytes are NaN."""
@@ -29,7 +29,7 @@ def next_power_of_two(numbers: torch.Tensor) -> torch.Tensor:
     return ((numbers.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
 
 
-def _in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
+def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
     """``numbers`` [..., width] as [..., tiles, tile]."""
     return numbers.reshape(*numbers.shape[:-1], -1, tile)
 
@@ -145,7 +145,7 @@ class PackedRows:
     def scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: scales of the numbers of ``keys`` [..., width] that a plane of scales is for."""
         of = next(each.dtype for each in self.format.planes if each.tile == 1 and each.of == plane.of)
-        tiles = _in_tiles(keys[..., self.part(plane)].float(), plane.tile)
+        tiles = in_tiles(keys[..., self.part(plane)].float(), plane.tile)
         exact = (tiles.abs().amax(-1) / LARGEST[of]).clamp(min=_SMALLEST_SCALE[plane.rule])
         return next_power_of_two(exact) if plane.rule == "power_of_two" else exact
 
@@ -159,7 +159,7 @@ class PackedRows:
                 part = self.scales(plane, keys)
             elif scales is not None:
                 largest = LARGEST[plane.dtype]
-                tiles = _in_tiles(part.float(), scales.tile) / self.scales(scales, keys)[..., None]
+                tiles = in_tiles(part.float(), scales.tile) / self.scales(scales, keys)[..., None]
                 part = tiles.clamp(-largest, largest).flatten(-2)
             found.append(part.to(plane.dtype).contiguous().view(torch.uint8))
         return torch.cat(found, -1)
@@ -173,7 +173,7 @@ class PackedRows:
                 continue
             numbers, scales = planes[plane.name].float().to(dtype), self.scales_of(plane)
             if scales is not None:
-                tiles = _in_tiles(numbers, scales.tile) * planes[scales.name].to(dtype)[..., None]
+                tiles = in_tiles(numbers, scales.tile) * planes[scales.name].to(dtype)[..., None]
                 numbers = tiles.flatten(-2)
             keys[..., self.part(plane)] = numbers
         return keys

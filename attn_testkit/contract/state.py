@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from .declared import Declared, is_whole, spelled
 
-__all__ = ["FRESH", "ORDERS", "PADDED_STATES", "PRODUCTS", "STATE_DTYPES", "State"]
+__all__ = ["FRESH", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
 
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
 FRESH = ("flag", "zeroed")
 ORDERS = ("vk", "kv")
+ROLLBACKS = ("commit", "slots")
 PRODUCTS = ("fp32", "tf32", "model")
 
 
@@ -41,6 +42,13 @@ class State(Declared):
     fresh: Set[str] = frozenset({"flag"})
     """Ways in which a fresh request begins from zeros. ``flag``: by ``has_initial_state``, and its slot holds the state
     of an earlier owner (NaN here). ``zeroed``: the server has filled the slot with zeros."""
+    rollback: Set[str] = frozenset({"commit"})
+    """Ways in which target-verify takes back rejected nodes. ``commit``: the backend keeps window and state behind
+    each node in ``pool.scratch``, and ``StateBackend.commit`` makes one of them the slot's (SGLang). ``slots``: a
+    request has a slot for each node, and the next step reads that of the last accepted one (vLLM)."""
+    snapshots: Set[int] = frozenset()
+    """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
+    never. With rollback ``commit`` only."""
     strided: bool = False
     """May slots lie apart, all layers of a slot in one block (``StatePool``)? Default: each layer is contiguous."""
     products: str = "fp32"
@@ -53,6 +61,8 @@ class State(Declared):
     ``model``, as a Triton kernel does that multiplies two bf16 tensors (``causal_conv1d_update`` of SGLang and vLLM).
     The limits follow from it, in every mode."""
 
+    plain_convolution: bool = True
+    """May a convolution end without an activation? False: with ``silu`` only, which leaves out exact data."""
     hybrid: bool = False
     """Does the backend run a model with softmax layers between those that keep a state? Every case has both then, a
     ``forward`` of a softmax layer is given q, k and v, and the KV pool has those layers."""
@@ -60,13 +70,14 @@ class State(Declared):
     def __post_init__(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
+            ("rollback", ROLLBACKS),
         ):  # fmt: skip
             self._check_words(name, known)
             if not getattr(self, name):
                 raise ValueError(f"State.{name} is empty; write one or more of {', '.join(known)}")
-        for name in ("k_dims", "conv_widths"):
+        for name in ("k_dims", "conv_widths", "snapshots"):
             values = self._listed(name)
-            if not values or not all(is_whole(each) and each >= 1 for each in values):
+            if not (values or name == "snapshots") or not all(is_whole(each) and each >= 1 for each in values):
                 raise ValueError(
                     f"State.{name} must be one or more whole numbers from 1 on, got {sorted(map(str, values))}"
                 )

@@ -42,12 +42,22 @@ class StateBackend(AttentionBackend):
 
         In target-verify each request has N rows, a chain. The state of a slot stays as it is; window and state behind
         each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows.
+
+        With rollback ``slots`` there is no commit. Request i has N slots, ``indices[i]``. The state before its rows is
+        that of slot ``indices[i, num_accepted[i] - 1]``, and the state behind row t is stored in slot
+        ``indices[i, t]``. Its window is in the first of them, ``conv[indices[i, 0]]``, W - 1 + N - 1 columns: that of
+        before the rows begins at column ``num_accepted[i] - 1``. Afterwards the columns hold the last W - 2 inputs of
+        it and the N new ones, so that the window behind row t begins at column t.
+
+        If ``batch.state.snapshot`` is given, in decode and extend, window and state behind ``rows[i]`` rows of request
+        i are also stored in slot ``slots[i]``.
         """
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         """Make window and state behind the last accepted node of each draft those of its slot, in all layers.
 
         Called after acceptance, outside of any graph: device work only. ``steps`` [bs] int32: number of that node, 0
-        being the root; -1: nothing is stored, as for padded requests. ``state``: that of the verify's batch.
+        being the root; -1: nothing is stored, as for padded requests. ``state``: that of the verify's batch, with the
+        ``snapshot`` that follows from what was accepted.
         """
         raise NotImplementedError(f"{type(self).__name__} declares target-verify and has no commit")

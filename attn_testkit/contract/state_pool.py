@@ -9,7 +9,7 @@ import torch
 
 from .state_layer import StateLayer
 
-__all__ = ["StateContext", "StateInput", "StatePool"]
+__all__ = ["Snapshot", "StateContext", "StateInput", "StatePool"]
 
 _GUARD = 128
 """Bytes between two tensors, which nobody may write. Tensors stay aligned."""
@@ -19,9 +19,10 @@ class StatePool:
     """States and convolution windows of every slot, for every layer. A slot holds one request in all layers.
 
     Slot 0 is reserved: no live request has it. ``temporal`` [slots, Hv, V, K], or [slots, Hv, K, V] with ``order``
-    ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. ``strided``: all layers of a
-    slot lie in one block, so that the stride between slots does not follow from a shape. Memory between tensors belongs
-    to nobody.
+    ``kv``; ``conv`` [slots, C, W - 1]: the last inputs of each channel, the oldest first. With rollback ``slots`` it is
+    [slots, C, W - 1 + N - 1], of which a request uses that of its first slot (``StateBackend.forward``). ``strided``:
+    all layers of a slot lie in one block, so that the stride between slots does not follow from a shape. Memory between
+    tensors belongs to nobody.
     """
 
     def __init__(
@@ -35,11 +36,14 @@ class StatePool:
         *,
         strided: bool = False,
         drafts: tuple[int, int] = (0, 0),
+        more_columns: int = 0,
     ) -> None:
         """Allocate memory, filled with zeros. ``num_slots``: slot 0 included. ``dtype``: of the recurrent state.
 
         ``drafts``: requests of a batch and nodes of a draft that the scratch of target-verify has room for.
+        ``more_columns``: columns of a window beyond W - 1, if there is a convolution.
         """
+        self.more_columns = more_columns
         self.num_slots, self.layers, self.order, self.strided = num_slots, layers, order, strided
         self.conv_dtype, self.dtype, self.device = conv_dtype, dtype, torch.device(device)
         end, found = _GUARD, dict[int, list[torch.Tensor]]()
@@ -64,7 +68,8 @@ class StatePool:
     def _shapes(self, layer: StateLayer) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shapes and dtypes of a slot's window and state."""
         wide = (layer.v_dim, layer.k_dim) if self.order == "vk" else (layer.k_dim, layer.v_dim)
-        window = (layer.parts[0], layer.conv_width - 1)
+        width = layer.conv_width
+        window = (layer.parts[0], width - 1 + self.more_columns if width > 1 else 0)
         return [(window, self.conv_dtype), ((layer.v_heads, *wide), self.dtype)]
 
     def _view(self, first: int, shape: tuple[int, ...], dtype: torch.dtype, step: int) -> torch.Tensor:
@@ -75,10 +80,15 @@ class StatePool:
         return typed.as_strided(shape, (step // dtype.itemsize, *strides), first // dtype.itemsize)
 
     def twin(self) -> StatePool:
-        """A pool of the same layout in its own memory."""
+        """A pool of the same layout in its own memory, without scratch."""
+        return self.like(self.device)
+
+    def like(self, device: torch.device | str, dtype: torch.dtype | None = None) -> StatePool:
+        """A pool of the same slots without scratch. ``dtype``: of the recurrent state, by default the same."""
         return StatePool(
-            self.num_slots, self.layers, self.conv_dtype, self.dtype, self.device, self.order, strided=self.strided
-        )
+            self.num_slots, self.layers, self.conv_dtype, dtype or self.dtype, device, self.order,
+            strided=self.strided, more_columns=self.more_columns,
+        )  # fmt: skip
 
     def conv(self, layer_id: int) -> torch.Tensor:
         """[slots, C, W - 1]: windows of a layer; a view. Raises ``KeyError`` for a layer without a state."""
@@ -90,7 +100,8 @@ class StatePool:
 
     def scratch(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node of each draft, by the
-        place of a request in the batch. Target-verify fills it, and ``StateBackend.commit`` reads it.
+        place of a request in the batch. Target-verify fills it, and ``StateBackend.commit`` reads it. With rollback
+        ``slots`` there is no room for any.
         """
         window, state = self._scratch[layer_id]
         return window, state
@@ -119,15 +130,34 @@ def _aligned(size: int) -> int:
 
 
 @dataclass
+class Snapshot:
+    """Copies of states for a prefix cache, which a step makes in addition to what it stores.
+
+    ``rows[i]`` is how many rows of this step the copy of request i includes: a multiple of the chunk length in extend,
+    1 in decode, at most the accepted nodes in target-verify. 0: the request has no copy.
+    """
+
+    rows: torch.Tensor
+    """[bs] int32."""
+    slots: torch.Tensor
+    """[bs] int64: the slot that gets window and state; 0 without a copy."""
+
+
+@dataclass
 class StateInput:
     """``ForwardBatch.state``: the states of the batch's requests."""
 
     indices: torch.Tensor
     """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
-    request -1 or 0 (``State.padding``)."""
+    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node."""
     has_initial_state: torch.Tensor | None = None
     """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
     decode and target-verify."""
+    num_accepted: torch.Tensor | None = None
+    """[bs] int32, in target-verify with rollback ``slots``: accepted nodes of the request's previous step, 1 to N; 1
+    for padded requests and after a prompt."""
+    snapshot: Snapshot | None = None
+    """Copies to make; None if the case has none (``State.snapshots``)."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,8 +168,13 @@ class StateContext:
     """The layers that have a state, in the order in which they run."""
     pool: StatePool
     req_to_state: torch.Tensor
-    """[pool_size + 1] int32: slot of each row of the request table. Row 0 gives slot 0."""
+    """[pool_size + 1] int32: slot of each row of the request table; with rollback ``slots`` [pool_size + 1, N]. Row 0
+    gives slot 0."""
     padding: str = "skip_minus_one"
     """Meaning of the index of a padded request (``State.padding``)."""
     fresh: str = "flag"
     """Way in which a fresh request begins from zeros (``State.fresh``)."""
+    rollback: str = "commit"
+    """Way in which rejected nodes are taken back (``State.rollback``); ``commit`` outside of target-verify."""
+    snapshots: int = 0
+    """Length of a chunk at whose ends states are copied (``State.snapshots``); 0: never."""

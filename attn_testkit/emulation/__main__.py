@@ -27,6 +27,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if wrong:
         print(f"python -m attn_testkit.emulation: {wrong[0]}", file=sys.stderr)
         return USAGE
+    code: int
     code, record = asked.do(asked)
     compiled = _compiled(targets, record.pop("notes"), asked.seconds)
     if code == RIGHT and any(each.refused for each in compiled):
@@ -108,7 +109,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="python -m attn_testkit.emulation",
         description="Run a CUDA program on a CPU, and report what a GPU would hide.",
         epilog="Exit codes: 0 nothing was found, 1 an error of the program was found or a kernel does not compile, "
-        "2 the script raised an error of its own, 4 wrong arguments.",
+        "2 the script raised another error, 4 wrong arguments.",
     )
     commands = parser.add_subparsers(required=True)
     run = commands.add_parser("run", help="Run a script.")

@@ -11,7 +11,7 @@ If two programs store the same value, as they do when each computes the metadata
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ from torch import Tensor
 
 from attn_testkit.emulation import session
 from attn_testkit.emulation.errors import RaceError
-from attn_testkit.emulation.private import disable_functions, storage_at
+from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.tags import storage_key
+from attn_testkit.emulation.tags import DEVICE, storage_key
 
 __all__ = ["Races", "acquiring", "scratch", "semantics_of"]
 
@@ -121,7 +121,8 @@ class Races:
         self._scratch = [
             (start, stop)
             for key, spans in session.require().scratch.items()
-            for start, stop in (spans if storage_at(key) is not None else ())
+            if key in DEVICE.entries  # what is gone may not be asked for its use count
+            for start, stop in spans
             if any(start < each.stop and each.start < stop for each in self._memories)
         ]
         self._programs: list[tuple[int, ...]] = [()]
@@ -228,9 +229,15 @@ class Races:
         return None
 
     def _places(self, memory: _Memory, addresses: Array, size: int) -> Array | None:
-        """Elements of the shadow, or None for addresses that are not multiples of ``size``."""
+        """Elements of the shadow. None for addresses that are not multiples of ``size``, and for a tensor of many
+        gigabytes whose shadow does not fit into this machine.
+        """
         offsets: Array = addresses - memory.start
         if size > 1 and int(np.bitwise_or.reduce(offsets)) & (size - 1):
+            return None
+        try:
+            memory.shadow(size)
+        except MemoryError:
             return None
         return offsets // size
 
@@ -288,8 +295,8 @@ class Races:
         raise RaceError(
             f"a {does} of triton kernel {self.kernel}",
             author_site(),
-            f"program {_spelled(self._program)} uses {self._element(memory, size, int(places[index]))}, which program "
-            f"{_spelled(self._programs[wrong[0]])} of the same launch {did}; nothing orders the two, so either may "
+            f"program {self._program} uses {self._element(memory, size, int(places[index]))}, which program "
+            f"{self._programs[wrong[0]]} of the same launch {did}; nothing orders the two, so either may "
             "come first on a device",
             "give each program its own memory, launch a second kernel, or let an atomic operation with acquire and "
             "release semantics order them (a ticket that the last program sees, a lock)",
@@ -317,8 +324,3 @@ class Races:
 
 def _addresses(parts: Sequence[Array]) -> Array:
     return np.asarray(functools.reduce(np.add, parts)).reshape(-1)
-
-
-def _spelled(program: Sequence[int]) -> str:
-    used: Iterator[int] = iter(program)
-    return f"({', '.join(map(str, used))})"

@@ -14,8 +14,8 @@ class Fixed(KernelBackend):
     """Decode in plain torch: scores the index keys of a request, selects the best, and attends those."""
 
     capabilities = Capabilities(
-        eager={ForwardMode.DECODE}, graph={ForwardMode.DECODE}, families={"mqa"}, gqa_ratios={4}, dtypes={"bf16"}, head_dims={64},
-        sparse=Sparse(topk={16}, indexer=Indexer(heads={4})), needs_cpu_seq_lens=False,
+        eager={ForwardMode.DECODE}, graph={ForwardMode.DECODE}, families={"mqa"}, gqa_ratios={4}, dtypes={"bf16"},
+        head_dims={64}, sparse=Sparse(topk={16}, indexer=Indexer(heads={4})), needs_cpu_seq_lens=False,
     )  # fmt: skip
 
     def activated(self, products: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
@@ -16,7 +16,7 @@ from ..contract import AttentionLayer, BackendContext
 from ..steps.data import StepData
 from ..steps.schedule import Schedule, Step
 
-__all__ = ["Answer", "Family", "Memory", "Question", "Stored", "Supposition", "Watch"]
+__all__ = ["Answer", "Family", "Memory", "Noted", "Question", "Stored", "Supposition", "Watch"]
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -137,6 +137,22 @@ def _new_slots(data: StepData) -> _Ints:
     return slots
 
 
+Noted = tuple[torch.dtype, tuple[int, ...], _Bytes]
+"""Dtype, shape and bytes of a host tensor."""
+
+
+def _never_carried(watch: Watch, slots: torch.Tensor, name: tuple[Schedule, Step, str | None]) -> None:
+    raise NotImplementedError("a step of this family continues another, and its memory cannot be carried on")
+
+
+def _nothing_noted(watch: Watch) -> None:
+    """Nothing."""
+
+
+def _nothing_more(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
+    return {}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Memory:
     """The memory that outlives a step: what it holds before, how it is watched, and what a step leaves in it."""
@@ -149,6 +165,13 @@ class Memory:
     """Data of a step -> what it leaves, and how far that may be off."""
     due: Callable[[StepData], _Ints] = _new_slots
     """Data of a step -> slots that it writes, [n]."""
+    carry: Callable[[Watch, torch.Tensor, tuple[Schedule, Step, str | None]], None] = _never_carried
+    """(watch, slots that the step before wrote, [n] on the device, name of the next as ``Watch.fill`` gets it): take
+    memory as that step left it for the memory before the next (``Step.follows``)."""
+    before_commit: Callable[[Watch], None] = _nothing_noted
+    """Note what a verify changed, right before its commit."""
+    noted: Callable[[Watch, Sequence[_Bytes]], Mapping[str, Noted]] = _nothing_more
+    """(watch, results of its ``look``): name -> what checks of the family read besides slots and rows."""
 
 
 def _unchanged(step: Step) -> Step:

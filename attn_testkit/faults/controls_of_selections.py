@@ -165,7 +165,7 @@ class SparsePackedRowsInBf16(PackedRowsParent):
         packed = self.packed(plan.layer)
         rows, (first, last) = packed.pack(k), packed.offsets["scales"]
         if packed.format.name == "fp8_ds_mla":
-            tiles = k[..., : plan.layer.kv_lora_rank].float().unflatten(-1, (-1, 128))
+            tiles = k[..., : plan.layer.kv_lora_rank].float().reshape(*k.shape[:-1], -1, 128)
             rows[..., first:last] = (tiles.abs().amax(-1) * (1 / 448)).clamp(min=1e-38).view(torch.uint8)
         self.context.kv_pool.get_key_buffer(plan.layer.layer_id).index_put_((plan.out_cache_loc.long(),), rows)
 

@@ -9,19 +9,32 @@ from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
 from .hybrids import HybridParent
 from .states import StateParent
+from .states_of_servers import SlotsParent, SnapshotsParent
 
 __all__ = [
     "HybridAsItIs",
     "StatesAsTheyAre",
     "StatesByConvention",
+    "StatesBySlots",
     "StatesClearedByTheServer",
     "StatesOfPaddingUnwritten",
+    "StatesWithSnapshots",
 ]
 
 
 @control("states")
 class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control("states-by-slots")
+class StatesBySlots(SlotsParent):
+    """vLLM's rollback: a slot for each node of a draft, read by the accepted count of the step before."""
+
+
+@control("states-with-snapshots")
+class StatesWithSnapshots(SnapshotsParent):
+    """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
 
 
 @control("states-by-convention")

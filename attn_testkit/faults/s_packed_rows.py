@@ -147,7 +147,7 @@ class RowsOfOtherTiles(PackedRowsParent):
         packed = self.packed(plan.layer)
         rows = packed.pack(k)
         first, last = packed.offsets["numbers"]
-        tiles = k[..., : plan.layer.kv_lora_rank].float().unflatten(-1, (-1, 2, 64))
+        tiles = k[..., : plan.layer.kv_lora_rank].float().reshape(*k.shape[:-1], -1, 2, 64)
         scales = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-30) / 448
         numbers = (tiles / scales).clamp(-448, 448).to(torch.float8_e4m3fn)
         rows[..., first:last] = numbers.flatten(-3).view(torch.uint8)

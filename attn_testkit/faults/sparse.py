@@ -18,6 +18,7 @@ from ..contract import (
     PackedRows,
     Sparse,
 )
+from ..contract.row_format import in_tiles
 
 __all__ = [
     "GroupedSparse",
@@ -199,7 +200,7 @@ class PackedRowsParent(SparseParent):
         of_tiles = self.scales(scales, slot).repeat_interleave(_TILE, -1)
         # Not every device can gather FP8.
         held = numbers.view(torch.uint8)[slot].view(numbers.dtype).float() * of_tiles
-        of_rope = rope.view(torch.uint8).unflatten(1, (-1, rope.dtype.itemsize))[slot].flatten(2).view(rope.dtype)
+        of_rope = in_tiles(rope.view(torch.uint8), rope.dtype.itemsize)[slot].flatten(2).view(rope.dtype)
         keys = torch.cat([held, of_rope.float()], -1).masked_fill(~there, 0.0)
         keys = self.rounded(keys)
         logits = (q.float() @ keys.mT * plan.layer.scaling).masked_fill(~there.mT, -torch.inf)

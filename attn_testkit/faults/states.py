@@ -103,7 +103,7 @@ class StateParent(StateBackend):
         batch: ForwardBatch,
     ) -> torch.Tensor:
         conv, temporal = self.pools(layer)
-        window, state = (self.loaded(pool, self.index, self.begun) for pool in (conv, temporal))
+        window, state = self.before(layer)
         state, first = state.float(), self.counts.cumsum(0) - self.counts
         # A row more than there are, for requests that have none left.
         out = mixed.new_zeros(len(mixed) + 1, layer.v_heads, layer.v_dim)
@@ -119,10 +119,20 @@ class StateParent(StateBackend):
             out[torch.where(now[:, 0, 0], row, len(mixed))] = read.to(out.dtype)
             if self.verifies:
                 self.note(layer, token, window, state)
+            else:
+                self.copy(layer, token, window, state)
         if not self.verifies:
             self.store(conv, window, self.index)
             self.store(temporal, state, self.index)
         return out[:-1]
+
+    def before(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows [bs, C, W - 1] and states [bs, Hv, V, K] before the step."""
+        conv, temporal = self.pools(layer)
+        return self.loaded(conv, self.index, self.begun), self.loaded(temporal, self.index, self.begun)
+
+    def copy(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
+        """Copy window and state behind token number ``token`` of each request to other slots. Nothing here."""
 
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         """Write window and state behind node ``token`` of each draft to the scratch."""

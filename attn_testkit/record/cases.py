@@ -56,7 +56,8 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             if number == len(texts):
                 break  # the process was killed while it wrote
-            raise Unreadable(f"{path}, line {number}: no JSON: {error}") from None
+            expected = "expected a recording, which `attn-testkit record --to FILE -- COMMAND` writes"
+            raise Unreadable(f"{path}, line {number} is not JSON: {error}; {expected}") from None
         if not isinstance(line, dict) or line.get("line") not in ("batch", "layer"):
             raise Unreadable(f"{path}, line {number}: expected a line that `attn-testkit record` wrote")
         lines.append(line)

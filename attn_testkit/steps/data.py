@@ -307,7 +307,7 @@ def _drawn_by_layer(
 def numbers_of(schedule: Schedule, step: Step, pattern: str | None = None) -> tuple[object, ...]:
     """A key for a step's numbers: one for all steps that hold the same, as a replay and an eager run's second step."""
     whole = None if step.part_of is None else step.part_of[0].requests
-    return hashkey(schedule, step.seed, step.requests, whole, pattern)
+    return hashkey(schedule, step.seed, step.requests, whole, pattern, step.follows)
 
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())

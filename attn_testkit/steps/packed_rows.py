@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract.row_format import LARGEST, PackedRows, next_power_of_two
+from ..contract.row_format import LARGEST, PackedRows, in_tiles, next_power_of_two
 
 __all__ = ["accepted", "with_one_packing"]
 
@@ -24,7 +24,7 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor) -> torch.Tensor:
         scales = packed.scales_of(plane)
         if plane.tile > 1 or scales is None:
             continue
-        tiles = keys[..., packed.part(plane)].unflatten(-1, (-1, scales.tile))
+        tiles = in_tiles(keys[..., packed.part(plane)], scales.tile)
         tiles[..., -1].masked_fill_((tiles == 0).all(-1), _NEAR_TIE)
         bits, size = tiles.view(torch.int16), tiles.abs()
         if scales.rule == "power_of_two":

@@ -29,6 +29,7 @@ from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
 from .numerics import MODEL, Numerics
+from .rounds import accepted_before, accepted_nodes, rounds_before
 from .variety import data_at, layout_at, padding_at
 
 __all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
@@ -53,7 +54,8 @@ class Request:
     tree: Tree | None = None
     """Target-verify: the draft tree of these rows."""
     accepted: int = 1
-    """Draft-extend: accepted tokens; the last of them is the row the draft model continues from."""
+    """Draft-extend: accepted tokens; the last of them is the row the draft model continues from. Target-verify of
+    layers with states: accepted nodes, of which the state after the step is made; 0: the state stays."""
     shared: int = 0
     """First tokens of the prefix that lie in pages which other requests share, as a prefix cache has it."""
     draft: Draft | None = None
@@ -91,6 +93,9 @@ class Step:
     chunk_of: Step | None = None
     """Extend: a step that is never run, whose requests have all their chunks at once; this step has rows of it, with
     the same numbers in the same slots."""
+    follows: Step | None = None
+    """The step that runs on the instance right before it, whose requests it continues: memory is not loaded before
+    it. Layers with states only (``steps/rounds.py``)."""
     eager_too: bool = False
     """True if an eager run of the step follows its replay; without a request only if the backend takes that."""
     layout: str = ""
@@ -140,9 +145,17 @@ def part(step: Step, indices: Sequence[int]) -> Step:
     if chosen not in step.parts:
         which = f"only request {chosen[0]}" if len(chosen) == 1 else f"requests {' '.join(map(str, chosen))}"
         requests = tuple(step.requests[index] for index in chosen)
-        made = replace(step, name=f"{step.name}, {which}", label=which, requests=requests, part_of=(step, chosen))
+        follows = step.follows and _same_requests(step.follows, requests)
+        made = replace(step, name=f"{step.name}, {which}", label=which, requests=requests, part_of=(step, chosen),
+                       follows=follows)  # fmt: skip
         step.parts[chosen] = made
     return step.parts[chosen]
+
+
+def _same_requests(step: Step, requests: Sequence[Request]) -> Step:
+    """The part of an earlier step that has these requests, by their rows of the request table."""
+    rows = [request.pool_row for request in step.requests]
+    return part(step, [rows.index(request.pool_row) for request in requests])
 
 
 def only(step: Step, index: int) -> Step:
@@ -255,6 +268,8 @@ class Schedule:
 
 
 def _accepted(case: Case, index: int, count: int, most: int, rng: np.random.Generator) -> tuple[int, ...]:
+    if case.state is not None and case.tree is not None:
+        return accepted_nodes(case, index, count)
     if not case.new:
         return (1,) * count
     if index == 0:
@@ -397,7 +412,7 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
     totals = tuple(sum(new) for new in zip(*(plan.new for plan in plans), strict=True))
     whole = _build_step(case, 0, replace(plans[0], label="all chunks", new=totals), sizes)
     num_pages, rows, ctx, _ = sizes
-    steps = []
+    steps: list[Step] = []
     for index, plan in enumerate(plans):
         requests = tuple(
             replace(request, prefix=prefix, new=new, slots=request.slots[: prefix + new])
@@ -406,9 +421,28 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
         rng = np.random.default_rng((whole.seed + index) % 2**63)
         table = _table(requests, rows, ctx, (num_pages + 1) * case.page_size, rng)
         name = f"step {index}"
+        # The states of requests are those that the chunk before it left.
+        follows = steps[-1] if steps and case.state is not None else None
         steps.append(replace(whole, name=name, index=index, label=plan.label, requests=requests, req_to_token=table,
-                             chunk_of=whole))  # fmt: skip
+                             chunk_of=whole, follows=follows))  # fmt: skip
     return steps
+
+
+def _after(case: Case, step: Step, rounds: int) -> Step:
+    """The step after so many rounds of the same requests (``steps/rounds.py``)."""
+    if not rounds or not step.requests:
+        return step
+    counts = accepted_before(case, step.index, rounds, step.bs)
+    earlier = [
+        replace(each, prefix=max(0, each.prefix - count), accepted=count)
+        for each, count in zip(step.requests[::-1], counts, strict=True)
+    ]
+    before = replace(
+        step, name=f"{step.name}, a round before", label=f"{step.label}, a round before",
+        requests=tuple(replace(each, slots=each.slots[: each.prefix + each.new]) for each in earlier),
+        seed=(step.seed + 0x9E3779B97F4A7C15) % 2**63, eager_too=False,
+    )  # fmt: skip
+    return replace(step, follows=_after(case, before, rounds - 1))
 
 
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
@@ -447,10 +481,14 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
         steps.append(_build_step(case, i, plan, sizes, steps[-1] if steps else None))
     if case.chunks > 1:
         steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
+    if case.state is not None and case.tree is not None:
+        steps = [_after(case, step, rounds_before(step.index)) for step in steps]
     *replays, last = steps
     stored = case.state is None and case.derived("second-step-stored") == 1
     other_strides = case.derived("second-step-memory") == 1
     second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
+    if case.state is not None and case.tree is not None and second.follows is None:
+        second = _after(case, second, 1)
     oversized = replace(last, name="oversized")
     return Schedule(
         case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, numerics

@@ -56,6 +56,16 @@ def results_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return [each for each in json.loads(record.read_text())["results"] if each["case"]]
 
 
+def test_a_proof_says_without_a_check_of_the_kit_that_prefill_of_kda_forgets_wrongly() -> None:
+    script = Path(__file__).parent / "proof_sglang_kda.py"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", script], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    assert ran.stdout.splitlines()[-1].startswith("WRONG: what a token wrote")
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_a_bug_that_is_put_back_is_found_and_without_it_its_case_passes(tmp_path: Path, bug: str) -> None:
     module, mode, execution, check = BUGS[bug]

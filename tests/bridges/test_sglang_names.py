@@ -113,6 +113,7 @@ def test_the_script_that_messages_name_makes_an_environment_of_each_version(vers
             {
                 "sglang:dsa",
                 "sglang:dsa_fused",
+                "sglang:kda",
                 "sglang:triton",
                 "sglang_bugs:FP8",
                 "sglang_bugs:WindowsInDecode",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,7 @@ from attn_testkit.checks.states import (
     verify_keeps_state,
     writes_own_state,
 )
+from attn_testkit.families.recurrent.data import StateStepData
 from attn_testkit.families.recurrent.memory import as_rows
 from attn_testkit.families.recurrent.recurrence import recur
 from attn_testkit.running.case_runs.evaluate import step_inputs
@@ -260,6 +262,12 @@ def test_a_step_without_a_request_may_write_nothing() -> None:
 VERIFY = "target-verify-gdn2x2-d32-bf16-p16-k7.17.5-chain4-shuffled-{}-k16w4s32{}-b3prod"
 
 
+def behind(step: Step, rows: Sequence[int]) -> StateStepData:
+    """The step's data with states behind so many rows of each request."""
+    ends = tuple(replace(end, rows=count) for end, count in zip(step.data.ends, rows, strict=True))
+    return replace(step.data, ends=ends)
+
+
 def test_a_verify_that_changes_a_state_before_its_commit_is_named() -> None:
     step = Step(name=VERIFY)
     step.moved = []
@@ -281,14 +289,15 @@ def test_outside_of_a_verify_nothing_is_kept() -> None:
 def test_the_node_whose_state_was_committed_is_named(off: int, hint: str) -> None:
     step = Step(name=VERIFY)
     assert sorted(set(step.data.kept)) != [4], "some node is rejected"
-    kept = tuple(min(max(count + off, 0), 4) for count in step.data.kept)
-    step.states = recur(replace(step.data, kept=kept)).states.to(step.states.dtype)
+    step.states = recur(behind(step, [min(max(count + off, 0), 4) for count in step.data.kept])).states.to(
+        step.states.dtype
+    )
     (found,) = state_matches_oracle(step.seen(), step.case)
     assert hint in found.hint
 
 
 def test_the_window_behind_the_whole_draft_fails_where_nodes_were_rejected() -> None:
     step = Step(name=VERIFY)
-    step.windows = recur(replace(step.data, kept=step.data.news)).windows
+    step.windows = recur(behind(step, step.data.news)).windows
     (found,) = conv_window_exact(step.seen(), step.case)
     assert "is not that of its last inputs" in found.headline

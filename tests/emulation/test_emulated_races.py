@@ -64,3 +64,23 @@ def test_a_replay_may_race_for_scratch_as_its_capture_did():
         to.fill_(1)
         with pytest.raises(RaceError, match="byte 16 of out"):
             graph.replay()
+
+
+def test_scratch_that_is_gone_is_forgotten():
+    pair = programs.PAIRS[0]
+    with torch.no_grad(), emulated_cuda():
+        for _ in range(300):  # more than the storages between two purges
+            scratch(torch.zeros(64, device="cuda"))
+        pair.kernel[pair.grid](*pair.right(), **dict(pair.options))
+        with pytest.raises(RaceError):
+            pair.kernel[pair.grid](*pair.wrong(), **dict(pair.options))
+
+
+def test_memory_whose_shadow_does_not_fit_is_not_looked_at(monkeypatch):
+    def no_room(*_):
+        raise MemoryError
+
+    monkeypatch.setattr("attn_testkit.emulation.triton_races._Shadow", no_room)
+    pair = programs.PAIRS[0]
+    with torch.no_grad(), emulated_cuda():
+        pair.kernel[pair.grid](*pair.wrong(), **dict(pair.options))

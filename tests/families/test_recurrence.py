@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
-from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_slots, state_table
+from attn_testkit.families.recurrent.data import StateStepData, make_state_data, state_layers, state_table
 from attn_testkit.families.recurrent.family import RECURRENT
 from attn_testkit.families.recurrent.recurrence import _convolved, recur
 from attn_testkit.families.table import family_of
@@ -219,9 +219,9 @@ def test_fresh_requests_are_those_without_a_token_before_the_step() -> None:
 def test_a_slot_is_neither_the_row_nor_the_place_of_its_request(name: str) -> None:
     schedule = make_schedule(parse_case(name))
     for step in schedule.steps:
-        slots = state_slots(schedule, step)
         table = state_table(schedule, step)
-        assert table[0] == 0
+        slots = table[[request.pool_row for request in step.requests], 0]
+        assert not table[0].any()
         assert len(set(slots.tolist())) == step.bs
         assert 0 not in slots
         for place, request in enumerate(step.requests):
@@ -245,16 +245,18 @@ def test_an_idle_step_has_no_rows() -> None:
 
 
 def test_after_a_verify_the_state_is_that_of_the_accepted_nodes_and_outputs_are_those_of_all() -> None:
-    step = data_of("target-verify-gdn2x2-d32-bf16-p16-k7.17.5.2-chain4-shuffled-mild_decay-k16w4s32-b4prod")
-    assert sorted(step.kept) == [1, 2, 3, 4], "every count of accepted nodes is tried"
+    name = "target-verify-gdn2x2-d32-bf16-p16-k7.17.5.2-chain4-shuffled-mild_decay-k16w4s32-b4prod"
+    schedule, step = make_schedule(parse_case(name)), data_of(name)
+    tried = {kept for each in schedule.steps for kept in make_state_data(schedule, each).kept}
+    assert tried == {1, 2, 3, 4}, "every count of accepted nodes is tried; the root is always accepted"
     found, whole = recur(step), recur(replace(step, kept=step.news))
     assert torch.equal(found.out, whole.out)
     for request, kept in enumerate(step.kept):
         rows = (step.row_request == request).nonzero().flatten()[:kept]
         tensors = {name: getattr(step, name)[:, rows] for name in "qkv"}
         alone = replace(
-            step, **tensors, news=(kept,), kept=(kept,), states=step.states[:, request : request + 1],
-            windows=step.windows[:, request : request + 1],
+            step, **tensors, news=(kept,), kept=(kept,), ends=(replace(step.ends[request], request=0),),
+            states=step.states[:, request : request + 1], windows=step.windows[:, request : request + 1],
         )  # fmt: skip
         # A product of other sizes may round the last bit of a float64 another way.
         for name in ("states", "state_limit"):

@@ -8,8 +8,8 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import StatePool
-from attn_testkit.families.recurrent.data import make_state_data, state_layers
-from attn_testkit.families.recurrent.memory import STATE_POOL, StateWatch, as_rows, from_rows, slots_in
+from attn_testkit.families.recurrent.data import make_state_data, state_layers, state_pool_slots
+from attn_testkit.families.recurrent.memory import STATE_POOL, StateWatch, as_rows, from_rows
 from attn_testkit.steps.schedule import make_schedule
 
 CASE = "extend-gdn2x2-d32-bf16-p16-k0.17.5-n6a1.4.9-shuffled-mild_decay-k16w4s32{}-b3prod"
@@ -20,7 +20,7 @@ def pool_of(words: str = "") -> tuple[StatePool, StateWatch]:
     shape, layers = schedule.case.state, state_layers(schedule.case)
     assert shape is not None
     pool = StatePool(
-        slots_in(schedule), layers, torch.bfloat16, torch.float32, "cpu", shape.order, strided=shape.strided
+        state_pool_slots(schedule), layers, torch.bfloat16, torch.float32, "cpu", shape.order, strided=shape.strided
     )
     return pool, StateWatch(pool)
 

@@ -11,8 +11,10 @@ from attn_testkit.cases.declared import not_declared
 from attn_testkit.cases.nearest_declared import nearest_declared
 from attn_testkit.cases.state import UNIT_KEYS, StateShape
 from attn_testkit.catalogue.minimal import minimal_case
+from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.faults import r_rollback as rollback
 from attn_testkit.faults import r_states as faults
 from attn_testkit.faults.controls_of_states import (
     StatesByConvention,
@@ -25,7 +27,9 @@ DECODE = "decode-{}-d32-bf16-p16-k3.9.1-shuffled-{}-k32w{}s32{}-b5{}"
 EXTEND = "extend-{}-d32-bf16-p16-k0.17.0.5-n4a1x2.9.2-shuffled-{}-k32w{}s32{}-b4prod"
 
 
-@pytest.mark.parametrize("word", ["k64w4s32", "k128w1sb16.null.zeroed", "k64w2s16.slot0.kv.strided"])
+@pytest.mark.parametrize(
+    "word", ["k64w4s32", "k128w1sb16.null.zeroed", "k64w2s16.slot0.kv.strided", "k64w2s16.null.snap64"]
+)
 def test_the_word_of_a_state_is_read_and_written(word: str) -> None:
     name = f"decode-gdn2x2-d64-bf16-p16-k5-shuffled-mild_decay-{word}-b1prod"
     case = parse_case(name)
@@ -48,6 +52,8 @@ def test_conventions_and_sizes_are_those_of_the_word() -> None:
         ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.zero-b1prod", "'zero' is not a convention of states"),
         ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-w9-k64w4s32-b1prod", "windows, soft caps, sinks"),
         ("draft-decode-gdn2x2-d64-bf16-p16-k5-topk1steps3-shuffled-gauss-k64w4s32-b1prod", "draft model"),
+        ("decode-gdn2x2-d64-bf16-p16-k5-shuffled-gauss-k64w4s32.slots-b1prod", "only rejected nodes are taken back"),
+        ("target-verify-gdn2x2-d64-bf16-p16-k5-chain2-shuffled-gauss-k64w4s32.slots.snap16-b1prod", "a slot for each"),
         ("draft-extend-gdn2x2-d64-bf16-p16-k5-n2a1-shuffled-gauss-k64w4s32-b1prod", "draft model"),
     ],
 )
@@ -122,6 +128,14 @@ def test_core_tries_every_declared_value_and_all_kinds_on_exact_data(mode: Forwa
         assert {(True, False), (False, True)} <= widths, "drafts longer and shorter than the window"
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY])
+def test_core_tries_values_that_its_array_has_no_room_for(mode: ForwardMode) -> None:
+    state = State(k_dims={16, 64, 96, 128, 256}, strided=True)
+    many = DECLARED.with_changes(gqa_ratios={1, 2, 3, 4, 8}, head_dims={32, 48, 64, 128, 256}, state=state)
+    assert {name for name, _ in not_covered(many, mode, generate(many, mode, "core"))} <= {"context", "extend"}
+    assert {name for name, _ in not_covered(many, mode, generate(many, mode, "smoke"))} >= {"state k_dim", "head_dim"}
+
+
 def test_the_minimal_case_keeps_a_state() -> None:
     case = minimal_case(DECLARED, ForwardMode.DECODE)
     assert case.state == StateShape(32, 1)
@@ -135,6 +149,9 @@ CASES = [
     VERIFY.format("kda2x2", "unit_keys", 4, "", "stale"),
     VERIFY.format("mamba2x2", "mild_decay", 2, ".slot0.kv", "nan"),
     VERIFY.format("lightning2", "no_decay", 1, ".null.strided", "prod"),
+    VERIFY.format("gdn2x2", "unit_keys", 4, ".slot0.kv.slots.strided", "stale"),
+    VERIFY.format("mamba2x2", "unit_keys", 4, ".null.snap16", "prod"),
+    DECODE.format("kda2x2", "no_decay", 2, ".kv.snap64", "prod"),
     *(DECODE.format(kind, "mild_decay", 4, "", "stale") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     DECODE.format("lightning2", "mild_decay", 1, ".slot0", "nan"),
     DECODE.format("gdn2x2", "no_decay", 2, ".null.kv.strided", "prod"),
@@ -151,7 +168,7 @@ def test_the_reference_passes_each_kind_eagerly_and_in_graphs(case: str) -> None
     assert len(found) == (1 if case.startswith("extend") else 2)
     checks = {check for each in found for check in each.checks}
     assert {"writes-own-state", "state-matches-oracle"} <= checks
-    assert ("verify-keeps-state" in checks) == case.startswith("target-verify")
+    assert ("verify-keeps-state" in checks) == (case.startswith("target-verify") and ".slots" not in case)
     assert ("conv-window-exact" in checks) == ("w1s" not in case)
     assert ("state-counts-tokens" in checks) == ("unit_keys" in case)
     assert "writes-own-kv" not in checks
@@ -166,6 +183,7 @@ def test_conventions_of_servers_pass(backend: type, mode: str) -> None:
     assert [each for each in found if each.status != "passed"] == []
 
 
+VERIFY_SLOTS, VERIFY_COPIES = (VERIFY.replace("{}-b5", word + "{}-b5") for word in (".slots", ".snap16"))
 MISTAKES = [
     (faults.PaddedIndexClampedToSlot0, DECODE, "graph", "writes-own-state", "slot 0"),
     (faults.StaleRowsOfPadding, DECODE, "graph", "writes-own-state", "padded request"),
@@ -179,9 +197,14 @@ MISTAKES = [
     (faults.VerifyWritesTheState, VERIFY, "eager", "verify-keeps-state", "before anything was accepted"),
     (faults.AcceptedStatesNeverCommitted, VERIFY, "eager", "state-matches-oracle", "not stored"),
     (faults.RollsBackStatesAndNotWindows, VERIFY, "eager", "conv-window-exact", ""),
-    (faults.CommitsTheWholeDraft, VERIFY, "eager", "state-matches-oracle", "behind the whole draft"),
+    (faults.CommitsTheWholeDraft, VERIFY, "eager", "state-matches-oracle", "behind the last accepted one"),
     (faults.CommitsANodeTooFew, VERIFY, "eager", "conv-window-exact", ""),
     (faults.PaddedCommitsReachSlot0, VERIFY, "graph", "writes-own-state", "slot 0"),
+    (rollback.AcceptedCountIsAnIndex, VERIFY_SLOTS, "eager", "conv-window-exact", ""),
+    (rollback.WindowStoredWithEachNode, VERIFY_SLOTS, "eager", "conv-window-exact", "first slot"),
+    (rollback.StateStoredInTheSlotOfTheNodeBefore, VERIFY_SLOTS, "eager", "state-matches-oracle", "behind"),
+    (rollback.PaddedDraftsWriteSlot0, VERIFY_SLOTS, "graph", "writes-own-state", "slot 0"),
+    (rollback.SnapshotOfTheLastAcceptedNode, VERIFY_COPIES, "eager", "state-matches-oracle", "prefix cache"),
     (faults.SlotsOfTheCapture, DECODE, "graph", "conv-window-exact", "not stored"),
 ]
 

@@ -274,7 +274,7 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["run", "-b", "fake:ok", "--known-failures", "none.toml"], "none.toml; if no failure is known, leave it out"),
         (["repro", "-b", "fake:ok"], "Missing argument 'CASE'. Usage: attn-testkit repro [OPTIONS] CASE"),
         (["run", "fake:ok"], "extra argument (fake:ok); a backend is named with --backend fake:ok"),
-        (["demo", "x"], "Invalid value for '[{sparse}]': 'x' is not 'sparse'"),
+        (["demo", "x"], "'x' is not 'sparse'"),
         (["demo", "--jsn"], "No such option '--jsn'. `attn-testkit demo --help` lists the options."),
         (["demo", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),
         (["audit", "--html", "reprots/x.html"], "cannot write reprots/x.html: there is no directory"),

@@ -345,7 +345,7 @@ def test_a_line_that_a_killed_process_did_not_end_is_left_out_and_others_are_err
     file.write_text(json.dumps(batch()) + "\n" + json.dumps(layer())[:40])
     assert len(read_lines(file)) == 1
     file.write_text("{\n" + json.dumps(batch()))
-    with pytest.raises(Unreadable, match="line 1: no JSON"):
+    with pytest.raises(Unreadable, match=r"line 1 is not JSON: .*; expected a recording, which"):
         read_lines(file)
     file.write_text('{"line": "x"}')
     with pytest.raises(Unreadable, match="line 1: expected a line that `attn-testkit record` wrote"):
@@ -358,7 +358,7 @@ def test_a_line_that_a_killed_process_did_not_end_is_left_out_and_others_are_err
         ([], "give --to FILE -- COMMAND to record a server, or --cases FILE"),
         (["--to", "a", "--cases", "b", "--", "c"], "give --to FILE -- COMMAND to record a server, or --cases FILE"),
         (["--cases", "missing"], "cannot read missing: No such file or directory"),
-        (["--to", "no/such/a", "--", "true"], "cannot write no/such/a: No such file or directory"),
+        (["--to", "no/such/a", "--", "true"], "cannot write no/such/a: there is no directory no/such; create it"),
         (["--to", "a", "--", "no-such-command"], "cannot run no-such-command: No such file or directory"),
     ],
 )

@@ -7,37 +7,14 @@ declared here, and described in docs/evidence/findings-sglang.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
 
 from attn_testkit.contract import SGLANG, Requires, Sparse, State
 
-from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
+from .bridge_capabilities import BridgeCapabilities
 
 __all__ = ["CAPABILITIES", "CAPABILITIES_OF_OLDER", "OF_SGLANG", "OLDER_NAMES", "BridgeCapabilities"]
-
-
-@dataclass(frozen=True)
-class BridgeCapabilities(bridged.BridgeCapabilities):
-    """Everything about one name of SGLang's registry, ``ATTENTION_BACKENDS``."""
-
-    fakes: str = ""
-    """Set of the kit's fakes for compiled kernels, used without a GPU: a name of ``fakes.SETS``."""
-    reads_back: bool = True
-    """True if a forward may be given None for new rows that the pool holds already. Otherwise it is given the rows that
-    the pool holds, as after a fused kernel that stores them."""
-    one_scale: bool = False
-    """True if a plan holds the model's softmax scale. The kit's layers have several scales, unlike models of SGLang, so
-    there is one backend object per scale."""
-    rope_apart: bool = False
-    """MLA: SGLang's model gives q and k without their rope columns, and the rope columns separately."""
-    options: Mapping[str, Any] = field(default_factory=dict)
-    """Server arguments of SGLang for this name, in addition to those of ``runner``."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Environment variables of SGLang for this name, which its modules read at each call."""
-    keeps_states: bool = False
-    """True if its layers have a recurrent state: ``registered`` is the backend of the softmax layers."""
 
 
 _TRITON = "layers/attention/triton_backend.py"
@@ -114,10 +91,22 @@ _OF_GDN = (
     _SERVER,
     Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
 )
+_KDA = "layers/attention/linear/kda_backend.py"
+_KDA_KERNELS = "layers/attention/linear/kernels/kda_triton.py"
+_OF_KDA = {
+    "eager": Line("eager", {D, V, X}, f"{_KDA}:KDAAttnBackend.forward_extend"),
+    "families": Line("families", {"kda"}, f"{_KDA}:KDAAttnBackend"),
+    "gqa_ratios": Line("gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
+    "head_dims": Line("head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
+    "max_q_rows": Line("max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "max_topk": Line("max_topk", 1, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
+}
 _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
     conv_products="model",
 )  # fmt: skip
+_KDA_STATE = replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False)
 
 CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "torch_native": BridgeCapabilities(
@@ -351,6 +340,14 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "gdn": BridgeCapabilities(
         "triton",
         (*_OF_GDN, Line("state", _GDN_STATE, "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params")),
+        keeps_states=True,
+    ),
+    "kda": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _KDA_STATE, f"{_KDA}:KDAAttnBackend._convolve_prefill"),
+        ),
         keeps_states=True,
     ),
     # With softmax layers between, as every model of SGLang has.

@@ -6,45 +6,74 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode, StateContext
 
-__all__ = ["config_of", "kv_pool", "request_pool"]
+__all__ = ["config_of", "has_turned_windows", "kv_pool", "request_pool"]
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-class _Config(Qwen3NextConfig):  # type: ignore[misc]
-    """The configuration of a Qwen3-Next whose linear layers have the kit's ids.
+class _OfKit:
+    """A configuration whose layers have the kit's ids: a rank of a pipeline has layers from any id on."""
 
-    Qwen's own has softmax layers at every ``full_attention_interval``; a rank of a pipeline has layers from any id on.
-    """
-
-    def __init__(self, state: StateContext, softmax: Sequence[int], **named: Any) -> None:
-        super().__init__(**named)
-        self._linear, self._softmax = [layer.layer_id for layer in state.layers], list(softmax)
+    of_kit: tuple[list[int], list[int]]
+    """Ids of the linear layers, and of the softmax layers."""
 
     @property
     def linear_layer_ids(self) -> list[int]:
-        return self._linear
+        return self.of_kit[0]
 
     @property
     def full_attention_layer_ids(self) -> list[int]:
-        return self._softmax
+        return self.of_kit[1]
+
+
+class _Qwen3Next(_OfKit, Qwen3NextConfig):  # type: ignore[misc]
+    pass
+
+
+class _KimiLinear(_OfKit, KimiLinearConfig):  # type: ignore[misc]
+    pass
+
+
+def _gdn(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
+    first = state.layers[0]
+    return _Qwen3Next(
+        num_hidden_layers=layers, linear_conv_kernel_dim=first.conv_width, linear_key_head_dim=first.k_dim,
+        linear_value_head_dim=first.v_dim, linear_num_key_heads=first.k_heads, linear_num_value_heads=first.v_heads,
+    )  # fmt: skip
+
+
+def _kda(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
+    first = state.layers[0]
+    sizes = {
+        "num_heads": first.v_heads, "head_dim": first.v_dim, "short_conv_kernel_size": first.conv_width,
+        "kda_layers": [layer.layer_id + 1 for layer in state.layers],
+        "full_attn_layers": [each + 1 for each in softmax],
+    }  # fmt: skip
+    return _KimiLinear(num_hidden_layers=layers, linear_attn_config=sizes)
+
+
+_CONFIGS = {"gdn": _gdn, "kda": _kda}
+"""Kind of the linear layers -> function that makes the configuration of a model with them."""
 
 
 def config_of(state: StateContext, softmax: Sequence[int]) -> Any:
     """Configuration of a model with these layers. ``softmax``: ids of the other ones."""
-    first = state.layers[0]
-    made = _Config(
-        state, softmax, num_hidden_layers=1 + max(*softmax, *(layer.layer_id for layer in state.layers)),
-        linear_conv_kernel_dim=first.conv_width, linear_key_head_dim=first.k_dim, linear_value_head_dim=first.v_dim,
-        linear_num_key_heads=first.k_heads, linear_num_value_heads=first.v_heads,
-    )  # fmt: skip
+    linear = [layer.layer_id for layer in state.layers]
+    made = _CONFIGS[state.layers[0].kind](state, 1 + max(*softmax, *linear), softmax)
+    made.of_kit = (linear, list(softmax))
     made.mamba_ssm_dtype = _NAMES[state.pool.dtype]
     return made
+
+
+def has_turned_windows(state: StateContext) -> bool:
+    """True if SGLang's windows of these layers are [W - 1, C]: it gets a strided view."""
+    return state.layers[0].kind == "kda"
 
 
 def request_pool(context: BackendContext, state: StateContext, config: Any, topk: int) -> Any:
@@ -67,6 +96,7 @@ def request_pool(context: BackendContext, state: StateContext, config: Any, topk
         _of_all_layers([each(layer.layer_id) for layer in state.layers]) for each in (pool.conv, pool.temporal)
     )
     held = made.mamba_pool.mamba_cache
+    conv = conv.mT if has_turned_windows(state) else conv
     for own, ours in ((held.conv[0], conv), (held.temporal, temporal)):
         if (own.shape, own.dtype) != (ours.shape, ours.dtype):
             raise RuntimeError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     ForwardBatch,
+    ForwardMode,
     StateBackend,
     StateInput,
     StateLayer,
@@ -22,7 +24,7 @@ from attn_testkit.contract import (
 from .current import SGLangBackend, capturing, made_layer
 from .pools import set_ranks
 from .runner import make_runner, publish
-from .state_pools import config_of, kv_pool, request_pool
+from .state_pools import config_of, has_turned_windows, kv_pool, request_pool
 
 __all__ = ["SGLangStateBackend"]
 
@@ -46,6 +48,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         self.runner = make_runner(self.declared, replace(context, layers=tuple(softmax)), softmax[0].scaling, pool)
         self.runner.model_config.hf_config = self.runner.model_config.hf_text_config = config
         self.runner.req_to_token_pool = requests
+        self.has_turned_windows = has_turned_windows(context.state)
         self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
         self.reals, self.draft = {softmax[0].scaling: self.real}, None
         self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in softmax}
@@ -77,6 +80,8 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
             return super().forward(mixed, a, b, layer, batch)
         given = {"mixed_qkv": mixed, "a": a, "b": b}
         given = {name: None if each is None else each.contiguous() for name, each in given.items()}
+        if layer.kind == "kda":
+            given |= _as_kimi(given, layer, batch.forward_mode)
         with capturing(batch):
             out: torch.Tensor = self.real.forward(
                 layer=self.linear_layers[layer.layer_id], forward_batch=self._plan(batch), **given
@@ -85,10 +90,30 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         """Hand on to the wrapper, as ``commit_mamba_states_after_verify`` does."""
-        self.real.update_mamba_state_after_mtp_verify(
-            last_correct_step_indices=steps.long(), mamba_track_indices=None, mamba_steps_to_track=None,
-            model=self.runner.model,
-        )  # fmt: skip
+        with self._windows_in_one_piece():
+            self.real.update_mamba_state_after_mtp_verify(
+                last_correct_step_indices=steps.long(), mamba_track_indices=None, mamba_steps_to_track=None,
+                model=self.runner.model,
+            )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _windows_in_one_piece(self) -> Iterator[None]:
+        """Give SGLang a contiguous copy of turned windows, and copy it back: a commit refuses strided ones."""
+        pool = self.runner.req_to_token_pool.mamba_pool
+        held = pool.mamba_cache
+        if held.conv[0].is_contiguous() or not self.has_turned_windows:
+            yield
+            return
+        pool.mamba_cache = replace(held, conv=[held.conv[0].contiguous()])
+        yield
+        held.conv[0].copy_(pool.mamba_cache.conv[0])
+        pool.mamba_cache = held
+
+
+def _as_kimi(given: dict[str, Any], layer: StateLayer, mode: ForwardMode) -> dict[str, Any]:
+    """Gates as ``models/kimi_linear.py`` gives them."""
+    a, b = given["a"], given["b"]
+    return {"a": a.unflatten(-1, (-1, layer.k_dim))[None] if mode is ForwardMode.EXTEND else a, "b": b[None]}
 
 
 def _behind(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:

@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...contract import Capabilities, ForwardMode
-from ...contract.head_layout import HEAD_LAYOUTS
+from ...contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from ..fields import Changes, Fields, Heads
-from ..head_layouts import as_many, latent, latent_heads, plain_layout, state_heads
+from ..head_layouts import as_many, declared_layouts, latent, latent_heads, plain_layout, state_heads
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
@@ -127,6 +127,19 @@ def _group_of(declared: Capabilities, case: Fields) -> int | None:
     return case.heads.q_heads // case.heads.kv_heads if case.heads.family == _grouped(declared) else None
 
 
+def _has_groups(layout: HeadLayout) -> bool:
+    return layout.has_state and layout.kv_heads != "as many"
+
+
+def _state_group_of(declared: Capabilities, case: Fields) -> int | None:
+    return case.heads.q_heads // case.heads.kv_heads if _has_groups(case.heads.layout) else None
+
+
+def _states_of_groups(declared: Capabilities) -> list[str]:
+    """Declared kinds of states whose key heads may have several value heads."""
+    return [layout.name for layout in declared_layouts(declared) if _has_groups(layout)]
+
+
 def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
     """Changes that give a case these heads and what their family needs: MLA has a rope width and its own scaling."""
     if heads.layout.values_in_keys or not case.heads.layout.values_in_keys:
@@ -174,6 +187,14 @@ HEADS = Dimension(
             _groups,
             _group_of,
             lambda declared, case, group: _with(declared, case, _group(declared, group)),
+            largest_first=True,
+        ),
+        Covered(
+            "state group",
+            "value heads per key head",
+            lambda declared, mode: declared.gqa_ratios if _states_of_groups(declared) else (),
+            _state_group_of,
+            lambda declared, case, group: {"heads": Heads(_states_of_groups(declared)[0], 2 * group, 2)},
             largest_first=True,
         ),
         Covered(

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from ...contract import BackendContext, Capabilities
-from ...contract.state import FRESH, ORDERS, PADDED_STATES, STATE_DTYPES, State
+from ...contract import BackendContext, Capabilities, ForwardMode
+from ...contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
 from ..fields import Changes, Fields
-from ..state import PATTERN, STATE_DATA, StateShape
+from ..rows import Verify
+from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
@@ -19,10 +20,10 @@ __all__ = ["STATE", "nearest_state"]
 
 _SETS = {
     "k_dim": "k_dims", "conv_width": "conv_widths", "dtype": "dtypes", "padding": "padding", "fresh": "fresh",
-    "order": "orders",
+    "order": "orders", "rollback": "rollback",
 }  # fmt: skip
 """Field of ``StateShape`` -> field of ``State`` that lists its values."""
-_ORDER = {"dtype": STATE_DTYPES, "padding": PADDED_STATES, "fresh": FRESH, "order": ORDERS}
+_ORDER = {"dtype": STATE_DTYPES, "padding": PADDED_STATES, "fresh": FRESH, "order": ORDERS, "rollback": ROLLBACKS}
 """Values with the usual one first."""
 
 
@@ -43,27 +44,42 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     state, each = declared.state, case.state
     if state is None or each is None:
         return state is None and each is None
-    return all(getattr(each, one) in getattr(state, many) for one, many in _SETS.items()) and (
-        state.strided or not each.strided
+    # Nothing is taken back outside of target-verify.
+    asked = {one: many for one, many in _SETS.items() if one != "rollback" or case.tree is not None}
+    return (
+        all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
+        and (state.strided or not each.strided)
+        and each.snapshots in state.snapshots | {0}
+        and (state.plain_convolution or case.data != UNIT_KEYS)
     )
 
 
-def nearest_state(declared: State, shape: StateShape | None, kind: str) -> StateShape:
-    """The declared shape that is nearest to ``shape``. ``kind``: of the layers; Lightning has no convolution."""
+def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verifies: bool) -> StateShape:
+    """The declared shape that is nearest to ``shape``.
+
+    ``kind``: of the layers; Lightning has no convolution. ``verifies``: whether it is a target-verify.
+    """
     found = {name: _sorted(declared, name)[0] for name in _SETS}
     for name in _SETS if shape else ():
         if getattr(shape, name) in getattr(declared, _SETS[name]):
             found[name] = getattr(shape, name)
     if kind == "lightning":
         found["conv_width"] = 1
-    return StateShape(**found, strided=declared.strided and bool(shape and shape.strided))
+    if not verifies:
+        found["rollback"] = ROLLBACKS[0]
+    each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
+    return StateShape(**found, strided=declared.strided and bool(shape and shape.strided), snapshots=each)
 
 
 def _fit(declared: Capabilities, case: Fields) -> Changes:
     if not case.heads.layout.has_state:
         return {"state": None}
     data = case.data if case.data in STATE_DATA else STATE_DATA[0]
-    shape = case.state if declared.state is None else nearest_state(declared.state, case.state, case.heads.family)
+    shape = (
+        case.state
+        if declared.state is None
+        else nearest_state(declared.state, case.state, case.heads.family, verifies=case.tree is not None)
+    )
     return {"state": shape, "data": data}
 
 
@@ -76,8 +92,7 @@ def _other_dtype(declared: Capabilities, context: BackendContext) -> tuple[str, 
     if other is None:
         return None
     old = state.pool
-    pool = type(old)(old.num_slots, old.layers, old.conv_dtype, dtypes[other], old.device, old.order)
-    return f"states in {other}", replace(context, state=replace(state, pool=pool))
+    return f"states in {other}", replace(context, state=replace(state, pool=old.like(old.device, dtypes[other])))
 
 
 def _other_width(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -89,12 +104,14 @@ def _other_width(declared: Capabilities, context: BackendContext) -> tuple[str, 
     return f"keys of width {width}", replace(other, state=replace(state, layers=other.layers))  # type: ignore[arg-type]
 
 
-def _convention(name: str, values: tuple[str, ...]) -> Callable[..., tuple[str, BackendContext] | None]:
+def _convention(
+    name: str, values: tuple[str, ...], *, only_verify: bool = False
+) -> Callable[..., tuple[str, BackendContext] | None]:
     def undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
         if context.state is None or declared.state is None:
             return None
         other = next((value for value in values if value not in getattr(declared.state, name)), None)
-        if other is None:
+        if other is None or (only_verify and ForwardMode.TARGET_VERIFY not in context.modes):
             return None
         changes: dict[str, Any] = {name: other}
         return f"{name} {other} of states", replace(context, state=replace(context.state, **changes))
@@ -115,6 +132,10 @@ def _covered(name: str, words: str) -> Covered:
     )
 
 
+def _made_with_snapshots(declared: Capabilities, case: Fields, value: Any) -> Changes:
+    return {"state": replace(case.state, snapshots=value, rollback="commit")} if case.state else {}
+
+
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     each, plain = case.state, minimal.state
     if each is not None and plain is not None:
@@ -127,8 +148,11 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     state = declared.state
     if state is None:
         return {}
-    drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS}
-    return {"state": StateShape(**drawn, strided=state.strided and draws.one_of([False, True]))}
+    drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS if name != "rollback"}
+    if isinstance(so_far["rows"], Verify):
+        drawn["rollback"] = draws.one_of(_sorted(state, "rollback"))
+    each = draws.one_of([0, *sorted(state.snapshots)]) if drawn.get("rollback") != "slots" else 0
+    return {"state": StateShape(**drawn, strided=state.strided and draws.one_of([False, True]), snapshots=each)}
 
 
 STATE = Dimension(
@@ -139,7 +163,11 @@ STATE = Dimension(
             PATTERN,
             lambda match, so_far: {"state": StateShape.read(match)},
             lambda case: str(case.state or ""),
-            bounds=(Bound("width of a key", 1, 1024), Bound("width of the convolution", 1, 16, 2)),
+            bounds=(
+                Bound("width of a key", 1, 1024),
+                Bound("width of the convolution", 1, 16, 2),
+                Bound("length of a chunk with snapshots", 1, 1024, 5),
+            ),
         ),
     ),
     describe=lambda case: {"state": _words(case) if case.state else ""},
@@ -154,9 +182,36 @@ STATE = Dimension(
         _covered("padding", "padded states"),
         _covered("fresh", "fresh states"),
         _covered("order", "order of a state"),
+        Covered(
+            "state rollback",
+            "rollback of states by",
+            lambda declared, mode: declared.state.rollback if declared.state and mode.is_target_verify() else (),
+            lambda declared, case: case.state.rollback if case.state and case.tree is not None else None,
+            lambda declared, case, value: {"state": replace(case.state, rollback=value)} if case.state else {},
+        ),
+        Covered(
+            "state snapshots",
+            "snapshots of states each",
+            lambda declared, mode: declared.state.snapshots if declared.state else (),
+            lambda declared, case: case.state.snapshots or None if case.state else None,
+            _made_with_snapshots,
+        ),
+        Covered(
+            "state slots",
+            "slots of states",
+            lambda declared, mode: ["strided"] if declared.state and declared.state.strided else (),
+            lambda declared, case: "strided" if case.state and case.state.strided else None,
+            lambda declared, case, value: {"state": replace(case.state, strided=True)} if case.state else {},
+        ),
     ),
     simpler=of_fields("state", steps=_simpler),
-    undeclared=(_other_dtype, _other_width, _convention("padding", PADDED_STATES), _convention("fresh", FRESH)),
+    undeclared=(
+        _other_dtype,
+        _other_width,
+        _convention("padding", PADDED_STATES),
+        _convention("fresh", FRESH),
+        _convention("rollback", ROLLBACKS, only_verify=True),
+    ),
     random=_random,
     varies="instance",
     apply=Without("families/recurrent/data.py makes the layers and the states, and the harness the pool."),

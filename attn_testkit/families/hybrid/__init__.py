@@ -1,5 +1,5 @@
-"""Models with layers that keep a state and softmax layers, in turn: each kind is that of its own family.
+"""Models in which layers that keep a state alternate with softmax layers.
 
-``family.HYBRID`` is the family. Of a case it makes two, one of the layers of each kind, and joins what their families
+``family.HYBRID`` is the family. It makes two cases of one, with the layers of each kind, and joins what their families
 say.
 """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -16,8 +16,8 @@ from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
 from ...watches.uploads import upload
-from ..family import Memory, Stored, Watch
-from ..recurrent.memory import STATE_POOL, StateWatch
+from ..family import Memory, Noted, Stored, Watch
+from ..recurrent.memory import STATE_POOL, StateWatch, moved_states
 from ..softmax.memory import KV_POOL
 from .data import HybridStepData, make_hybrid_data, schedules
 
@@ -43,12 +43,22 @@ class HybridWatch(StateWatch):
         self.bits_of_keys = self._keys.bits
         """Integers of an element's bits in the KV pool."""
         self._due: _Ints = np.empty(0, np.int64)
-        self._own = 0
+        self._own, self._unowned = 0, math.nan
 
     @override
     def fill(self, name: Any, held: Callable[[], tuple[_Ints, _Bytes]], unowned: float) -> None:
         super().fill(name, held, unowned)
-        schedule, step, pattern = name
+        self._unowned = unowned
+        self._fill_keys(name)
+
+    @override
+    def carry(self, slots: torch.Tensor, name: Any) -> None:
+        """Carry the states on. Keys are loaded, as in every step."""
+        super().carry(slots, name)
+        self._fill_keys(name)
+
+    def _fill_keys(self, name: Any) -> None:
+        (schedule, step, pattern), unowned = name, self._unowned
         _, of_softmax = schedules(schedule)
         with past_modes():
             data = make_hybrid_data(schedule, step, pattern).softmax
@@ -118,4 +128,24 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     return HybridWatch(context, schedule)
 
 
-BOTH_POOLS = Memory(watch=_watch, held=_held, image=_image, stored=_stored, due=_due)
+def _noted(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
+    """States that moved before a commit, and the KV slots that changed with what they hold."""
+    both = cast(HybridWatch, watch)
+    slots, held, shape = both.keys_written(found)
+    keys = {
+        "kv slots": (torch.int64, slots.shape, slots.view(np.uint8)),
+        "kv rows": (both.bits_of_keys, shape, held),
+    }
+    return {**moved_states(watch, found), **keys}
+
+
+BOTH_POOLS = Memory(
+    watch=_watch,
+    held=_held,
+    image=_image,
+    stored=_stored,
+    due=_due,
+    carry=STATE_POOL.carry,
+    before_commit=STATE_POOL.before_commit,
+    noted=_noted,
+)

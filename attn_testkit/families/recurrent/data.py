@@ -27,11 +27,12 @@ from cachetools import LRUCache, cached
 from ...cases.fields import Fields
 from ...cases.normals import normals
 from ...cases.state import UNIT_KEYS, StateShape
-from ...contract import AttentionLayer, StateLayer
+from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
-from ...steps.schedule import Schedule, Step
+from ...steps.schedule import Request, Schedule, Step
 
-__all__ = ["StateStepData", "layers", "make_state_data", "shape_of", "state_layers", "state_slots", "state_table"]
+__all__ = ["End", "StateStepData", "layers", "make_state_data", "shape_of", "slots_listed", "slots_per_row",
+           "state_layers", "state_pool_slots", "state_table"]  # fmt: skip
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -112,6 +113,18 @@ def _parameters(layer: StateLayer, shape: StateShape, data: str, rng: np.random.
     return found
 
 
+@dataclass(frozen=True)
+class End:
+    """A slot that holds a state after a step: that of a request behind some of its rows."""
+
+    slot: int
+    request: int
+    rows: int
+    """0: the state before the step."""
+    has_window: bool = True
+    """False for the second and later nodes of a draft with slots, whose windows are in the slot of the first."""
+
+
 @dataclass(frozen=True, eq=False)
 class StateStepData(StepData):
     """Host tensors of a step of layers with states. ``q``, ``k``, ``v`` are ``mixed``, ``a``, ``b``: [L, T, n]."""
@@ -136,36 +149,62 @@ class StateStepData(StepData):
     """Rows of each request."""
     kept: tuple[int, ...] = ()
     """Rows of each request whose effect stays: all, or in target-verify those of the accepted nodes."""
+    lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
+    """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
+    taken: tuple[int, ...] = ()
+    """Place in its list, from 1 on, of the slot that holds the state of each request before the step."""
+    ends: tuple[End, ...] = ()
+    """States after the step, those of live requests first."""
+    snapshot_rows: tuple[int, ...] = ()
+    """Rows that the copy of each request includes; 0: there is no copy."""
+    snapshot_slots: tuple[int, ...] = ()
+    """Slot of each copy; 0: there is none."""
+    before: StateStepData | None = None
+    """Data of the step whose states this one continues (``Step.follows``): ``states`` and ``windows`` do not count."""
+    before_places: tuple[int, ...] = ()
+    """Place of each request in the batch of that step."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
 
 
+def slots_listed(case: Fields) -> int:
+    """Slots of a request that a batch lists: one, or with rollback ``slots`` one for each node of a draft."""
+    return case.width if shape_of(case).rollback == "slots" else 1
+
+
+def slots_per_row(case: Fields) -> int:
+    """Slots that a request of a case owns: those that are listed, and one for copies if there are any."""
+    return slots_listed(case) + (1 if shape_of(case).snapshots else 0)
+
+
+def state_pool_slots(schedule: Schedule) -> int:
+    """Slots of a schedule's pool, slot 0 included."""
+    return schedule.pool_rows * slots_per_row(schedule.case) + _SPARE_SLOTS + 1
+
+
 @lru_cache(maxsize=256)
 def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
-    """Slot of each row of the request table, [rows + 1] int32; 0 for row 0.
+    """Slots of each row of the request table, [rows + 1, slots of a row] int32; 0 for row 0.
 
-    No live request has a slot that is its row of the table or its place in the batch. Rows of no live request name
-    slots of others, as stale entries do.
+    The first slot of no live request is its row of the table or its place in the batch. Rows of no live request name
+    slots of others, as stale entries do. Steps that continue each other have one table.
     """
     whole = step.part_of[0] if step.part_of else step
-    rows = schedule.pool_rows
-    rng = np.random.default_rng([whole.seed % 2**32, whole.index, 0x57A7E])
-    table = np.zeros(rows + 1, np.int32)
-    for _ in range(64):
-        table[1:] = rng.permutation(rows + _SPARE_SLOTS)[:rows] + 1
-        if all(table[each.pool_row] not in (each.pool_row, place) for place, each in enumerate(whole.requests)):
+    rows, count = schedule.pool_rows, slots_per_row(schedule.case)
+    rng = np.random.default_rng([schedule.case.digest, (whole.chunk_of or whole).index, 0x57A7E])
+    table = np.zeros((rows + 1, count), np.int32)
+    own = [each.pool_row for each in whole.requests]
+    # Rounds of one chain have batches in reverse order of each other.
+    others = [{row, place, len(own) - 1 - place} for place, row in enumerate(own)]
+    for _ in range(256):
+        table[1:] = rng.permutation(rows * count + _SPARE_SLOTS)[: rows * count].reshape(rows, count) + 1
+        if not any(table[row, 0] in taken for row, taken in zip(own, others, strict=True)):
             break
     return table
 
 
 _SPARE_SLOTS = 2
 """Slots of no request at all, in every step."""
-
-
-def state_slots(schedule: Schedule, step: Step) -> _Ints:
-    """Slot of each live request, [B] int64."""
-    rows = [request.pool_row for request in step.requests]
-    return state_table(schedule, step)[rows].astype(np.int64)
 
 
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
@@ -193,6 +232,12 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
     positions = row_offset + np.asarray(prefixes, np.int64)[row_request]
     widest = max(news, default=0)
     none, count = torch.empty(case.layers.count, step.bs, 0, 1, 1), case.layers.count
+    before, places = None, tuple[int, ...]()
+    if step.follows is not None:
+        before = make_state_data(schedule, step.follows, pattern)
+        earlier = [request.pool_row for request in step.follows.requests]
+        places = tuple(earlier.index(request.pool_row) for request in step.requests)
+    kept = tuple(news) if case.tree is None else tuple(request.accepted for request in step.requests)
     return StateStepData(
         q=joined["mixed"], k=joined["a"], v=joined["b"],
         hidden=normals((step.tokens, HIDDEN), np.random.default_rng([step.seed % 2**32, whole.index, 0x41D])),
@@ -205,22 +250,51 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         out_cache_loc=torch.from_numpy(
             np.concatenate([np.empty(0, np.int64), *(r.slots[r.prefix : r.prefix + r.new] for r in step.requests)])
         ),
-        slots=torch.from_numpy(state_slots(schedule, step)),
-        fresh=torch.tensor([_is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
+        fresh=torch.tensor([before is None and _is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
         states=joined["states"], windows=joined["windows"],
         layers=state_layers(case), products=schedule.numerics.state_products,
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
-        news=tuple(news), kept=_kept(case, whole, indices, news),
-        unit_keys=joined["keys"] if case.data == UNIT_KEYS else None,
+        news=tuple(news), kept=kept, unit_keys=joined["keys"] if case.data == UNIT_KEYS else None, before=before,
+        before_places=places, **_memory_of(schedule, step, before, kept, places),
     )  # fmt: skip
 
 
-def _kept(case: Fields, whole: Step, indices: tuple[int, ...], news: list[int]) -> tuple[int, ...]:
-    """Rows of each request whose effect stays. In target-verify 1 to N, in turn, so that a batch has several."""
-    if case.tree is None:
-        return tuple(news)
-    first = int(np.random.default_rng([whole.seed % 2**32, 0xACCE]).integers(0, 1 << 16))
-    return tuple((first + index) % new + 1 for index, new in zip(indices, news, strict=True))
+def _memory_of(
+    schedule: Schedule, step: Step, before: StateStepData | None, kept: tuple[int, ...], places: tuple[int, ...]
+) -> dict[str, Any]:
+    """Slots of a step's requests: where their states are, and what the slots hold afterwards."""
+    case, shape = schedule.case, shape_of(schedule.case)
+    table = state_table(schedule, step)[[request.pool_row for request in step.requests]].astype(np.int64)
+    by_slots = shape.rollback == "slots"
+    lists = table if by_slots else table[:, :1]
+    if before is not None:
+        taken = tuple(before.kept[place] for place in places) if by_slots else (1,) * step.bs
+    else:
+        taken = tuple((request.pool_row + step.seed) % lists.shape[1] + 1 for request in step.requests)
+    copies = tuple(_copied_rows(case, request, step, count) for request, count in zip(step.requests, kept, strict=True))
+    slots = tuple(int(own[-1]) if rows else 0 for own, rows in zip(table, copies, strict=True))
+    if by_slots:
+        ends = [
+            End(int(slot), request, node + 1, node == 0)
+            for request, own in enumerate(lists)
+            for node, slot in enumerate(own)
+        ]
+    else:
+        ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
+    ends += [End(slots[request], request, rows) for request, rows in enumerate(copies) if rows]
+    return {"slots": torch.from_numpy(lists[:, 0].copy()), "lists": lists, "taken": taken, "ends": tuple(ends),
+            "snapshot_rows": copies, "snapshot_slots": slots}  # fmt: skip
+
+
+def _copied_rows(case: Fields, request: Request, step: Step, kept: int) -> int:
+    """Rows that a request's copy for a prefix cache includes; 0 for about a third of the requests, which have none."""
+    each, turn = shape_of(case).snapshots, (request.pool_row + step.seed) % 3
+    if not each or not turn:
+        return 0
+    if case.mode is ForwardMode.EXTEND:
+        return request.new // each * each
+    # The server decides by lengths; any node that was accepted may reach a multiple.
+    return max(kept - turn + 1, 0) if case.tree is not None else 1
 
 
 def _is_fresh(case: Fields, prefix: int) -> bool:

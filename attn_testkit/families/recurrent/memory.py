@@ -8,7 +8,7 @@ tensors.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import numpy as np
@@ -20,20 +20,15 @@ from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
 from ...watches.uploads import upload
-from ..family import Memory, Stored, Watch
-from .data import StateStepData
+from ..family import Memory, Noted, Stored, Watch
+from .data import StateStepData, state_pool_slots
 
-__all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "slots_in"]
+__all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "moved_states"]
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 _NAN = 0xFF
 """A byte. A number that consists of it is NaN in every dtype of states."""
-
-
-def slots_in(schedule: Schedule) -> int:
-    """Slots of a schedule's pool, slot 0 included."""
-    return schedule.pool_rows + 3
 
 
 def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Tensor:
@@ -44,8 +39,9 @@ def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Te
 
 
 def from_rows(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows [L, n, C, W - 1] in the model's dtype and states [L, n, Hv, V, K] in theirs, of rows [L, n, bytes]."""
-    (channels, width), (heads, wide, keys) = data.windows.shape[2:], data.states.shape[2:]
+    """Windows [L, n, C, columns] in the model's dtype and states [L, n, Hv, V, K] in theirs, of rows [L, n, bytes]."""
+    channels, (heads, wide, keys) = data.windows.shape[2], data.states.shape[2:]
+    width = data.shape.window_columns(data.lists.shape[1])
     count = rows.shape[:2]
     size = channels * width * data.windows.dtype.itemsize
     windows = rows[..., :size].contiguous().view(data.windows.dtype).view(*count, channels, width)
@@ -64,8 +60,30 @@ def _held(
     if data.shape.fresh == "zeroed" or schedule.case.mode is not ForwardMode.EXTEND:
         # A decode has no flag: a state is read.
         there = torch.ones_like(there)
+    if data.lists.shape[1] > 1:
+        return _held_by_lists(data)
     rows = as_rows(data.windows[:, there], data.states[:, there], data.shape.order)
     return data.slots[there].numpy(), rows.numpy()
+
+
+def _held_by_lists(data: StateStepData) -> tuple[_Ints, _Bytes]:
+    """Slots and rows of requests with a slot for each node: one has the window, one the state, and the rest is NaN.
+
+    What rejected nodes left is NaN, too: columns of a window besides those that are read, and the other states.
+    """
+    (count, nodes), layers = data.lists.shape, len(data.states)
+    columns = data.shape.window_columns(nodes)
+    states = torch.full((layers, count, nodes, *data.states.shape[2:]), math.nan, dtype=data.states.dtype)
+    windows = torch.full((layers, count, nodes, data.windows.shape[2], columns), math.nan, dtype=data.windows.dtype)
+    # The pattern that unowned memory has.
+    for part in (states, windows):
+        part.view(torch.uint8).fill_(_NAN)
+    width = data.windows.shape[-1]
+    for request, taken in enumerate(data.taken):
+        states[:, request, taken - 1] = data.states[:, request]
+        windows[:, request, 0, :, taken - 1 : taken - 1 + width] = data.windows[:, request]
+    rows = as_rows(windows.flatten(1, 2), states.flatten(1, 2), data.shape.order)
+    return data.lists.reshape(-1), rows.numpy()
 
 
 def _image(
@@ -79,11 +97,14 @@ def _image(
     marked: str = "",
 ) -> torch.Tensor:
     """[L, 1, slots, 1, bytes] uint8."""
-    slots, rows = _held(schedule, step, data, after=False, unowned=unowned)
-    found = torch.full((len(rows), slots_in(schedule), rows.shape[-1]), _NAN, dtype=torch.uint8)
+    chain = [cast(StateStepData, data)]
+    while chain[0].before is not None:
+        chain.insert(0, chain[0].before)
+    slots, rows = _held(schedule, step, chain[0], after=False, unowned=unowned)
+    found = torch.full((len(rows), state_pool_slots(schedule), rows.shape[-1]), _NAN, dtype=torch.uint8)
     found[:, slots] = torch.from_numpy(rows)
-    if after:
-        stored = _stored(data)
+    for each in chain if after else chain[:-1]:
+        stored = _stored(each)
         found[:, stored.slots] = stored.rows[:, 0, :, 0]
     return found[:, None, :, None]
 
@@ -96,14 +117,13 @@ def _stored(data: StepData) -> Stored:
 
     data = cast(StateStepData, data)
     found = recur(data)
-    slots, order = data.slots.sort()
+    slots, order = torch.tensor([end.slot for end in data.ends], dtype=torch.int64).sort()
     rows = as_rows(found.windows, found.states.to(data.states.dtype), data.shape.order)[:, order]
     return Stored(slots, rows[:, None, :, None])
 
 
 def _due(data: StepData) -> _Ints:
-    slots: _Ints = cast(StateStepData, data).slots.numpy()
-    return slots
+    return np.array([end.slot for end in cast(StateStepData, data).ends], np.int64)
 
 
 class StateWatch:
@@ -117,9 +137,7 @@ class StateWatch:
         self._moved: torch.Tensor | None = None
         """[slots] uint8: states that changed before the commit of a verify; None outside of target-verify."""
         owned = torch.zeros(pool.memory.numel(), dtype=torch.uint8)
-        marks = StatePool(
-            pool.num_slots, pool.layers, pool.conv_dtype, pool.dtype, "cpu", pool.order, strided=pool.strided
-        )
+        marks = pool.like("cpu")
         for part in marks.parts:
             _bytes_of(part, pool.num_slots).fill_(1)
         owned = marks.memory
@@ -141,6 +159,15 @@ class StateWatch:
             if len(slots):
                 self._put(*sent)
             self._pool.memory.copy_(self._twin.memory)
+            for part in self._pool.scratch_parts:
+                part.fill_(math.nan)
+        self._moved = None
+
+    def carry(self, slots: torch.Tensor, name: object) -> None:
+        """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled."""
+        with past_modes():
+            for now, before in zip(self._pool.parts, self._twin.parts, strict=True):
+                before[slots] = now[slots]
             for part in self._pool.scratch_parts:
                 part.fill_(math.nan)
         self._moved = None
@@ -245,4 +272,19 @@ def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     return StateWatch(context.state.pool)
 
 
-STATE_POOL = Memory(watch=_watch, held=_held, image=_image, stored=_stored, due=_due)
+def moved_states(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:
+    """Slots whose states a verify changed before its commit, under their name for checks."""
+    moved = cast(StateWatch, watch).moved(found)
+    return {} if moved is None else {"moved": (torch.int64, moved.shape, moved.view(np.uint8))}
+
+
+STATE_POOL = Memory(
+    watch=_watch,
+    held=_held,
+    image=_image,
+    stored=_stored,
+    due=_due,
+    carry=lambda watch, slots, name: cast(StateWatch, watch).carry(slots, name),
+    before_commit=lambda watch: cast(StateWatch, watch).before_commit(),
+    noted=moved_states,
+)

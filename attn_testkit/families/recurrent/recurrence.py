@@ -12,16 +12,18 @@ it exceeds the state. Simulated float32 kernels with a stored bf16 state were of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
+import numpy as np
 import torch
 
 from ...contract import StateLayer
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
 from .data import StateStepData
 
-__all__ = ["Recurrence", "recur"]
+__all__ = ["Recurrence", "Start", "recur", "start_of"]
 
 _WALKS = 2.0
 """A row may be off by so many walks."""
@@ -38,11 +40,23 @@ class Recurrence:
     out_limit: torch.Tensor
     """[L, T, Hv, V]."""
     states: torch.Tensor
-    """[L, B, Hv, V, K] after the step."""
+    """[L, E, Hv, V, K] after the step, of each of ``StateStepData.ends``."""
     state_limit: torch.Tensor
-    """[L, B, Hv, V]: of the norm of a row of a state, and of each of its elements."""
+    """[L, E, Hv, V]: of the norm of a row of a state, and of each of its elements."""
     windows: torch.Tensor
-    """[L, B, C, W - 1] in the model's dtype after the step: copies of inputs."""
+    """[L, E, C, columns] in the model's dtype after the step: copies of inputs. Bits of NaN where nothing is stored."""
+
+
+@dataclass(frozen=True, eq=False)
+class Start:
+    """States and windows before a step: drawn, or those behind the accepted rows of the step that it follows."""
+
+    states: torch.Tensor
+    """[L, B, Hv, V, K] float64."""
+    walk: torch.Tensor
+    """[L, B, Hv, V]: how far rounding of the steps before may have led from it."""
+    windows: torch.Tensor
+    """[L, B, C, W - 1] in the model's dtype."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,7 +81,21 @@ class _Inputs:
     """[L, 1, Hv, 1]: D of Mamba2; 0 elsewhere."""
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)
+def start_of(data: StateStepData) -> Start:
+    """The states that a step begins from. Cached by the object."""
+    before = data.before
+    if before is None:
+        return Start(data.states.double(), torch.zeros(data.states.shape[:-1], dtype=torch.float64), data.windows)
+    found, places = recur(before), list(data.before_places)
+    own = {(end.request, end.rows): index for index, end in reversed(list(enumerate(before.ends)))}
+    at = [own[place, before.kept[place]] for place in places]
+    # Of the limit: that of a stored state.
+    windows = _window_behind(before, before.kept)[:, places]
+    return Start(found.states[:, at], found.state_limit[:, at] / _WALKS, windows)
+
+
+@lru_cache(maxsize=8)
 def recur(data: StateStepData) -> Recurrence:
     """The answer for a step's numbers, with all limits. Cached by the object."""
     every = [_inputs(layer, index, data) for index, layer in enumerate(data.layers)]
@@ -91,15 +119,18 @@ def recur(data: StateStepData) -> Recurrence:
 def _loop(
     inputs: _Inputs, data: StateStepData, delta: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Outputs and their limits, states and their walks, of all requests, token by token."""
-    state = data.states.double()
-    walk = torch.zeros(state.shape[:-1], dtype=torch.float64)
+    """Outputs and their limits of all rows, and states and walks of all ends, token by token."""
+    start = start_of(data)
+    state, walk = start.states.clone(), start.walk.clone()
     out = torch.zeros_like(inputs.v)
     limit = torch.zeros_like(inputs.v)
     products = {"fp32": FLOAT32, "tf32": UNIT_ROUNDOFF["tf32"], "model": UNIT_ROUNDOFF[data.dtype]}[data.products]
     starts = torch.tensor([0, *data.news]).cumsum(0)[:-1]
-    news, kept = (torch.tensor(each, dtype=torch.int64) for each in (data.news, data.kept))
-    last, last_walk = state.clone(), walk.clone()
+    news, owner, rows = (
+        torch.tensor(each, dtype=torch.int64)
+        for each in (data.news, [end.request for end in data.ends], [end.rows for end in data.ends])
+    )
+    last, last_walk = state[:, owner], walk[:, owner]
     for token in range(max(data.news, default=0)):
         who = (news > token).nonzero()[:, 0]
         at = (starts[who] + token).long()
@@ -109,8 +140,8 @@ def _loop(
         })  # fmt: skip
         one = _step(state[:, who], walk[:, who], now, delta, products, data)
         state[:, who], walk[:, who], out[:, at], limit[:, at] = one
-        done = (kept == token + 1).nonzero()[:, 0]
-        last[:, done], last_walk[:, done] = state[:, done], walk[:, done]
+        done = (rows == token + 1).nonzero()[:, 0]
+        last[:, done], last_walk[:, done] = state[:, owner[done]], walk[:, owner[done]]
     return out, limit, last, last_walk
 
 
@@ -217,9 +248,9 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
         return rows, torch.zeros_like(rows)
     weight, width = layer.conv_weight.double(), layer.conv_width
     out, size = torch.zeros_like(rows), torch.zeros_like(rows)
-    first = 0
+    first, windows = 0, start_of(data).windows
     for request, new in enumerate(data.news):
-        every = torch.cat([data.windows[index, request].double().T, rows[first : first + new]])
+        every = torch.cat([windows[index, request].double().T, rows[first : first + new]])
         for tap in range(width):
             term = weight[:, tap] * every[tap : tap + new]
             out[first : first + new] += term
@@ -237,15 +268,33 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
     return out, off + UNIT_ROUNDOFF[data.dtype] * out.abs()
 
 
-def _windows(data: StateStepData) -> torch.Tensor:
-    """The last W - 1 inputs of each request: copies."""
-    found, first, width = [], 0, data.windows.shape[-1]
-    for request, new in enumerate(data.news):
-        rows = data.q[:, first : first + data.kept[request]].transpose(1, 2)
-        every = torch.cat([data.windows[:, request], rows], -1)
-        found.append(every[..., every.shape[-1] - width :])
+def _window_behind(data: StateStepData, rows: Sequence[int]) -> torch.Tensor:
+    """[L, B, C, W - 1] behind so many rows of each request: copies of its last inputs."""
+    before = start_of(data).windows
+    width, first = before.shape[-1], 0
+    found = torch.empty_like(before)
+    for request, (new, count) in enumerate(zip(data.news, rows, strict=True)):
+        every = torch.cat([before[:, request], data.q[:, first : first + count].transpose(1, 2)], -1)
+        found[:, request] = every[..., every.shape[-1] - width :]
         first += new
-    return torch.stack(found, 1) if found else data.windows
+    return found
+
+
+def _windows(data: StateStepData) -> torch.Tensor:
+    """[L, E, C, columns]: the window of each end as it lies in memory."""
+    before, nodes = start_of(data).windows, data.lists.shape[1]
+    columns = data.shape.window_columns(nodes)
+    found = torch.empty(len(before), len(data.ends), before.shape[2], columns, dtype=before.dtype)
+    found.view(torch.uint8).fill_(0xFF)
+    starts = np.cumsum([0, *data.news])
+    for index, end in enumerate(data.ends):
+        if columns and end.has_window:
+            # A slot for each node: one window holds the inputs that the window behind any node consists of.
+            rows = data.news[end.request] if nodes > 1 else end.rows
+            first = int(starts[end.request])
+            every = torch.cat([before[:, end.request], data.q[:, first : first + rows].transpose(1, 2)], -1)
+            found[:, index] = every[..., every.shape[-1] - columns :]
+    return found
 
 
 assert math.exp(-_FORGOTTEN) < 1e-45

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import fnmatch
 import importlib.metadata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import replace
 from enum import Enum
 
@@ -100,11 +100,7 @@ def plan_run(
             own = [case for _, case in items[first:]]
             values = describe_not_covered(declared, list(dict.fromkeys(case.mode for case in own)), own)
             not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]))
-    unmatched = [pattern for pattern in request.cases if pattern not in matched]
-    if unmatched and (matched or (not items and not preset)):
-        correct = "correct it or remove it (`attn-testkit list --cases` prints the ids)"
-        others = f", and other patterns match; {correct}"
-        raise UsageError(f"no case matches {', '.join(unmatched)}" + (others if matched else f"; {correct}"))
+    _refuse_unmatched(request, matched, plans_nothing=not items and not preset)
     failed = sum(row.status is Status.FAILED for row in preset)
     selection = selection_of(request, [item for item, _ in items], whole, failed)
     planned = len(items) + failed
@@ -115,6 +111,15 @@ def plan_run(
         candidates=request.candidates,
         device=request.device,
     )
+
+
+def _refuse_unmatched(request: Request, matched: Set[str], plans_nothing: bool) -> None:
+    """Raise ``UsageError`` for a pattern of cases that matches nothing."""
+    unmatched = [pattern for pattern in request.cases if pattern not in matched]
+    if unmatched and (matched or plans_nothing):
+        correct = "correct it or remove it (`attn-testkit list --cases` prints the ids)"
+        others = f", and other patterns match; {correct}"
+        raise UsageError(f"no case matches {', '.join(unmatched)}" + (others if matched else f"; {correct}"))
 
 
 def _matched(declared: Capabilities, modes: Sequence[ForwardMode], request: Request, exact: Sequence[Case]) -> set[str]:

@@ -1,0 +1,48 @@
+"""vLLM's kernel_unified_attention reads block numbers behind the row of the last request, without a mask.
+
+A tile has 32 keys and a block 16, so the last tile of a request with an odd number of blocks has one block more than
+the table needs. The table ends at a page of memory that nobody may read, and the program that reads it dies.
+"""
+
+import ctypes
+import mmap
+import os
+import subprocess
+import sys
+
+import torch
+
+os.environ["TRITON_INTERPRET"] = "1"  # on a machine with a GPU, too: a page of a device cannot be closed
+from common import VLLM, finish, load
+
+BLOCK, BLOCKS, WIDTH = 16, int(sys.argv[1]) if len(sys.argv) > 1 else 0, 64
+
+
+def table_at_the_end(blocks: int) -> torch.Tensor:
+    """[1, blocks] int32 in front of a page that may not be read."""
+    memory = mmap.mmap(-1, 2 * mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    numbers = torch.frombuffer(memory, dtype=torch.int32, count=blocks, offset=mmap.PAGESIZE - 4 * blocks)
+    return numbers.copy_(torch.arange(blocks)).view(1, blocks)
+
+
+if BLOCKS:
+    module = load("vllm.v1.attention.ops.triton_unified_attention", VLLM)
+    kv = torch.ones(BLOCKS, BLOCK, 1, WIDTH, dtype=torch.float16)
+    q = torch.ones(1, 1, WIDTH, dtype=torch.float16)
+    keys, out, one = BLOCKS * BLOCK, torch.empty_like(q), torch.ones(1)
+    lens = torch.tensor([keys], dtype=torch.int32)
+    module.unified_attention(
+        q, kv, kv, out, torch.tensor([0, 1], dtype=torch.int32), 1, lens, keys, 0.125, True, (-1, -1),
+        table_at_the_end(BLOCKS), 0, None, one, one,
+    )  # fmt: skip
+    print(out.mean().item())
+    sys.exit()
+ended = {}
+for blocks in (2, 3):
+    child = subprocess.run([sys.executable, __file__, str(blocks)], capture_output=True, check=False)
+    ended[blocks] = child.returncode
+for blocks, code in ended.items():
+    print(f"a request of {blocks} blocks, and a table of {blocks}: the program ends with {code}, expected 0")
+finish(ended == {2: 0, 3: 0}, "the block number behind the end of the table is read")
