@@ -82,7 +82,7 @@ def test_a_step_is_named_from_a_tenth_of_the_time_on(bench: ModuleType) -> None:
     assert bench.tenths(spent, 0.0) == []
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}', '{"format": 1, "rows": [{}]}', '{"format": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}', '{"format": 2, "rows": [{}]}', '{"format": 2}'])
 def test_what_is_no_record_is_said_so(bench: ModuleType, tmp_path: Path, text: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text)
@@ -104,7 +104,7 @@ def test_the_command_refuses_a_file_that_is_no_record_before_it_measures(
 ) -> None:
     monkeypatch.syspath_prepend(str(CI))
     command = importlib.import_module("bench")
-    (tmp_path / "bench.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "bench.json").write_text(json.dumps({"format": 2}))
     done = CliRunner().invoke(command.main, ["--against", str(tmp_path / "bench.json")])
     assert done.exit_code == 1
     assert "is not a record of the bench" in done.output
