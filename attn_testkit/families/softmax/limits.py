@@ -186,4 +186,5 @@ def merged_limit(
     """
     # Merging subtracts the largest from each, in float32 and in one base or the other.
     apart = (off + 8 * FLOAT32 * _finite(lse.abs())).amax(2)[..., None]
-    return limit + attention.mass * (torch.expm1(2 * apart) + merges * UNIT_ROUNDOFF[dtype])
+    rounded = merges * (UNIT_ROUNDOFF[dtype] * attention.mass + SMALLEST[dtype] / 2)
+    return limit + attention.mass * torch.expm1(2 * apart) + rounded
