@@ -18,8 +18,8 @@ def filled_by_others(error: BaseException) -> str:
     """The reason why ``error`` says nothing about this process; empty if it may.
 
     Several jobs of the kit, or other programs, may share a device. A process that would have stayed within half of the
-    device, with what it asked for, would not have filled it by itself. The other half covers what torch does not count: the
-    context, and memory of libraries.
+    device, with what it asked for, would not have filled it by itself. The other half covers what torch does not count:
+    the context, and memory of libraries.
     """
     asked = _ASKED.search(str(error))
     if not device_full(error) or asked is None:
