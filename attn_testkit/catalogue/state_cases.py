@@ -152,13 +152,13 @@ def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
     state = declared.state
     assert state is not None
     width = 1 if heads.family == "lightning" else max(state.conv_widths)
-    conventions = (
-        (STATE_DTYPES, state.dtypes),
-        (PADDED_STATES, state.padding),
-        (FRESH, state.fresh),
-        (ORDERS, state.orders),
-    )
-    shape = StateShape(first.state.k_dim, width, *(next(e for e in known if e in has) for known, has in conventions))
+    dtype, padding, fresh, order = (
+        next(each for each in known if each in values)
+        for known, values in (
+            (STATE_DTYPES, state.dtypes), (PADDED_STATES, state.padding), (FRESH, state.fresh), (ORDERS, state.orders),
+        )
+    )  # fmt: skip
+    shape = StateShape(first.state.k_dim, width, dtype, padding, fresh, order)
     return first.with_changes(heads=heads, state=shape, data=_DRAWN[0], layers=Layers(), padding="prod")
 
 
