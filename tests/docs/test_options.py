@@ -20,7 +20,7 @@ ELSEWHERE = {
     "--pyargs", "--deselect", "--ff", "--lf", "--junitxml", "--maxfail",  # pytest
     "--strict",  # mypy, mkdocs
     "--disable-hybrid-kv-cache-manager", "--model-path",  # vLLM, SGLang
-    "--dsa-decode-backend", "--dsa-prefill-backend", "--dsv",  # SGLang
+    "--dsa-decode-backend", "--dsa-prefill-backend", "--dsv", "--enable-page-major-kv-layout",  # SGLang
     "--working-dir",  # Ray
 }  # fmt: skip
 """Options of programs that are not ours."""

@@ -70,10 +70,7 @@ def _mixer(layer: StateLayer) -> Any:
 
 
 def _give_mamba(real: Any, made: Any, given: tuple[Any, Any, Any], layer: StateLayer, batch: Any) -> torch.Tensor:
-    """Call the linear backend, as ``models/nemotron_h.py`` does: the wrapper only plans such layers.
-
-    A row is gate, mixed and dt.
-    """
+    """Call the linear backend, as ``models/nemotron_h.py`` does. A row is gate, mixed and dt."""
     mixed, dt, _ = given
     rows = torch.cat([mixed.new_zeros(len(mixed), layer.v_heads * layer.v_dim), mixed, dt], -1)
     out: torch.Tensor = real.linear_attn_backend.forward(

@@ -1,0 +1,119 @@
+"""Capabilities of SGLang's classes whose layers keep a state, with the places in SGLang that document them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from attn_testkit.contract import SGLANG, State
+
+from ..capabilities import D, Line, V, X
+from .bridge_capabilities import BridgeCapabilities
+
+__all__ = ["OF_STATES"]
+
+_TRITON = "layers/attention/triton_backend.py"
+_HYBRID = "layers/attention/hybrid_linear_attn_backend.py"
+_GDN = "layers/attention/linear/gdn_backend.py"
+_GDN_KERNELS = "layers/attention/linear/kernels/gdn_triton.py"
+_SERVER = Line("server", SGLANG, "layers/radix_attention.py:RadixAttention.forward")
+
+_OF_GDN = (
+    Line("eager", {D, V, X}, f"{_GDN}:GDNAttnBackend.forward_extend"),
+    Line("graph", {D, V}, f"{_HYBRID}:MambaAttnBackendBase._replay_metadata"),
+    Line("families", {"gdn"}, f"{_GDN}:GDNAttnBackend"),
+    Line("dtypes", {"bf16"}, "configs/mamba_utils.py:mamba2_state_dtype"),
+    Line("head_dims", {64, 128}, f"{_GDN_KERNELS}:TritonGDNKernel.extend"),
+    Line("gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
+    Line("page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
+    Line("max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+    Line("max_topk", 1, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+    Line("needs_cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
+    _SERVER,
+    Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
+)
+_KDA = "layers/attention/linear/kda_backend.py"
+_KDA_KERNELS = "layers/attention/linear/kernels/kda_triton.py"
+_OF_KDA = {
+    "eager": Line("eager", {D, V, X}, f"{_KDA}:KDAAttnBackend.forward_extend"),
+    "families": Line("families", {"kda"}, f"{_KDA}:KDAAttnBackend"),
+    "gqa_ratios": Line("gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
+    "head_dims": Line("head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
+    "max_q_rows": Line("max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "max_topk": Line("max_topk", 1, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
+}
+_MIXER = "layers/attention/mamba/mamba.py"
+_OF_MAMBA2 = {
+    "eager": Line("eager", {D, V, X}, f"{_MIXER}:MambaMixer2.forward"),
+    "families": Line("families", {"mamba"}, f"{_HYBRID}:Mamba2AttnBackend"),
+    "gqa_ratios": Line("gqa_ratios", {1, 2, 4}, f"{_MIXER}:MambaMixer2.forward"),
+    "head_dims": Line("head_dims", {64}, f"{_MIXER}:MambaMixer2.forward"),
+    "max_q_rows": Line("max_q_rows", 6, f"{_MIXER}:MambaMixer2.forward"),
+    "max_topk": Line("max_topk", 1, f"{_MIXER}:MambaMixer2.forward"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_HYBRID}:Mamba2AttnBackend"),
+}
+_LIGHTNING = "layers/attention/linear/lightning_backend.py"
+_SEG_LA = "../kernels/ops/attention/linear/seg_la.py:seg_la_fwd"
+_OF_LIGHTNING = {
+    "eager": Line("eager", {D, V, X}, f"{_LIGHTNING}:LightningAttentionBackend.forward_extend"),
+    "families": Line("families", {"lightning"}, f"{_LIGHTNING}:LightningAttentionBackend"),
+    "gqa_ratios": Line("gqa_ratios", {1}, _SEG_LA),
+    # A decode takes 128 columns of a key at once, and none of a shorter key.
+    "head_dims": Line("head_dims", {128}, _SEG_LA),
+    "max_q_rows": Line("max_q_rows", 6, _SEG_LA),
+    "max_topk": Line("max_topk", 1, f"{_LIGHTNING}:LightningAttentionBackend.__init__"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_LIGHTNING}:LightningAttentionBackend"),
+}
+_GDN_STATE = State(
+    k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
+    conv_products="model",
+)  # fmt: skip
+_KDA_STATE = replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False)
+
+_MAMBA_STATE = replace(_GDN_STATE, k_dims=frozenset({64, 128}), fresh=frozenset({"flag"}))
+_LIGHTNING_STATE = State(
+    k_dims={128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, fresh={"zeroed"}, products="tf32"
+)
+
+OF_STATES: Mapping[str, BridgeCapabilities] = {
+    "gdn": BridgeCapabilities(
+        "triton",
+        (*_OF_GDN, Line("state", _GDN_STATE, "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params")),
+        keeps_states=True,
+    ),
+    "kda": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _KDA_STATE, f"{_KDA}:KDAAttnBackend._convolve_prefill"),
+        ),
+        keeps_states=True,
+    ),
+    "mamba2": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_MAMBA2.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _MAMBA_STATE, "configs/nemotron_h.py:NemotronHConfig.mamba2_cache_params"),
+        ),
+        keeps_states=True,
+    ),
+    "lightning": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_LIGHTNING.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _LIGHTNING_STATE, "configs/bailing_hybrid.py:BailingHybridConfig.mamba2_cache_params"),
+        ),
+        keeps_states=True,
+    ),
+    # With softmax layers between, as every model of SGLang has.
+    "gdn_hybrid": BridgeCapabilities(
+        "triton",
+        (
+            *_OF_GDN,
+            Line("state", replace(_GDN_STATE, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward"),
+        ),
+        keeps_states=True,
+    ),
+}
+"""Name after ``sglang:`` -> declared capabilities."""
