@@ -35,7 +35,7 @@ from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys
 from attn_testkit.checks.miscounts import find_miscounts
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode
 from attn_testkit.environment import missing_here, resolve
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.registry import load_backend
 from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
 from attn_testkit.steps.schedule import Schedule

@@ -1,6 +1,6 @@
 """Mutation test of the kit itself: it lists mutants that no test notices.
 
-    python ci/mutants.py --list --only attn_testkit/oracle
+    python ci/mutants.py --list --only attn_testkit/checks
     python ci/mutants.py --sample 40
     python ci/mutants.py --sample 240 --jobs 16 --minutes 8 --json mutants.json
 

@@ -19,12 +19,12 @@ out="$(realpath -m "${1:?usage: ci/nightly_servers.sh OUT [NIGHTS]}")" nights="$
 
 declare -A backends=(
   [sglang-0.5.23]="sglang:triton sglang:triton_mla sglang:triton_draft sglang:flashinfer sglang:flashinfer_mla
-    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:kda
+    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:kda sglang:mamba2 sglang:lightning
     sglang_wider:SoftCap
     sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
   [sglang-0.5.12.post1]="sglang:triton"
   [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_mla vllm:flash_attn
-    vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_wider:LseInFloat32"
+    vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_index_metadata:Metadata vllm_wider:LseInFloat32"
   [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32
     sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedTF32
     vllm_kernels:ChunkedPrefillPagedDecode vllm_kernels:WithPaddedRequests vllm_kernels:Windowed vllm_kernels:PrefixPrefill
@@ -32,7 +32,8 @@ declare -A backends=(
     lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask
     sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
     sglang_kernels:SparseMLAPacked
-    vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo sglang_states:DeltaRule"
+    vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo
+    sglang_dsv4:UnifiedDecode sglang_dsv4:UnifiedDecodeSplits sglang_dsv4:UnifiedPrefill sglang_states:DeltaRule"
 )
 declare -A known=(
   [sglang-0.5.23]=known_failures.toml

@@ -32,7 +32,8 @@ types=$!
 
 echo "== tests"
 wait "$browser"
-# Two workers on two cores: more threads inside each only get in each other's way.
+# A worker per core, up to four: more threads inside each only get in each other's way.
+cores="$(nproc)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
 # file for each worker.
@@ -40,7 +41,7 @@ unset PYTHONDONTWRITEBYTECODE
 export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$root/build/pycache}"
 # Slow tests start first (tests/conftest.py), and a worker that is through takes over what another has not begun.
 tested=0
-"$python" -m pytest -n "${ATTN_WORKERS:-2}" --dist worksteal "$@" || tested=$?
+"$python" -m pytest -n "${ATTN_WORKERS:-$((cores < 4 ? cores : 4))}" --dist worksteal "$@" || tested=$?
 
 echo "== types"
 typed=0

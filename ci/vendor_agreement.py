@@ -32,7 +32,7 @@ from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
 from attn_testkit.environment import Environment, resolve
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.registry import load_backend
 from attn_testkit.running.case_runs.case_run import gradients_off, schedule_for
 from attn_testkit.running.planning.plan import plan_run

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from attn_testkit.contract import BackendContext, StateContext, StateLayer, StatePool
+from attn_testkit.families.hybrid.data import schedule_of_states
 from attn_testkit.families.recurrent.data import shape_of, slots_listed, state_pool_slots, state_table
 from attn_testkit.steps.data import DTYPES
 from attn_testkit.steps.schedule import Schedule, Step
@@ -43,5 +44,7 @@ def _drafts(schedules: Sequence[Schedule]) -> tuple[int, int]:
 def load_states(context: BackendContext, schedule: Schedule, step: Step) -> None:
     """Put the slot of each row of the request table in place."""
     if context.state is not None:
-        table = torch.from_numpy(state_table(schedule, step)[:, : slots_listed(schedule.case)].copy())
+        table = torch.from_numpy(
+            state_table(schedule_of_states(schedule), step)[:, : slots_listed(schedule.case)].copy()
+        )
         upload_into(context.state.req_to_state[: len(table)], table.view(-1, *context.state.req_to_state.shape[1:]))

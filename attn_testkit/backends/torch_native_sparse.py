@@ -24,6 +24,9 @@ __all__ = [
     "TorchNativeSparseSlotsBackend",
 ]
 
+_GATHERED = 1 << 25
+"""Numbers of keys that are gathered at once: 128 MiB in float32."""
+
 
 class TorchNativeSparseBackend(KernelBackend):
     """``selected`` holds positions, which the request table maps to slots."""
@@ -82,15 +85,19 @@ class TorchNativeSparseBackend(KernelBackend):
         """Score every key of the pool, and look up those of each request: [T, keys] float32. Keys that each row sees,
         [T]; scores behind them may be NaN.
         """
-        pool, layer = self.context.index_pool, plan.layer
+        request = self.request_of_row(q_index, plan)
+        of_slot = self.scores_of_slots(q_index, weights, plan.layer)
+        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
+
+    def scores_of_slots(self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        """[T, slots] float32: the score of each key of the pool."""
+        pool = self.context.index_pool
         assert pool is not None
         keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
         of_slot = torch.zeros(len(q_index), len(keys), device=keys.device)
         for head in range(layer.index_heads):
             of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
-        of_slot = of_slot * pool.get_scales(layer.layer_id).flatten()
-        request = self.request_of_row(q_index, plan)
-        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
+        return of_slot * pool.get_scales(layer.layer_id).flatten()
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """Take the best keys of those that a row sees."""
@@ -113,7 +120,7 @@ class TorchNativeSparseBackend(KernelBackend):
         assert plan.selected is not None
         # Rows of padding behind the last selection select no key.
         selected = torch.nn.functional.pad(plan.selected, (0, 0, 0, len(q) - len(plan.selected)), value=-1)
-        return self.attend(q, kv, plan, self.slots(selected, plan), selected >= 0)
+        return self.attend_all(q, kv, plan, self.slots(selected, plan), selected >= 0)
 
     def read(
         self, kv: tuple[torch.Tensor, torch.Tensor], slot: torch.Tensor, layer: AttentionLayer
@@ -121,6 +128,23 @@ class TorchNativeSparseBackend(KernelBackend):
         """Keys [T, n, Hk, D] and values [T, n, Hk, Dv] in ``slot`` [T, n], float32."""
         k, v = (each.flatten(0, 1)[slot].float() for each in kv)
         return k * layer.k_scale, v * layer.v_scale
+
+    def attend_all(
+        self,
+        q: torch.Tensor,
+        kv: tuple[torch.Tensor, torch.Tensor],
+        plan: KernelPlan,
+        slot: torch.Tensor,
+        is_key: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend in chunks of rows: 1,000 rows of 2,048 keys of 576 numbers would be 4.4 GiB, several times over."""
+        rows = max(1, _GATHERED // (slot.shape[1] * kv[0].shape[-2] * kv[0].shape[-1]))
+        starts = range(0, max(1, len(q)), rows)
+        chunks = [
+            self.attend(q[at : at + rows], kv, plan, slot[at : at + rows], is_key[at : at + rows]) for at in starts
+        ]
+        outs, lses = zip(*chunks, strict=True)
+        return torch.cat(outs), torch.cat(lses)
 
     def attend(
         self,
@@ -211,4 +235,4 @@ class TorchNativeSparseBlocksBackend(TorchNativeSparseBackend):
         # A padded row may hold any block, also one behind the table.
         places = torch.where(is_key, keys, 0).clamp(max=plan.slot_table.shape[1] - 1).long()
         slots = plan.slot_table[request[:, None], places].long()
-        return self.attend(q, kv, plan, slots, is_key)
+        return self.attend_all(q, kv, plan, slots, is_key)

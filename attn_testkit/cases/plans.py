@@ -87,7 +87,10 @@ def context_len_of(case: Fields, plans: Sequence[Plan]) -> int:
     """``max_context_len``, in tokens, of a schedule that has these steps."""
     if variant_of(case).context_len:
         return variant_of(case).context_len
-    longest = max(length for plan in plans for length in lens_of(case, plan))
+    if case.draft or case.new:
+        longest = max(length for plan in plans for length in lens_of(case, plan))
+    else:
+        longest = max(max(plan.prefixes, default=0) for plan in plans) + case.width
     if case.derived("context-room"):
         return longest
     # Wider than any request needs, and then never a width that a kernel could mistake for the longest request's.

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.dimensions.rows import rows_of_two
+from ..cases.dimensions.state import nearest_state
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
@@ -47,6 +48,10 @@ def _prompts(width: int) -> Mapping[str, tuple[tuple[int, ...], tuple[int, ...]]
 
 
 _LONG = ((0, 11), (2 * _CHUNK + 1, 2 * _CHUNK - 1))
+_MANY_CHUNKS = {"core": 5 * _CHUNK + 1, "full": 32 * _CHUNK + 1}
+"""Tokens of a prompt whose first tokens no state shows any longer. A backend in torch takes a minute for those of full
+on a CPU.
+"""
 _MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
 
 
@@ -147,11 +152,12 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
-    """A small case of a kind, without its own convention, and with the widest convolution."""
+    """A small case of a kind, with the widest convolution, and with default conventions where they are declared."""
     assert first.state is not None
     assert declared.state is not None
     width = 1 if heads.family == "lightning" else max(declared.state.conv_widths)
-    shape = StateShape(first.state.k_dim, width)
+    plain = StateShape(first.state.k_dim, width)
+    shape = nearest_state(declared.state, plain, heads.family, verifies=first.tree is not None)
     return first.with_changes(heads=heads, state=shape, data=_DRAWN[0], layers=Layers(), padding="prod")
 
 
@@ -188,6 +194,7 @@ def two_requests_with_states(declared: Capabilities, first: Case) -> Case:
 
 def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) -> Iterator[Case]:
     """Exact data of each kind: what a token did is seen in the state at any length."""
+    done = set[bool]()
     for index, heads in enumerate(_kinds(declared)):
         case = _plain(declared, first, heads).with_changes(data=UNIT_KEYS)
         if mode is not ForwardMode.EXTEND:
@@ -199,6 +206,10 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
         if tier != "smoke":
             yield _with_prompts(declared, case, _LONG)
             yield _with_prompts(declared, case, _MIXED)
+            summed = heads.family in ("mamba", "lightning")
+            if summed not in done:
+                done.add(summed)
+                yield _with_prompts(declared, case, ((0, 11), (_MANY_CHUNKS[tier], 37)))
         elif index:
             return
 

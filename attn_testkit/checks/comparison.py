@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..oracle.expect import Expected
+from ..families.expected import Expected
 from .describe import requests_wrong
 from .key_counts import key_ratio
 from .observation import Observation

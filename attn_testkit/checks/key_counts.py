@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..oracle.expect import Expected
+from ..families.expected import Expected
 from ..steps.data import StepData, dequantised
 
 __all__ = ["HALF_A_KEY", "code_sizes", "codes_of", "in_keys", "key_ratio"]

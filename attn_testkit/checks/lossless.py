@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..oracle.expect import Expected
+from ..families.expected import Expected
 from ..results.finding import Finding
 from ..steps.data import VOCAB, make_layers
 from ..steps.greedy_loop import Loop

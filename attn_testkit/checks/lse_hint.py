@@ -34,7 +34,7 @@ def lse_hint(evidence: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> 
     widest = limit.where(limit.isfinite(), 0.0).max()
     for mistake, text in MISTAKES:
         supposed = mistake(evidence)
-        # A log-sum-exp in another base has an error of its own size in that base; one of another place has its limit.
+        # A log-sum-exp in another base has an error that belongs to that base; one of another place has its limit.
         if supposed is not None and _alike(found, supposed, 2 * widest):
             return text
     infinite = found.isinf() & ~empty

@@ -217,7 +217,7 @@ def _candidates(
 
     ``counted``: set for the row's own request, whose keys may be left out; None for another, whose keys may not.
     """
-    # A run explains its product minus half of its own size, and sizes grow with the number of keys.
+    # A run explains its product minus half of its size, and sizes grow with the number of keys.
     price = walk[: _SOME + 1].diff(dim=0).square_().sum(1).mean() / 2 * torch.arange(len(along))
     pairs = [_both_ends(along), _short_runs(along - price)]
     if counted is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..cases.case import Case
-from ..oracle.expect import Expected
+from ..families.expected import Expected
 from ..results.finding import Finding
 from ..steps.data import draft_topk
 from .check import Check, Stage

@@ -1,14 +1,18 @@
-"""Names of tokens that a state lacks or has twice, on exact data, in which columns of a state are their values."""
+"""Names of tokens that a state lacks or has twice, on exact data, in which columns of a state are their values.
+
+A state shows the last token of each key only, if values are overwritten. Outputs show tokens that were lost before.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from ..families.recurrent.data import StateStepData
+from ..families.recurrent.recurrence import recur, start_of
 
-__all__ = ["token_text"]
+__all__ = ["read_text", "token_text"]
 
 
 def token_text(
@@ -52,8 +56,54 @@ def token_text(
     return f"column {key} of request {request}'s state holds no value of a token"
 
 
-def _same(held: torch.Tensor, value: torch.Tensor) -> bool:
-    return bool(((held - value).abs() <= 0.5).all())
+def read_text(data: StateStepData, outputs: Sequence[torch.Tensor]) -> tuple[str, tuple[int, int, int]] | None:
+    """Name a token that the outputs of a layer lack, or have too early; with layer, row and head. None if none does.
+
+    Only of GDN and KDA: sums of Mamba2 and Lightning have every token in the state.
+    """
+    if data.asked_keys is None or data.layers[0].kind in ("mamba", "lightning") or not len(outputs):
+        return None
+    want = recur(data)
+    out = torch.stack([each.reshape(want.out.shape[1:]) for each in outputs])
+    error = (out.double() - want.out).nan_to_num(0.0)
+    size = data.layers[0].k_dim ** -0.5
+    wrong = (error.abs() > torch.maximum(want.out_limit, torch.tensor(0.5 * size * 2**-0.5))).any(-1)
+    for layer, row, head in wrong.nonzero().tolist()[:_MOST_TRIED]:
+        of_layer = data.layers[layer]
+        first, second = data.asked_keys[layer, row, head * of_layer.k_heads // of_layer.v_heads].tolist()
+        off = error[layer, row, head] / size * (1.0 if first == second else 2**0.5)
+        for key in dict.fromkeys((first, second)):
+            found = _misread(data, layer, row, head, key, off)
+            if found:
+                return found, (layer, row, head)
+    return None
+
+
+_MOST_TRIED = 64
+"""Wrong rows that are asked about."""
+
+
+def _misread(data: StateStepData, layer: int, row: int, head: int, key: int, off: torch.Tensor) -> str:
+    """Name what a row reads in place of the last value of a key. ``off`` [V]: from that value."""
+    request, offset = int(data.row_request[row]), int(data.row_offset[row])
+    every = list(_values(data, layer, request, head, key))
+    so_far = [each for each in every if each[0] <= offset]
+    column = start_of(data).states[layer, request, head, :, key].double()
+    right = so_far[-1][2] if so_far else column
+    reader = f"the row of token {int(data.positions[row])}"
+    for place, token, value in every:
+        if value is not right and _same(right + off, value, 1.0):
+            if place > offset:
+                return f"token {token} of request {request} was applied before {reader} was read"
+            lost = next(later for at, later, _ in so_far if at > place)
+            return f"token {lost} of request {request} was not applied to its state: {reader} reads token {token}"
+    if so_far and _same(right + off, column, 1.0):
+        return f"token {so_far[0][1]} of request {request} was not applied to its state before {reader} was read"
+    return ""
+
+
+def _same(held: torch.Tensor, value: torch.Tensor, unit: float = 0.5) -> bool:
+    return bool(((held - value).abs() <= unit).all())
 
 
 def _values(

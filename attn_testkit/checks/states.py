@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from ..cases.case import Case
+from ..cases.layers import PERIOD
 from ..cases.state import UNIT_KEYS
 from ..families.hybrid.data import states_in
 from ..families.recurrent.data import StateStepData
@@ -19,7 +20,7 @@ from .check import Check, Stage
 from .comparison import BITS, Comparison, place_of_max
 from .describe import index_ranges, number, times
 from .observation import Observation
-from .state_tokens import token_text
+from .state_tokens import read_text, token_text
 
 __all__ = ["CHECKS", "state_margin"]
 
@@ -194,12 +195,12 @@ def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:
     if not after.data.ends[end].has_window:
         what = f"a window was stored in slot {after.data.ends[end].slot}, a later one of request {request}"
         hint = "the window of a request is in its first slot, for all nodes"
-        return [_finding(observed, "conv-window-exact", what, f"{case.layers.name(layer)}, channel {channel}", hint)]
+        return [_finding(observed, "conv-window-exact", what, f"{_layer(case, layer)}, channel {channel}", hint)]
     return [
         Finding(
             "conv-window-exact",
             f"the convolution window of request {request}{_copied(after, end)} is not that of its last inputs",
-            where=f"{case.layers.name(layer)}, {_who(after, end)}, channel {channel}, column {place} of "
+            where=f"{_layer(case, layer)}, {_who(after, end)}, channel {channel}, column {place} of "
             f"{want.shape[-1]} = {number(float(after.windows[at]))}, want {number(float(want[at]))}",
             spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong",
             hint=_window_hint(after, differs),
@@ -253,7 +254,7 @@ def state_matches_oracle(observed: Observation, case: Case) -> list[Finding]:
             "state-matches-oracle",
             f"the state of request {request}{after.place(end)} "
             + ("is NaN or Inf" if nan else f"differs from the oracle, {times(ratio)} over the limit"),
-            where=f"{case.layers.name(layer)}, {_who(after, end)}, head {head}, state[{value}, {key}] = "
+            where=f"{_layer(case, layer)}, {_who(after, end)}, head {head}, state[{value}, {key}] = "
             f"{number(float(after.states[at]))}, want {number(float(after.want.states[at]))} (limit of the row "
             f"{number(float(after.want.state_limit[at[:4]]))})",
             spread=f"requests {index_ranges(bad)} of {observed.step.bs} wrong, heads {index_ranges(heads)} of "
@@ -301,18 +302,28 @@ def state_counts_tokens(observed: Observation, case: Case) -> list[Finding]:
     off = (after.states.double() - after.want.states).abs().nan_to_num(0.0)
     wrong = off > 0.5
     if not wrong.any():
-        return []
+        found = read_text(after.data, observed.attention[:: PERIOD if case.layers.hybrid else 1])
+        if found is None:
+            return []
+        text, (layer, row, head) = found
+        where = f"output of {_layer(case, layer)}, row {row}, head {head}; the states afterwards are right"
+        return [_finding(observed, "state-counts-tokens", text, where)]
     layer, end, head, _, key = (int(i) for i in wrong.nonzero()[0])
     columns, request = int(wrong[:, end].any(-2).sum()), after.data.ends[end].request
     return [
         Finding(
             "state-counts-tokens",
             token_text(after.data, after.states, after.want.states, after.before.states, (layer, end, head, key)),
-            where=f"{case.layers.name(layer)}, {_who(after, end)}, head {head}, column {key} of its state",
+            where=f"{_layer(case, layer)}, {_who(after, end)}, head {head}, column {key} of its state",
             spread=f"{columns} columns of request {request} wrong in all layers and heads",
             step=observed.label,
         )
     ]
+
+
+def _layer(case: Case, layer: int) -> str:
+    """Name of the layer that is number ``layer`` of those that keep a state."""
+    return case.layers.name(layer * PERIOD if case.layers.hybrid else layer)
 
 
 def _has_states(case: Case) -> bool:

@@ -133,9 +133,7 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     own = [layer for layer in context.layers if layer.head_layout.has_state or not hybrid]
     grouped = [layer.q_per_kv for layer in context.layers if layer.head_layout.kv_heads != "as many"]
     dtype = _DTYPE_NAMES.get(context.dtype, str(context.dtype))
-    kv_dtype = "same" if context.kv_pool.dtype == context.dtype else "fp8_e4m3"
-    if kv_dtype != "same" and context.kv_pool.dtype != torch.float8_e4m3fn:
-        kv_dtype = context.kv_pool.row_format or str(context.kv_pool.dtype)
+    kv_dtype = _kv_dtype(context)
     rows = max([1] + [_rows(mode, context) for mode in context.modes])
     windows = [layer.sliding_window_size for layer in context.layers if layer.sliding_window_size >= 0]
     windowed, narrowest = bool(windows), min(windows, default=capabilities.windows.smallest)
@@ -186,6 +184,13 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not declared")
+
+
+def _kv_dtype(context: BackendContext) -> str:
+    pool = context.kv_pool
+    if pool.dtype == context.dtype:
+        return "same"
+    return "fp8_e4m3" if pool.dtype == torch.float8_e4m3fn else pool.row_format or str(pool.dtype)
 
 
 def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tuple[str, object, bool]]:

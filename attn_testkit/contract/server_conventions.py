@@ -1,4 +1,4 @@
-"""Conventions in which servers differ: those that a backend takes, and those of its own server.
+"""Conventions in which servers differ: those that a backend takes, and those of its server.
 
 ``SGLANG`` and ``VLLM`` are what SGLang 0.5.23 and vLLM 0.33.0 do, to each of their backends.
 """

@@ -18,8 +18,8 @@ from ..cases.case import CODES
 from ..checks import Comparison
 from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
+from ..families.expected import Expected, expect
 from ..families.softmax.attention import windowed
-from ..oracle.expect import Expected, expect
 from ..steps.data import make_layers
 from ..steps.foreign_slots import PLACES, place_pattern
 from ..steps.schedule import Schedule, Step

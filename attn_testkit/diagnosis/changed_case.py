@@ -14,7 +14,7 @@ from ..cases.case import Case
 from ..cases.layers import PERIOD, Layers
 from ..checks import Comparison
 from ..contract import ForwardMode
-from ..oracle.expect import expect
+from ..families.expected import expect
 from ..steps.numerics import Numerics
 from ..steps.schedule import Schedule, make_schedule
 from .rerun import Rerunner

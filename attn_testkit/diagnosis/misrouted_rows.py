@@ -13,9 +13,9 @@ import torch
 from ..cases.case import CODES
 from ..checks import Comparison
 from ..checks.observation import Observation
+from ..families.expected import expect
 from ..families.softmax.answer import attend_with_limit
 from ..families.softmax.attention import windowed
-from ..oracle.expect import expect
 from ..steps.data import StepData, make_layers
 from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner

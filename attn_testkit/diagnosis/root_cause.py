@@ -25,8 +25,8 @@ import torch
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
+from ..families.expected import expect
 from ..families.table import family_of
-from ..oracle.expect import expect
 from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
 from ..steps.schedule import Schedule, Step

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..checks import Comparison
 from ..contract import ForwardMode
-from ..oracle.expect import expect
+from ..families.expected import expect
 from ..steps.schedule import Schedule
 from .rerun import Rerunner
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from attn_testkit.emulation.arguments import tensors_in
+from attn_testkit.emulation.chosen_places import CHOSEN_FROM, OF_CHOSEN_PLACES, Places, places_of
 from attn_testkit.emulation.private import dtype_of
 
 
@@ -30,12 +32,16 @@ class Access(NamedTuple):
     end: int
     span: Span
     writes: bool
+    places: Places | None = None
+    """Touched places of the range, if `span` is SOME and they are known."""
 
 
 def surely_meet(a: Access, b: Access) -> bool:
     """True if both touch some byte for all contents of memory."""
     if a.end <= b.first or b.end <= a.first:
         return False
+    if a.places is not None or b.places is not None:
+        return _places_meet(a, b)
     if a.span is Span.ALL and b.span is Span.ALL:
         return True
     if a.span is Span.ALL:
@@ -43,6 +49,22 @@ def surely_meet(a: Access, b: Access) -> bool:
     if b.span is Span.ALL:
         return _is_sure_of_one_in(a, b)
     return a.span is b.span is Span.ENDS and (a.first == b.first or a.end == b.end)
+
+
+def _places_meet(a: Access, b: Access) -> bool:
+    if a.places is None:
+        a, b = b, a
+    assert a.places is not None
+    if b.places is None:
+        pieces = (Access(start, start + a.places.size, Span.ALL, a.writes) for start in a.places.starts)
+        return any(surely_meet(piece, b) for piece in pieces)
+    starts, size = b.places.starts, b.places.size
+    for start in a.places.starts:
+        # The first that ends behind the start of this one.
+        i = bisect_left(starts, start - size + 1)
+        if i < len(starts) and starts[i] < start + a.places.size:
+            return True
+    return False
 
 
 def _is_sure_of_one_in(some: Access, whole: Access) -> bool:
@@ -86,17 +108,6 @@ _ASKS_FOR_SHAPE = frozenset(
 )  # fmt: skip
 """Operations that read none of their arguments, or not always."""
 
-_OF_CHOSEN_PLACES = frozenset(
-    {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index", "_unsafe_index_put", "index_select",
-     "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_", "index_reduce",
-     "index_reduce_", "gather", "scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce",
-     "scatter_reduce_", "take", "take_along_dim", "put", "put_", "embedding", "_embedding_bag", "embedding_bag",
-     "masked_select", "masked_scatter", "masked_scatter_", "searchsorted", "bucketize", "grid_sampler",
-     "grid_sampler_2d", "grid_sampler_3d"}
-)  # fmt: skip
-_CHOSEN_FROM = frozenset({"self", "weight", "input", "sorted_sequence", "boundaries", "out"})
-"""Arguments of such operations in which numbers or masks choose the touched elements."""
-
 
 class _Use(NamedTuple):
     position: int
@@ -114,29 +125,41 @@ def _uses_of(op: OpOverload) -> tuple[_Use, ...]:
     only_looks = any(not alias.is_write for alias in aliases)
     if op.namespace not in ("aten", "prims") or name in _ASKS_FOR_SHAPE or only_looks:
         return ()
-    chosen = name in _OF_CHOSEN_PLACES
+    chosen = name in OF_CHOSEN_PLACES
     return tuple(
         _Use(
             i,
             argument.name,
             argument.alias_info is not None and argument.alias_info.is_write,
-            chosen and argument.name in _CHOSEN_FROM,
+            chosen and argument.name in CHOSEN_FROM,
         )
         for i, argument in enumerate(schema.arguments)
         if "Tensor" in str(argument.type)
     )
 
 
-def accesses_of(op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[Tensor, Access]]:
-    """Arguments of a call that it surely touches, with the accesses."""
+def accesses_of(
+    op: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], chosen: bool | None = None
+) -> Iterator[tuple[Tensor, Access]]:
+    """Arguments of a call that it surely touches, with the accesses.
+
+    `chosen`: True for only those whose places are chosen by present numbers, False for all others.
+    """
     uses = _uses_of(op)
     for use in uses:
-        if use.partly and not _touches_something(uses, args, kwargs):
+        if chosen not in (None, use.partly) or (use.partly and not _touches_something(uses, args, kwargs)):
             continue
         for tensor in _given(use, args, kwargs):
             access = access_of(tensor, use.writes, use.partly)
+            if access is not None and use.partly:
+                access = access._replace(places=places_of(tensor, op, args, kwargs))
             if access is not None:
                 yield tensor, access
+
+
+def has_chosen_places(op: OpOverload) -> bool:
+    """True if numbers or masks choose some of the elements that an operation touches."""
+    return any(use.partly for use in _uses_of(op))
 
 
 def _given(use: _Use, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:

@@ -57,11 +57,13 @@ class ArrivingCopies:
         off."""
         if self._bytes + len(before) > _MOST_BYTES:
             self.arrive()
-        first = target.data_ptr()
+        self.hold_at(weak_reference(target.untyped_storage()), target.data_ptr(), before, stream, epoch, what)
+
+    def hold_at(self, storage: StorageWeakRef, first: int, before: bytes, stream: int, epoch: int, what: str) -> None:
+        """Keep the bytes of a copy to the memory of ``storage`` from the address ``first`` on."""
         arrives = ctypes.string_at(first, len(before))
         ctypes.memmove(first, before, len(before))
         access = Access(first, first + len(before), Span.ALL, True)
-        storage = weak_reference(target.untyped_storage())
         self.pending.append(_Copy(storage, access, arrives, stream, epoch, what, author_spot()))
         self._bytes += len(before)
 

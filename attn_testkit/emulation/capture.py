@@ -12,6 +12,7 @@ from attn_testkit.emulation.memory import Block, give_back_free_memory
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.private import same_generator, use_count
 from attn_testkit.emulation.program import DropNode, Node
+from attn_testkit.emulation.stream_order import StreamOrder
 from attn_testkit.emulation.stream_state import CaptureStreams
 
 SHARED = 1 << 20
@@ -25,12 +26,13 @@ class Capture:
     """One capture, from its beginning until its graph is reset or dies.
 
     `nodes` are in the order of the program, `blocks` by the identity of their storage. `failed`: CUDA would have lost
-    the capture. `ended`: it became a graph, and nothing is recorded any more.
+    the capture. `ended`: it became a graph, and nothing is recorded any more. `order`: the account of its branches, if
+    the program has its own streams.
     """
 
     __slots__ = (
         "__weakref__", "_free", "_generators", "_given_back", "_live", "_order", "blocks", "ended", "failed", "nodes",
-        "policy", "streams",
+        "order", "policy", "streams",
     )  # fmt: skip
 
     def __init__(self, policy: Policy, streams: CaptureStreams, generators: list[torch.Generator]) -> None:
@@ -38,6 +40,7 @@ class Capture:
         self.streams = streams
         self.nodes: list[Node] = []
         self.blocks: dict[int, Block] = {}
+        self.order: StreamOrder | None = None
         self.failed = False
         self.ended = False
         self._generators = generators

@@ -8,9 +8,10 @@ import queue
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from attn_testkit.emulation.launch_log import LaunchNote
 
@@ -23,6 +24,9 @@ SHARED_MEMORY = {
 specifications ("maximum amount of shared memory per thread block")."""
 TARGETS = tuple(f"sm{capability}" for capability in SHARED_MEMORY)
 """Names of devices that kernels can be compiled for."""
+_THREADS, _REGISTERS, _TENSOR_MEMORY = 1024, 65_536, 512
+"""Threads and registers of a block, columns of tensor memory: the same for all targets. Source: as above, and
+``CompiledKernel._init_handles`` of Triton, which raises ``OutOfResources``."""
 _SECONDS = 60.0
 
 
@@ -44,6 +48,10 @@ class Compiled:
     """Bytes of local memory of a thread, where registers are spilled."""
     uses: tuple[str, ...] = ()
     """Instructions of tensor cores: wgmma, tcgen05."""
+    threads: int = 0
+    """Threads of a block."""
+    tensor_memory: int = 0
+    """Columns of tensor memory, from sm100 on."""
 
     def text(self) -> str:
         """One line."""
@@ -55,35 +63,67 @@ class Compiled:
         return f"{self.target}: {self.launch.text()}: {', '.join([*facts, *self.uses])}"
 
 
-def compile_for(target: str, launches: Sequence[LaunchNote], seconds: float = _SECONDS) -> Iterator[Compiled]:
-    """Compile each launch in a process without TRITON_INTERPRET. ``seconds``: the longest that one may take.
+def compile_for(
+    target: str, launches: Sequence[LaunchNote], seconds: float = _SECONDS, jobs: int | None = None
+) -> Iterator[Compiled]:
+    """Compile each launch in a process without TRITON_INTERPRET, and yield the results in order.
 
-    ``target``: one of ``TARGETS``. Triton keeps what it compiled in its own cache.
+    ``target``: one of ``TARGETS``. ``seconds``: the longest that one launch may take. ``jobs``: number of processes, by
+    default as many as this one has cores. Triton keeps what it compiled in its own cache.
     """
-    waiting = list(launches)
+    waiting = deque(enumerate(launches))
+    answers: list[queue.SimpleQueue[Compiled]] = [queue.SimpleQueue() for _ in launches]
+    count = min(len(launches), jobs or len(os.sched_getaffinity(0)))
+    threads = [threading.Thread(target=_work, args=(target, waiting, seconds, answers)) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    try:
+        for answer in answers:
+            yield answer.get()
+    finally:
+        waiting.clear()
+        for thread in threads:
+            thread.join()
+
+
+def _work(
+    target: str,
+    waiting: deque[tuple[int, LaunchNote]],
+    seconds: float,
+    answers: Sequence[queue.SimpleQueue[Compiled]],
+) -> None:
+    """Compile waiting launches until there are none, in a process that is started again if a launch ended it."""
     while waiting:
         with _Worker(target) as worker:
-            while waiting:
-                launch = waiting.pop(0)
-                if launch.why_not:
-                    yield Compiled(target, launch, unknown=launch.why_not)
-                    continue
-                answer = worker.ask(launch, seconds)
+            while True:
+                try:
+                    place, launch = waiting.popleft()
+                except IndexError:
+                    return
+                answer = None if launch.why_not else worker.ask(launch, seconds)
                 if answer is None:
-                    yield Compiled(target, launch, unknown=worker.reason(seconds))
-                    break
-                yield _judged(target, launch, answer)
+                    reason = launch.why_not or worker.reason(seconds)
+                    answers[place].put(Compiled(target, launch, unknown=reason))
+                    if not launch.why_not:
+                        break
+                else:
+                    answers[place].put(_judged(target, launch, answer))
 
 
 def _judged(target: str, launch: LaunchNote, answer: dict[str, object]) -> Compiled:
     if "refused" in answer or "unknown" in answer:
         return Compiled(target, launch, **answer)  # type: ignore[arg-type]
     made = Compiled(target, launch, uses=tuple(answer.pop("uses")), **answer)  # type: ignore[arg-type]
-    most = SHARED_MEMORY[int(target.removeprefix("sm"))]
-    if made.shared > most:
-        reason = f"it needs {made.shared:,} bytes of shared memory, and a block has {most:,} at most"
-        return Compiled(target, launch, refused=reason, shared=made.shared)
-    return made
+    needs = (
+        (made.shared, SHARED_MEMORY[int(target.removeprefix("sm"))], "bytes of shared memory"),
+        (made.threads, _THREADS, "threads"),
+        (made.threads * (made.registers or 0), _REGISTERS, "registers"),
+        (made.tensor_memory, _TENSOR_MEMORY, "columns of tensor memory"),
+    )
+    too_much = [
+        f"it needs {need:,} {what}, and a block has {most:,} at most" for need, most, what in needs if need > most
+    ]
+    return replace(made, refused=too_much[0]) if too_much else made
 
 
 class _Worker:

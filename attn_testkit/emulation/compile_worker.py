@@ -132,7 +132,10 @@ def _compiled(kernel: Any, args: list[Any], kwargs: dict[str, Any]) -> dict[str,
         if usage := _USAGE.search(said.stdout):
             registers, stack = map(int, usage.groups())
     words = [word for word in ("wgmma", "tcgen05") if word in made.asm["ptx"]]
-    return {"shared": made.metadata.shared, "registers": registers, "stack": stack, "uses": words}
+    return {
+        "shared": made.metadata.shared, "threads": made.metadata.num_warps * 32, "registers": registers, "stack": stack,
+        "tensor_memory": getattr(made.metadata, "tmem_size", None) or 0, "uses": words,
+    }  # fmt: skip
 
 
 def _reason(error: Exception) -> str:

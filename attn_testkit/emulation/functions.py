@@ -133,14 +133,14 @@ class DeviceFunctions(TorchFunctionMode):
         way = _WAYS.get(func)
         if way is _ASK:
             return func(*args, **kwargs) if kwargs else func(*args)
-        session = self.session
+        kwargs, session = kwargs or _NO_KEYWORDS, self.session
         strict = (
             session.capture is not None
             or session.order is not None
             or (session.sync_mode and not reads_nothing(func, args, kwargs))
         )
         if strict:
-            return self._strictly(func, args, kwargs or _NO_KEYWORDS)
+            return self._strictly(func, args, kwargs)
         if way is _RUN or (way is None and kind in _NATIVE) or _changes_type(func, args):
             on_device = on_host = 0
             for value in args:
@@ -164,8 +164,6 @@ class DeviceFunctions(TorchFunctionMode):
                 found = _places(kwargs.values())
                 on_device += found >= _DEVICE
                 on_host += found & ~_DEVICE
-            else:
-                kwargs = _NO_KEYWORDS
             # Nothing refuses an eager copy, wherever it goes, unless host syncs are refused.
             if on_device and (not on_host or (func is Tensor.copy_ and not session.sync_mode)):
                 outer, session.creating = session.creating, True
@@ -185,7 +183,7 @@ class DeviceFunctions(TorchFunctionMode):
                     return func(*args, **kwargs)
                 finally:
                     session.creating = outer
-        return self._otherwise(func, args, kwargs or _NO_KEYWORDS)
+        return self._otherwise(func, args, kwargs)
 
     def _otherwise(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Handle an eager call that is not an ordinary one with only device memory or only host memory."""

@@ -12,14 +12,15 @@ import torch
 from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
-from attn_testkit.emulation.graph_accesses import Touched, tell, touched_by
+from attn_testkit.emulation.graph_accesses import Touched, Watched, tell, tell_shared, touched_by, watched_steps
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.pools import Pool, PoolHandle, new_handle, pool_for
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode, DropNode, Node, Step, compile_program
 from attn_testkit.emulation.recorder import Recorder
 from attn_testkit.emulation.sites import author_site
-from attn_testkit.emulation.stream_state import DEFAULT_STREAM_HANDLE, CaptureStreams, StreamState
+from attn_testkit.emulation.stream_order import StreamOrder
+from attn_testkit.emulation.stream_state import DEFAULT_STREAM_HANDLE, CaptureStreams, Clock, StreamState
 from attn_testkit.emulation.streams import StreamContext, fork_error
 
 # The Triton interpreter leaves reference cycles that hold its arguments; a collection before the first replays frees
@@ -46,6 +47,8 @@ class EmulatedGraph:
         self._recorder: Recorder | None = None
         self._has_calls = False
         self._touched: list[Touched] | None = None
+        self._watched: dict[int, Watched] = {}
+        self._work: Clock = {}
 
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
@@ -78,6 +81,7 @@ class EmulatedGraph:
             gc.collect()  # what only garbage refers to is nobody's
         self._clobbers = self._pool.reusable()
         self.recorded = Capture(current.policy, CaptureStreams(current.stream), self._generators)
+        self.recorded.order = None if current.order is None else current.new_account()
         current.begin_capture(self.recorded, self.abandon_capture)
         self._recorder = Recorder(current, self.recorded)
         self._recorder.__enter__()  # type: ignore[no-untyped-call]
@@ -117,6 +121,7 @@ class EmulatedGraph:
         capture.retire_dropped_blocks()
         error = fork_error(capture.streams)
         capture.streams.release()
+        capture.order = None
         capture.undo()
         if capture.failed:
             return CaptureError(
@@ -152,21 +157,40 @@ class EmulatedGraph:
         if _replace_what_is_gone(self._checked, capture):
             self._program, self._sources = compile_program(capture.nodes, capture.policy.fill)
             self._touched = None
-        if current is not None and current.order is not None:
-            if self._touched is None:
-                self._touched = touched_by(capture.nodes)
-            tell(current.order, self._checked, self._touched, current.stream.cuda_stream)
+        order = None if current is None else current.order
+        if order is not None and current is not None:
+            self._tell(order, current.stream.cuda_stream, capture)
         for block in self._clobbers:
             block.fill(capture.policy.fill)
         steps = iter(self._program)
         try:
             with torch.inference_mode(), disable_modes(), disable_functions():
+                if order is not None and current is not None and self._watched:
+                    for step, node in zip(steps, self._sources, strict=True):
+                        watched = self._watched.get(id(node))
+                        if watched is None:
+                            step()
+                        else:
+                            watched(order, current.stream.cuda_stream, step)
                 for step in steps:
                     step()
         except Exception as error:
             _say_where(error, self._sources[-1 - operator.length_hint(steps)])
             raise
+        if order is not None and current is not None:
+            self._work = order.mark(current.stream.cuda_stream)
         self._replays += 1
+
+    def _tell(self, order: StreamOrder, stream: int, capture: Capture) -> None:
+        """Report a replay to the account of streams, before it runs."""
+        if self._touched is None:
+            self._touched, self._watched = touched_by(capture.nodes), watched_steps(self._sources)
+        order.wait(stream, self._work)  # CUDA runs the launches of one graph one after another
+        assert self._pool is not None
+        if len(self._pool.captures) > 1:
+            own = [block for block in capture.blocks.values() if block.in_pool]
+            tell_shared(order, own, self._clobbers if own else (), stream)
+        tell(order, self._checked, self._touched, stream)
 
     def reset(self) -> None:
         """Forget the graph and give its pool memory back."""

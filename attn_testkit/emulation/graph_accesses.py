@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import functools
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from torch import Tensor
 from torch._ops import OpOverload
 
-from attn_testkit.emulation.accesses import Access, Span, access_of, accesses_of
+from attn_testkit.emulation.accesses import Access, Span, access_of, accesses_of, has_chosen_places
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.private import disable_functions, storage_from_weak
 from attn_testkit.emulation.program import Node, OpNode
 from attn_testkit.emulation.stream_order import StreamOrder
-from attn_testkit.emulation.tags import DEVICE
+from attn_testkit.emulation.tags import DEVICE, PINNED
 
 
 class Touched(NamedTuple):
@@ -38,7 +40,7 @@ def touched_by(nodes: Iterable[Node]) -> list[Touched]:
 
 def _accesses(node: OpNode) -> Iterable[tuple[Tensor, Access]]:
     assert isinstance(node.what, OpOverload)
-    yield from accesses_of(node.what, node.args, node.kwargs)
+    yield from accesses_of(node.what, node.args, node.kwargs, chosen=False)
     for _, output in node.fresh:
         access = access_of(output, writes=True)
         if access is not None:
@@ -55,3 +57,62 @@ def tell(order: StreamOrder, blocks: Iterable[Block], touched: Iterable[Touched]
             order.arrivals.arrive_in(Access(block.address, block.address + block.nbytes, Span.SOME, False))
     for each in touched:
         order.touch_address(each.start, each.access, stream, each.what)
+
+
+Watched = Callable[[StreamOrder, int, Callable[[], object]], None]
+"""Runs a step of a replay on a stream, and reports what is known only then."""
+
+
+def watched_steps(nodes: Iterable[Node]) -> dict[int, Watched]:
+    """Nodes of which more is to be reported than their accesses, by their identity."""
+    found: dict[int, Watched] = {}
+    for node in nodes:
+        if not isinstance(node, OpNode) or not isinstance(node.what, OpOverload):
+            continue
+        if node.what._schema.name == "aten::copy_" and len(node.blocks) == 2:
+            target, source = (block.key in PINNED.entries for block in node.blocks)
+            if source and not target:
+                found[id(node)] = functools.partial(_copy_from_host, node)
+            elif target and not source:
+                found[id(node)] = functools.partial(_copy_to_host, node)
+        elif has_chosen_places(node.what):
+            found[id(node)] = functools.partial(_chosen, node)
+    return found
+
+
+def _copy_from_host(node: OpNode, order: StreamOrder, stream: int, step: Callable[[], object]) -> None:
+    block, source = node.blocks[1], node.args[1]
+    if block.weak is not None and source.is_contiguous():
+        order.arrivals.arrive_in(Access(source.data_ptr(), source.data_ptr() + source.nbytes, Span.SOME, False))
+        order.copies.read(block.weak, source.data_ptr(), source.nbytes, f"replay of {node.name}", node.place)
+    step()
+
+
+def _copy_to_host(node: OpNode, order: StreamOrder, stream: int, step: Callable[[], object]) -> None:
+    block, target = node.blocks[0], node.args[0]
+    first, size = target.data_ptr(), target.nbytes
+    before = ctypes.string_at(first, size)
+    step()
+    if block.weak is not None and target.is_contiguous():
+        order.holds_back_at(block.weak, first, before, stream, f"replay of {node.name}")
+
+
+def _chosen(node: OpNode, order: StreamOrder, stream: int, step: Callable[[], object]) -> None:
+    assert isinstance(node.what, OpOverload)
+    for tensor, access in accesses_of(node.what, node.args, node.kwargs, chosen=True):
+        start = tensor.untyped_storage().data_ptr()
+        order.touch_address(start, access, stream, f"replay of {node.name} at {node.site}")
+    step()
+
+
+def tell_shared(order: StreamOrder, own: Iterable[Block], others: Iterable[Block], stream: int) -> None:
+    """Report a replay's memory in a pool that other graphs use too. Raises EmulationError like ``tell``.
+
+    `others`: memory that they dropped, and that a device may give to this graph.
+    """
+    for block in (*own, *others):
+        if block.owner is not None and block.nbytes:
+            order.knows(block.owner)
+    for block in others:
+        access = Access(block.address, block.address + block.nbytes, Span.ALL, True)
+        order.touch_address(block.address, access, stream, "replay of a graph that shares its memory pool with another")

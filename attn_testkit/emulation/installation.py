@@ -7,7 +7,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -138,8 +138,20 @@ def _tensor_properties() -> Iterator[tuple[Any, str, Any]]:
     yield Tensor, "dtype", _unseen(base.dtype)
     get_device, record_stream = base.get_device, base.record_stream
     yield Tensor, "get_device", lambda tensor: 0 if looks_device(tensor) else get_device(tensor)
-    # memory is never given to another stream here
-    yield Tensor, "record_stream", lambda tensor, s: None if looks_device(tensor) else record_stream(tensor, s)
+    yield Tensor, "record_stream", _recording_streams(record_stream)
+
+
+def _recording_streams(stock: Callable[..., Any]) -> Callable[..., Any]:
+    def record_stream(tensor: Tensor, s: Any) -> Any:
+        if not looks_device(tensor):
+            return stock(tensor, s)
+        order = session.require().keeps_order
+        if order is not None:
+            with disable_functions():
+                order.recorded(tensor.untyped_storage(), s.cuda_stream)
+        return None
+
+    return record_stream
 
 
 def _answer(original: Any, of_device: Any) -> property:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from attn_testkit.emulation.accesses import Access
 from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.private import StorageWeakRef, is_gone, weak_reference
 from attn_testkit.emulation.sites import Site, Spot, author_spot, site_of
@@ -26,15 +27,17 @@ class _Copy(NamedTuple):
     read: bytes
     what: str
     place: Spot | Site
+    changed: bool = False
+    """True if other bytes were in its source since."""
 
 
 class PendingCopies:
     """Copies from pinned memory that the host has not waited for yet."""
 
-    __slots__ = ("_bytes", "_copies")
+    __slots__ = ("_bytes", "pending")
 
     def __init__(self) -> None:
-        self._copies: list[_Copy] = []
+        self.pending: list[_Copy] = []
         self._bytes = 0
 
     def add(self, target: Tensor, source: Tensor, what: str) -> None:
@@ -43,17 +46,23 @@ class PendingCopies:
 
         For another dtype, or with gaps, torch makes a host copy first.
         """
-        size = source.nbytes
         plain = target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
-        if not (size and plain and is_pinned(source)):
-            return
+        if source.nbytes and plain and is_pinned(source):
+            self.read(weak_reference(source.untyped_storage()), source.data_ptr(), source.nbytes, what, author_spot())
+
+    def read(self, storage: StorageWeakRef, address: int, size: int, what: str, place: Spot | Site) -> None:
+        """Note that an asynchronous copy reads memory of `storage`. Raises EmulationError like ``settle``."""
         self._refuse_changed()
         if self._bytes + size > _MOST_BYTES:
             self.forget()
-        address = source.data_ptr()
-        read = ctypes.string_at(address, size)
-        self._copies.append(_Copy(weak_reference(source.untyped_storage()), address, read, what, author_spot()))
+        self.pending.append(_Copy(storage, address, ctypes.string_at(address, size), what, place))
         self._bytes += size
+
+    def was_written(self, access: Access) -> None:
+        """The host wrote memory, by an operation that was seen: it may write the old bytes again."""
+        for i, copy in enumerate(self.pending):
+            if copy.address < access.end and access.first < copy.address + len(copy.read) and _differs(copy):
+                self.pending[i] = copy._replace(changed=True)
 
     def settle(self) -> None:
         """Compare all copies, because the host waited. Raises EmulationError if memory of a copy was written before."""
@@ -64,13 +73,12 @@ class PendingCopies:
 
     def forget(self) -> None:
         """Forget all copies, because it is unknown what was waited for."""
-        self._copies.clear()
+        self.pending.clear()
         self._bytes = 0
 
     def _refuse_changed(self) -> None:
-        for copy in self._copies:
-            # Pinned memory that is gone is given to nobody while a copy from it is pending.
-            if not is_gone(copy.storage) and ctypes.string_at(copy.address, len(copy.read)) != copy.read:
+        for copy in self.pending:
+            if copy.changed or _differs(copy):
                 self.forget()
                 raise EmulationError(
                     copy.what,
@@ -80,3 +88,8 @@ class PendingCopies:
                     "alternate between two buffers, or record an event behind the copy and wait for it before the"
                     " buffer is filled again",
                 )
+
+
+def _differs(copy: _Copy) -> bool:
+    """True if its source has other bytes. Pinned memory that is gone is given to nobody while a copy is pending."""
+    return not is_gone(copy.storage) and ctypes.string_at(copy.address, len(copy.read)) != copy.read

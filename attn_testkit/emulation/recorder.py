@@ -102,7 +102,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _note_use(self, operation: Operation) -> None:
         """Report to the account of streams the arguments that an eager operation reads and writes."""
-        order, stream = self.session.keeps_order, self.session.stream.cuda_stream
+        order, stream = self.session.account, self.session.stream.cuda_stream
         if order is None or private.vmap_level() is not None:
             return
         for tensor, access in accesses_of(operation.func, operation.args, operation.kwargs):
@@ -121,6 +121,10 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 order.host_touches(access, self.session.operation or str(func))
         pinned = kwargs.get("pin_memory")
         result = func(*args, **({**kwargs, "pin_memory": False} if pinned else kwargs))
+        if order is not None and order.copies.pending:
+            for _, access in accesses_of(func, args, kwargs):
+                if access.writes:
+                    order.copies.was_written(access)
         return self.session.pin(result) if pinned else result
 
     def _check(self, operation: Operation) -> None:
@@ -213,6 +217,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = operation.run()
         for _, output in operation.fresh(result):
             tag_device(output)
+            session.allocates(output)
             if session.capture is not None and session.stream.cuda_stream:
                 session.refuse(rules.OUTSIDE_ALLOCATION, str(operation.func))
             if operation.facts.name in ALLOCATES:
@@ -322,6 +327,10 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
                 tag_device(output)
                 place = allocated_at(key)
             fresh.append((position, output, capture.block(output, in_pool=True)))
+            if capture.order is not None:
+                self.session.allocates(output)
+                if operation.facts.name not in ALLOCATES:
+                    self._note_result(output)
         capture.retire_dropped_blocks()
         if fresh or written:
             if written and not operation.on_device:

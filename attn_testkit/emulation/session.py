@@ -105,7 +105,13 @@ class Session:
     def keep_order(self) -> None:
         """Start the account of order: of streams, and of copies from pinned memory."""
         if self.order is None:
-            self.order = StreamOrder(self._threads)
+            self.order = self.new_account()
+            if self.capture is not None:
+                self.capture.order = self.new_account()
+
+    def new_account(self) -> StreamOrder:
+        """An account of streams that knows nothing yet."""
+        return StreamOrder(self._threads)
 
     def pin(self, tensor: Tensor) -> Tensor:
         """Make the memory of a new host tensor pinned; returns the tensor."""
@@ -155,12 +161,26 @@ class Session:
         """The account of streams for the present work: none in a capture, where nothing runs."""
         return self.order if self.capture is None else None
 
+    @property
+    def account(self) -> StreamOrder | None:
+        """The account of streams that the memory of the present work belongs to: in a capture, that of its branches."""
+        if self.capture is None:
+            return self.order
+        return self.capture.order if self.recording else None
+
+    def allocates(self, tensor: Tensor) -> None:
+        """Note new device memory of the current stream."""
+        if self.order is not None and self.capture is not None:
+            self.order.owned_by(tensor.untyped_storage(), None)
+        elif self.order is not None:
+            self.order.allocated(tensor.untyped_storage(), self.stream.cuda_stream)
+
     def touch(self, tensor: Tensor, *, writes: bool = False, what: str = "") -> None:
         """The current stream reads or writes a tensor, if that is device memory. Raises EmulationError for a race.
 
         Call it with function modes off.
         """
-        order = self.keeps_order
+        order = self.account
         access = access_of(tensor, writes) if order is not None and is_device(tensor) else None
         if order is not None and access is not None:
             order.touch(tensor.untyped_storage(), access, self.stream.cuda_stream, what or self.operation)

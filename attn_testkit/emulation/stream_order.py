@@ -19,12 +19,15 @@ from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.pending_copies import PendingCopies
 from attn_testkit.emulation.private import StorageWeakRef, in_backward, is_gone, weak_reference
 from attn_testkit.emulation.sites import Site, Spot, author_site, author_spot, site_of
-from attn_testkit.emulation.stream_state import Clock
+from attn_testkit.emulation.stream_state import DEFAULT_STREAM_HANDLE, Clock
 
 _MOST_ACCESSES = 64
 _MOST_STORAGES = 4096
 _MOST_STREAMS = 64
 _SEVERAL_THREADS = -1
+_ROUNDED = 512
+"""torch's allocator gives freed memory to the next tensor of as many bytes, rounded up to this."""
+_MOST_LENT = 64
 
 
 class _Past(NamedTuple):
@@ -35,15 +38,22 @@ class _Past(NamedTuple):
     epoch: int
     what: str
     place: Spot | Site
+    freed: bool = False
+    """True for an access to memory that was freed, and whose place another tensor has now."""
 
 
 class _History:
     """Accesses to one storage."""
 
-    __slots__ = ("past", "weak")
+    __slots__ = ("owner", "past", "recorded", "size", "weak")
 
-    def __init__(self, storage: torch.UntypedStorage) -> None:
+    def __init__(self, storage: torch.UntypedStorage, owner: int | None) -> None:
         self.weak: StorageWeakRef = weak_reference(storage)
+        self.size = -(-storage.nbytes() // _ROUNDED)
+        self.owner = owner
+        """The stream that it was allocated on; None if another memory pool owns it."""
+        self.recorded: set[int] = set()
+        """Streams whose work its allocator waits for, by `record_stream`."""
         self.past: dict[tuple[Access, int], _Past] = {}
 
 
@@ -62,6 +72,10 @@ class StreamOrder:
         self._host: Clock = {}
         self._histories: dict[int, _History] = {}
         self._strange: set[int] = set()
+        self._owners: dict[int, tuple[StorageWeakRef, int | None]] = {}
+        """Owners of memory that is not the default stream's, by its start: a stream; None for a graph's pool."""
+        self._lent: list[_History] = []
+        """Memory that other streams than its own have used."""
         self.copies = PendingCopies()
         self.arrivals = ArrivingCopies()
 
@@ -83,6 +97,7 @@ class StreamOrder:
     def host_waits(self, work: Clock) -> None:
         """Order all later launches after `work`. Raises EmulationError like ``PendingCopies.settle``."""
         _join(self._host, work)
+        self._lent.clear()  # a device has long done what this program has dropped before a wait
         self.arrivals.arrive(self._host)
         self._settle()
 
@@ -102,6 +117,7 @@ class StreamOrder:
             history.past.clear()
         for forgotten in (self._histories, self._after, self._host):
             forgotten.clear()
+        self._lent.clear()
 
     def holds_back(self, target: Tensor, before: bytes, stream: int, what: str) -> None:
         """Hold back a non-blocking copy to the host; called after it with the result of ``ArrivingCopies.before``.
@@ -109,6 +125,10 @@ class StreamOrder:
         Call it with function modes off.
         """
         self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
+
+    def holds_back_at(self, storage: StorageWeakRef, first: int, before: bytes, stream: int, what: str) -> None:
+        """Hold back a replay's copy to the memory of `storage` from the address `first` on."""
+        self.arrivals.hold_at(storage, first, before, stream, self._epochs.get(stream, 1), what)
 
     def host_touches(self, access: Access, what: str) -> None:
         """Note that the host reads or writes memory. Raises EmulationError like ``ArrivingCopies.refuse``."""
@@ -132,6 +152,47 @@ class StreamOrder:
         if history is not None and not is_gone(history.weak) and stream not in self._strange:
             self._touch(history, access, stream, what)
 
+    def allocated(self, storage: torch.UntypedStorage, stream: int) -> None:
+        """New memory of `stream`: on a device it may be freed memory that another stream still uses.
+
+        Its accesses then count as accesses to the new memory.
+        """
+        if stream != DEFAULT_STREAM_HANDLE:
+            self.owned_by(storage, stream)
+        history = self._history(storage)
+        for freed in [each for each in self._lent if is_gone(each.weak)]:
+            late = [old for old in freed.past.values() if self._is_late(freed, old)]
+            fits = freed.owner == stream and freed.size == history.size
+            if not late or fits:
+                self._lent.remove(freed)
+            if late and fits:
+                first = storage.data_ptr()
+                for old in late:
+                    access = Access(first, first + storage.nbytes(), Span.ALL, old.access.writes)
+                    history.past[access, old.stream] = old._replace(access=access, freed=True)
+                return
+
+    def owned_by(self, storage: torch.UntypedStorage, owner: int | None) -> None:
+        """Memory of a stream; None: of a graph's pool, which gives it to no eager program."""
+        if len(self._owners) >= _MOST_STORAGES:
+            self._owners = {start: each for start, each in self._owners.items() if not is_gone(each[0])}
+        self._owners[storage.data_ptr()] = weak_reference(storage), owner
+
+    def _owner_of(self, storage: torch.UntypedStorage) -> int | None:
+        weak, owner = self._owners.get(storage.data_ptr(), (None, None))
+        return (
+            owner if weak is not None and weak.cdata == storage._cdata and not is_gone(weak) else DEFAULT_STREAM_HANDLE
+        )
+
+    def recorded(self, storage: torch.UntypedStorage, stream: int) -> None:
+        """`record_stream`: freed memory is not given to anybody before the work of `stream`."""
+        self._history(storage).recorded.add(stream)
+
+    def _is_late(self, freed: _History, old: _Past) -> bool:
+        """True if `old` may not be done when the stream that owns the memory uses it again."""
+        assert freed.owner is not None
+        return old.stream not in freed.recorded and not self._comes_after(freed.owner, old)
+
     def _clock(self, stream: int) -> Clock:
         clock = self._after.get(stream)
         if clock is None:
@@ -151,7 +212,7 @@ class StreamOrder:
         if history is None or history.weak.cdata != storage._cdata or is_gone(history.weak):
             if len(self._histories) >= _MOST_STORAGES:
                 self._forget_what_is_gone()
-            history = self._histories[start] = _History(storage)
+            history = self._histories[start] = _History(storage, self._owner_of(storage))
         return history
 
     def _forget_what_is_gone(self) -> None:
@@ -166,7 +227,7 @@ class StreamOrder:
             if not self._comes_after(stream, old) and _collide(old.access, access):
                 if self._may_be_ordered_unseen():
                     break
-                raise _race(old, access, what)
+                raise _reused(old, access, what) if old.freed else _race(old, access, what)
         if access.writes:
             for key in [key for key, old in past.items() if self._stands_for(access, stream, old)]:
                 del past[key]
@@ -174,6 +235,9 @@ class StreamOrder:
             del past[next(iter(past))]
         # Behind all others: the first of them is the oldest.
         past.pop((access, stream), None)
+        if history.owner not in (None, stream) and history not in self._lent:
+            del self._lent[: len(self._lent) + 1 - _MOST_LENT]
+            self._lent.append(history)
         past[access, stream] = _Past(access, stream, self._epochs.get(stream, 1), what, author_spot())
 
     def _stands_for(self, access: Access, stream: int, old: _Past) -> bool:
@@ -219,4 +283,16 @@ def _race(old: _Past, access: Access, what: str) -> EmulationError:
         f"it {does} memory that {old.what} at {site_of(old.place)} {did} on another stream, and nothing orders the two:"
         " the two run in any order, and the result is that of either",
         "let the later stream wait for the earlier one: current_stream().wait_stream(side), or an event",
+    )
+
+
+def _reused(old: _Past, access: Access, what: str) -> EmulationError:
+    does, did = ("writes" if access.writes else "reads"), ("writes" if old.access.writes else "reads")
+    return EmulationError(
+        what,
+        author_site(),
+        f"it {does} memory that may have been that of a tensor which {old.what} at {site_of(old.place)} {did} on"
+        " another stream: that tensor was freed before its own stream waited for the other one, and the allocator gave"
+        " its memory away",
+        "call tensor.record_stream(side) before the tensor is dropped, or let its stream wait for the other one first",
     )

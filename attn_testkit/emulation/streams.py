@@ -12,6 +12,7 @@ import torch
 from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.errors import CaptureError
 from attn_testkit.emulation.sites import author_site
+from attn_testkit.emulation.stream_order import StreamOrder
 from attn_testkit.emulation.stream_state import DEFAULT_STREAM_HANDLE, CaptureStreams, Clock, StreamState
 
 _handles = itertools.count(0x1000, 0x10)
@@ -122,8 +123,9 @@ class Event:
         self.stream = stream or current.stream
         self.capture = self.stream.capture if current.captures(self.stream.capture) else None
         self.seen = dict(self.stream.seen)
-        if current.order is not None:
-            self.work = current.order.mark(self.stream.cuda_stream)
+        account = current.order if self.capture is None else _branches(current)
+        if account is not None:
+            self.work = account.mark(self.stream.cuda_stream)
         self.cuda_event = self.cuda_event or next(_handles)
         self._time = time.perf_counter()
 
@@ -137,8 +139,9 @@ class Event:
         waiting = stream or current.stream
         if self.stream is None or self.stream is waiting:
             return
-        if current.order is not None:
-            current.order.wait(waiting.cuda_stream, self.work)
+        account = current.order if self.capture is None else _branches(current)
+        if account is not None:
+            account.wait(waiting.cuda_stream, self.work)
         if self.capture is not None and current.captures(self.capture):
             if waiting.cuda_stream == DEFAULT_STREAM_HANDLE:
                 current.refuse(rules.LEGACY_STREAM, "wait of the default stream")
@@ -162,7 +165,7 @@ class Event:
 
     def _host_knows(self) -> None:
         current = session.current()
-        if current is not None and current.order is not None:
+        if current is not None and current.order is not None and self.capture is None:
             current.order.host_waits(self.work)
 
     def elapsed_time(self, end: Event) -> float:
@@ -175,6 +178,10 @@ class Event:
 
     def __repr__(self) -> str:
         return f"<torch.cuda.Event {self.cuda_event:#x}>"
+
+
+def _branches(current: session.Session) -> StreamOrder | None:
+    return None if current.capture is None else current.capture.order
 
 
 class StreamContext:

@@ -62,4 +62,5 @@ def adopt(session: Session, tensor: Tensor) -> Tensor:
     tag_device(tensor)
     if session.capture is not None and session.recording:
         session.capture.block(tensor, in_pool=True)
+    session.allocates(tensor)
     return tensor

@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from attn_testkit.emulation.chosen_places import Places
 from attn_testkit.emulation.errors import StrayAccessError
 from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.sites import author_site
@@ -40,8 +41,12 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
+_MOST_PLACES = 4096
 Span = tuple[int, int]
 """First address, and the one behind the last."""
+Touched = Callable[[int, int, int, bool, Callable[[], Places | None]], None]
+"""Called with the start of a tensor's memory, the addresses that are used, True if they are written, and a function
+that says which of them."""
 
 
 @dataclass
@@ -54,8 +59,7 @@ class _Launch:
     storages: list[Span]
     owners: dict[int, Span]
     """The memory that belongs to each pointer of an argument."""
-    touched: Callable[[int, int, int, bool], None] | None = None
-    """Called with the start of a tensor's memory, the addresses that are used, and True if they are written."""
+    touched: Touched | None = None
     poisons: bool = False
     """True if what a masked load leaves undefined is NaN, or a large integer."""
     races: Races | None = None
@@ -76,14 +80,13 @@ _local = _Local()
 def looking_at_accesses(
     kernel: str,
     given: Mapping[str, Tensor],
-    touched: Callable[[int, int, int, bool], None] | None = None,
+    touched: Touched | None = None,
     policy: Policy = _DEFAULT,
 ) -> Iterator[None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
     ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with
-    the start of a tensor's memory, the first address and the one after the last of a load or a store, of which at least
-    one element in between is used, and True for a store.
+    the memory of each load and store.
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
     spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
@@ -186,7 +189,7 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
     if launch.touched is not None:
         for start, stop in launch.storages:
             if start <= first and end <= stop:
-                launch.touched(start, first, end, what == "store")
+                launch.touched(start, first, end, what == "store", functools.partial(_places, parts, size))
                 break
     owner = None if base is None else launch.owners.get(base)
     may = launch.spans if owner is None else [owner]
@@ -201,6 +204,13 @@ def _look(parts: Sequence[Array], size: int, base: int | None, what: str, does: 
         "mask what lies behind the last row, and look at strides and offsets: a slot or a page times a stride takes "
         "64 bits",
     )
+
+
+def _places(parts: Sequence[Array], size: int) -> Places | None:
+    """Every address of an access; None if they are too many."""
+    if np.prod([part.size for part in parts]) > _MOST_PLACES:
+        return None
+    return Places(size, tuple(np.unique(np.asarray(functools.reduce(np.add, parts))).tolist()))
 
 
 def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:

@@ -26,6 +26,7 @@ from attn_testkit.emulation import (
 )
 from attn_testkit.emulation.accesses import Access, Span
 from attn_testkit.emulation.capture import Capture
+from attn_testkit.emulation.chosen_places import Places
 from attn_testkit.emulation.errors import EmulationError, HostPointerError
 from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.program import CallNode
@@ -122,10 +123,10 @@ def _launch_of(
     return launch
 
 
-def _account_of(executor: Any, given: dict[str, Tensor]) -> Callable[[int, int, int, bool], None] | None:
+def _account_of(executor: Any, given: dict[str, Tensor]) -> triton_bounds.Touched | None:
     """Function that reports each address range of a launch once to the account of streams; None if there is no
     account."""
-    order, stream = session.require().keeps_order, session.require().stream.cuda_stream
+    order, stream = session.require().account, session.require().stream.cuda_stream
     if order is None:
         return None
     for tensor in given.values():
@@ -134,9 +135,9 @@ def _account_of(executor: Any, given: dict[str, Tensor]) -> Callable[[int, int, 
     told: set[tuple[int, int, bool]] = set()
     what = f"launch of triton kernel {executor.fn.__name__}"
 
-    def touched(start: int, first: int, end: int, writes: bool) -> None:
+    def touched(start: int, first: int, end: int, writes: bool, every: Callable[[], Places | None]) -> None:
         if (first, end, writes) not in told:
-            order.touch_address(start, Access(first, end, Span.SOME, writes), stream, what)
+            order.touch_address(start, Access(first, end, Span.SOME, writes, every()), stream, what)
             told.add((first, end, writes))
 
     return touched

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["FLOAT32", "FLUSHED", "SMALLEST", "UNIT_ROUNDOFF", "linear_limit", "row_limit"]
+__all__ = ["FLOAT32", "FLUSHED", "SMALLEST", "UNIT_ROUNDOFF", "linear_limit", "rounding", "row_limit"]
 
 UNIT_ROUNDOFF = {"bf16": 2.0**-8, "fp16": 2.0**-11, "fp32": 2.0**-24, "fp8_e4m3": 2.0**-4, "tf32": 2.0**-10}
 """tf32 is cut off, not rounded, where nobody asks for more."""
@@ -14,6 +14,15 @@ FLUSHED = 2.0**-110
 """GPU kernels flush numbers below 2^-126 to zero; so much may a sum of 2^16 of them be."""
 FLOAT32 = 2.0**-24
 """Unit roundoff of the float32 sums of every kernel."""
+
+
+def rounding(sizes: torch.Tensor, dtype: str) -> torch.Tensor:
+    """Largest error of numbers of these sizes (not negative) that are rounded to the dtype.
+
+    It shrinks with the number down to the smallest normal one. Below that it is half the spacing: 2^-25 in fp16, whose
+    smallest normal number is 2^-14.
+    """
+    return (UNIT_ROUNDOFF[dtype] * sizes).clamp(min=SMALLEST[dtype] / 2)
 
 
 def row_limit(limit: torch.Tensor, dtype: str, alike: bool = False) -> torch.Tensor:

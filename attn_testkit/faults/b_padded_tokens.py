@@ -19,7 +19,7 @@ _CAPABILITIES = LEAN.with_changes(server={"takes_more_rows": True})
 
 
 class SlotsOfTheForward(PlannedBackend):
-    """Healthy parent: a forward stores its rows in the slots of its own batch, however many there are."""
+    """Healthy parent: a forward stores its rows in the slots of its batch, however many there are."""
 
     capabilities = _CAPABILITIES
 

@@ -104,7 +104,7 @@ class PositionsTakenForSlots(SparseParent):
     slug="count-of-keys-from-lengths",
     source="flashinfer #5095 (#5075)",
     modes=_ALL,
-    checks=("matches-oracle", "finite"),
+    checks=("matches-oracle", "finite", "reads-own-kv"),
     modelled="upstream lanes behind topk_length hold what lies there; here -1 is taken for the first key",
 )
 class CountOfKeysFromLengths(SparseParent):

@@ -19,7 +19,7 @@ import torch
 from ..cases.case import CODES, DATA, parse_case
 from ..checks import Comparison
 from ..checks.observation import Observation, copies_of
-from ..oracle.expect import Expected, expect
+from ..families.expected import Expected, expect
 from ..steps.data import DTYPES, StepData, make_layers
 from ..steps.schedule import Schedule, make_schedule
 

@@ -242,8 +242,18 @@ def _batch_line(self: Any, batch: Any, hook: str, how: str) -> None:
     _record.write(line)
 
 
+def _keeps_state(self: Any, layer: Any) -> bool:
+    """True for a layer with a recurrent state, in SGLang's hybrid wrapper and behind it."""
+    softmax = getattr(self, "full_attn_layers", None)
+    if softmax is not None and layer is not None:
+        return layer.layer_id not in softmax
+    return not hasattr(layer, "tp_q_head_num")
+
+
 def _forwarded(name: str, self: Any, call: SimpleNamespace) -> None:
-    q, layer = call.places[0], call.by_name["layer"]
+    q, layer = call.places[0], call.by_name.get("layer")
+    if _keeps_state(self, layer):
+        return  # its case would need parameters and gates, which are contents of tensors
     sinks = call.by_name.get("sinks")
     about = _about(self)
     head_dim = _number(getattr(layer, "qk_head_dim", None)) or _number(layer.head_dim)

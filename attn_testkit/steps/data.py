@@ -295,7 +295,7 @@ def _of_pattern(
 def _drawn_by_layer(
     case: Case, step: Step, pattern: str, rng: np.random.Generator, q_scale: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Draw as ``_of_pattern`` does, but each layer with a pattern of its own width, in the shape of the case."""
+    """Draw as ``_of_pattern`` does, but each layer with a pattern as wide as it is, in the shape of the case."""
     found = []
     for each in case.head_maps:
         q, k, v = _of_pattern(1, each.layer, each.layer.head_dim, step, pattern, rng, q_scale)

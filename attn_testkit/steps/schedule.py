@@ -299,7 +299,7 @@ def _trees(case: Case, index: int, count: int, depth: int, rng: np.random.Genera
     if case.tree == chain(len(case.tree)):
         return (case.tree,) * count
     if index == 0:
-        # Of its own stream, so that all else is drawn as it would be if one tree served all.
+        # From a separate random stream, so that all else is drawn as it would be if one tree served all.
         rng = np.random.default_rng(case.digest ^ 0x7E)
         others = (random_tree(len(case.tree), case.topk, depth, rng) for _ in range(count - 1))
         return (case.tree, *others)

@@ -58,7 +58,7 @@ def test_the_oracle_answers_nobody_in_a_process_that_runs_a_backend() -> None:
 import gc
 from attn_testkit.families.softmax import answer, attention
 from attn_testkit.families.table import FAMILIES
-from attn_testkit.oracle import expect
+from attn_testkit.families import expected as expect
 from attn_testkit.running.hygiene.oracle_sealed import seal_oracle
 held = attention.attend, expect.expect, expect._answer.__wrapped__, answer.attend_with_limit
 held += tuple(family.answer for family in FAMILIES.values())

@@ -6,12 +6,14 @@ Ends with code 1 if the result is wrong.
 """
 
 import contextlib
+import os
 import sys
 
 import torch
 
 DEVICE, RUNS = "cuda", contextlib.nullcontext()
 if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
     from attn_testkit.bridges.sglang.imports import prepare
     from attn_testkit.emulation import emulated_cuda
 

@@ -17,6 +17,8 @@ from attn_testkit.bridges.sglang import NAMES
 from attn_testkit.bridges.sglang.capabilities import CAPABILITIES, CAPABILITIES_OF_OLDER, OF_SGLANG
 from attn_testkit.bridges.sglang.versions import CURRENT, OLDER
 from attn_testkit.cases.case import parse_case
+from attn_testkit.cases.declared import not_declared
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import SGLANG, Capabilities, ForwardMode
 from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
 from attn_testkit.running.planning.known_failures import load_known
@@ -97,6 +99,15 @@ def test_of_the_older_release_only_what_is_driven_is_taken(monkeypatch: pytest.M
         load_backend("sglang:flashinfer")
 
 
+@pytest.mark.parametrize("name", ["gdn", "gdn_hybrid", "kda", "mamba2", "lightning"])
+def test_every_case_of_a_class_with_states_has_the_conventions_that_it_declares(name: str) -> None:
+    declared = CAPABILITIES[name].capabilities
+    for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND):
+        cases = generate(declared, mode, "core")
+        assert cases
+        assert not [case.id for case in cases if not_declared(declared, case)]
+
+
 @pytest.mark.parametrize("version", [CURRENT, OLDER])
 def test_the_script_that_messages_name_makes_an_environment_of_each_version(version: str) -> None:
     pins = (ROOT / "ci" / "servers" / f"sglang-{version}.txt").read_text().splitlines()
@@ -114,6 +125,7 @@ def test_the_script_that_messages_name_makes_an_environment_of_each_version(vers
                 "sglang:dsa",
                 "sglang:dsa_fused",
                 "sglang:kda",
+                "sglang:lightning",
                 "sglang:triton",
                 "sglang_bugs:FP8",
                 "sglang_bugs:WindowsInDecode",

@@ -68,3 +68,15 @@ def test_a_log_sum_exp_that_was_rounded_on_its_way_is_not_what_float32_is(tmp_pa
     assert checks_of(rounded) == {"log-sum-exp"}
     (supported,) = results_of(tmp_path, "--backend", "vllm:triton_mla", *case)
     assert supported["status"] == "passed"
+
+
+@pytest.mark.parametrize(
+    ("bug", "mode"), [("ShortDecodes", "decode"), ("FirstTable", "decode"), ("ChunkFromZero", "extend")]
+)
+def test_wrong_metadata_of_an_indexer_are_found_and_those_of_vllm_pass(tmp_path: Path, bug: str, mode: str) -> None:
+    which = ("--mode", mode, "-k", "idx")
+    failed = results_of(tmp_path, "--backend", f"vllm_index_metadata:{bug}", *which, "-x")[-1]
+    assert checks_of(failed) <= {"selects-best", "selection-well-formed"}
+    assert failed["status"] == "failed"
+    without = results_of(tmp_path, "--backend", "vllm_index_metadata:Metadata", *which, "--case", failed["case"])
+    assert [each["status"] for each in without] == ["passed"]

@@ -10,7 +10,7 @@ from later import came_later
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.families.expected import Expected, expect
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.numerics import Numerics
 from attn_testkit.steps.schedule import make_schedule

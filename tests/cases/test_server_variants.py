@@ -13,7 +13,7 @@ from attn_testkit.cases.server_variants import SERVER_VARIANTS, variant_of
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map
 from attn_testkit.steps.schedule import make_schedule

@@ -11,7 +11,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, Outputs, StepInputs, copies_of
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.families.expected import Expected, expect
 from attn_testkit.steps.data import draft_topk
 from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 

@@ -10,7 +10,7 @@ from by_hand import schedule_of
 
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
-from attn_testkit.oracle.expect import Expected, expect
+from attn_testkit.families.expected import Expected, expect
 from attn_testkit.steps.data import DTYPES
 from attn_testkit.steps.schedule import Schedule
 

@@ -15,7 +15,7 @@ from attn_testkit.checks.key_counts import HALF_A_KEY, codes_of, in_keys, key_ra
 from attn_testkit.checks.miscounts import find_miscounts
 from attn_testkit.checks.numeric import matches_oracle
 from attn_testkit.contract import Capabilities
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.schedule import make_schedule
 

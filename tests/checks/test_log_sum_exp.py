@@ -14,8 +14,8 @@ from attn_testkit.checks.log_sum_exp import log_sum_exp
 from attn_testkit.checks.lse_patterns import LseEvidence
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.contract import LogSumExp
+from attn_testkit.families.expected import Expected, expect
 from attn_testkit.families.softmax.answer import attend_with_limit
-from attn_testkit.oracle.expect import Expected, expect
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import make_layers
 

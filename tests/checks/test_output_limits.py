@@ -21,7 +21,7 @@ from by_hand import (
 
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.outputs import mode_outputs
-from attn_testkit.oracle.expect import Expected
+from attn_testkit.families.expected import Expected
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.data import draft_topk
 

@@ -116,13 +116,13 @@ def test_functions_of_the_kit_count_with_all_that_they_call_and_others_by_themse
     monkeypatch.syspath_prepend(str(CI))
     command = importlib.import_module("bench")
     stats = {
-        ("/somewhere/attn_testkit/oracle/expect.py", 41, "expect"): (1, 1, 0.5, 4.0, {}),
+        ("/somewhere/attn_testkit/families/expected.py", 41, "expect"): (1, 1, 0.5, 4.0, {}),
         ("/somewhere/runner_modes/replay.py", 7, "replay"): (1, 1, 0.0, 3.0, {}),
         ("~", 0, "<method 'exp_'>"): (9, 9, 2.0, 2.0, {}),
         ("/lib/python3.11/threading.py", 10, "wait"): (1, 1, 0.0, 9.0, {}),
     }
     assert command._by_function(stats) == {
-        "expect (attn_testkit/oracle/expect.py:41)": 4.0,
+        "expect (attn_testkit/families/expected.py:41)": 4.0,
         "replay (runner_modes/replay.py:7)": 3.0,
         "<method 'exp_'>, by itself": 2.0,
         "wait, by itself": 0.0,

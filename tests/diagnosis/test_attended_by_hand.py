@@ -26,7 +26,7 @@ from attn_testkit.diagnosis.attended_keys import (
 )
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.rerun import Rerunner
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.foreign_slots import PLACES
 from attn_testkit.steps.schedule import Schedule, make_schedule

@@ -18,8 +18,8 @@ from attn_testkit.diagnosis.changed_case import DRAWS, ChangedCases, with_keys_u
 from attn_testkit.diagnosis.hints import Evidence, hints
 from attn_testkit.diagnosis.hints.changed import later_tiles, right_with_fewer_requests, right_without
 from attn_testkit.diagnosis.raised import explain_raised
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 CASE = "decode-gqa2x2-d32-fp32-p16-k63.40x2-shuffled-gauss-w4-cap1.5-sink-b4prod"

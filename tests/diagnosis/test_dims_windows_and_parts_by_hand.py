@@ -17,7 +17,7 @@ from attn_testkit.diagnosis.hints.heads import some_dims, some_heads
 from attn_testkit.diagnosis.hints.keys import key_range, window_of_another_layer
 from attn_testkit.diagnosis.hints.rows import rows_of_others
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule
 
 WINDOW = schedule_of("extend-gqa2x2-d32-fp32-p4-k20.9.5-n12a12.2.3-shuffled-gauss-w4-b3prod")

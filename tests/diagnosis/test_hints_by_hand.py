@@ -22,7 +22,7 @@ from attn_testkit.diagnosis.hints.heads import part_of_a_head
 from attn_testkit.diagnosis.hints.hint import Hint, Level, hint, in_order
 from attn_testkit.diagnosis.hints.keys import key_range, pool_layout, read_twice
 from attn_testkit.diagnosis.hints.numbers import right_keys
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p16-k299.40-shuffled-gauss-b2prod"))

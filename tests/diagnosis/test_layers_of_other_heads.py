@@ -13,7 +13,7 @@ from attn_testkit.checks.numeric import finite, matches_oracle, output_written
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.hints import Evidence, heads
 from attn_testkit.diagnosis.misrouted_rows import find_misrouted
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import make_schedule
 
 CASE = "decode-gqa2x4-d64-fp32-p4-k19.40.6-shuffled-gauss-layers3from5by4x2d32.8x4d64-b4prod"

@@ -12,7 +12,7 @@ from test_other_places_by_hand import attended, evidence, right, schedule_of, wi
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.assumed_keys import lengths_of_others
 from attn_testkit.diagnosis.hints.keys import key_range
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule
 
 DECODE = schedule_of("decode-gqa2x2-d32-fp32-p4-k3.9.20.5.40-shuffled-gauss-b5prod")

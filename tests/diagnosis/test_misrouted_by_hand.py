@@ -15,8 +15,8 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation
 from attn_testkit.diagnosis.misrouted_rows import _like, find_misrouted
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.attention import attend
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.schedule import Schedule, make_schedule
 

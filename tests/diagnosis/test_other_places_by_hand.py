@@ -19,8 +19,8 @@ from attn_testkit.diagnosis.hints.heads import heads_not_computed, results_of_ot
 from attn_testkit.diagnosis.hints.keys import key_range, own_rows_mixed, window_of_another_layer
 from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 

@@ -15,8 +15,8 @@ from attn_testkit.checks import Comparison
 from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence, hints
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.schedule import Schedule, make_schedule
 

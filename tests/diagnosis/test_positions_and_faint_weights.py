@@ -21,7 +21,7 @@ from attn_testkit.diagnosis.hints.keys import key_range, stored_elsewhere, weigh
 from attn_testkit.diagnosis.hints.rows import uneven_offsets
 from attn_testkit.diagnosis.hints.values import last_rows_right, nothing_computed
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule
 
 EXTEND = schedule_of("extend-gqa2x2-d32-fp32-p4-k3.9.5-n12a12.1.3-shuffled-gauss-b3prod")

@@ -17,8 +17,8 @@ from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.hints.assumed_numbers import other_scaling
 from attn_testkit.diagnosis.hints.numbers import right_keys
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.schedule import make_schedule
 

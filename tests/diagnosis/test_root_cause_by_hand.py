@@ -18,7 +18,7 @@ from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import questions, root_cause
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 

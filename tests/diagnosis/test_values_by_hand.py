@@ -24,7 +24,7 @@ from attn_testkit.diagnosis.hints.values import (
     rows_of_other_layers,
 )
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import new_kv
 from attn_testkit.steps.schedule import Schedule, make_schedule
 

@@ -12,8 +12,8 @@ from test_parameters_by_hand import attended, evidence, scales
 from attn_testkit.cases.case import parse_case
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.assumed_numbers import vanished_weights
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.attention import attend
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.numerics import Numerics
 from attn_testkit.steps.patterns import FAINT_RUN

@@ -235,15 +235,55 @@ def test_a_mask_may_pick_nothing():
 
 @pytest.mark.parametrize("look", [torch.zeros_like, torch.empty_like, torch.Tensor.t, torch.Tensor.numel])
 def test_who_asks_for_a_shape_reads_nothing(look):
-    _, y = doubled()
+    x = ones()
+    y = doubled_on(forked(), x)
     look(y.view(2, 4))
+    del x
+
+
+def dropped() -> torch.cuda.Stream:
+    """A side stream that reads a tensor of this stream, which is dropped."""
+    x = ones()
+    side = forked()
+    doubled_on(side, x)
+    return side
+
+
+def test_freed_memory_that_a_side_stream_still_reads_may_be_allocated_but_not_written():
+    dropped()
+    y = torch.empty(8, device="cuda")
+    with pytest.raises(EmulationError, match=r"Tensor.fill_.*that tensor was freed.*record_stream"):
+        y.fill_(3)
+
+
+@pytest.mark.parametrize("size", [8, 128, 129])
+def test_it_is_given_to_who_asks_for_as_many_bytes(size):
+    dropped()
+    with pytest.raises(EmulationError, match="record_stream") if size <= 128 else contextlib.nullcontext():
+        torch.zeros(size, device="cuda")
+
+
+@pytest.mark.parametrize("order", ["main().wait_stream(side)", "side.synchronize()", "torch.cuda.synchronize()"])
+def test_it_may_be_written_by_who_waited(order):
+    side = dropped()
+    eval(order, {**globals(), "side": side})
+    torch.zeros(8, device="cuda")
+
+
+def test_it_is_not_given_to_another_stream():
+    other = torch.cuda.Stream()
+    dropped()
+    with torch.cuda.stream(other):
+        torch.zeros(8, device="cuda")
 
 
 def test_memory_that_was_freed_is_not_that_of_its_successor():
     side = forked()
     for size in range(1, 40):
-        y = doubled_on(side, torch.empty(size, device="cuda"))
-        del y
+        x = torch.empty(size, device="cuda")
+        y = doubled_on(side, x)
+        x.record_stream(side)
+        del x, y
         assert torch.full((size,), 2.0, device="cuda").sum() == 2 * size
 
 

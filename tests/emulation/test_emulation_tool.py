@@ -24,7 +24,7 @@ def own_process_state(monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
 
 
-def test_a_right_program_ends_with_0_and_an_optimizer_runs(capfd):
+def test_a_right_program_ends_with_0_and_optimizer_sampler_and_functions_run(capfd):
     assert main(["run", SCRIPT, "optimizer"]) == 0
     assert "3 launches of 1 kinds" in capfd.readouterr().err, "integers of a width are one kernel"
 

@@ -37,6 +37,44 @@ def optimizer_steps() -> None:
         optimizer.step()
 
 
+def optimizer_in_a_graph() -> None:
+    weight, graph = torch.ones(64, device="cuda", requires_grad=True), torch.cuda.CUDAGraph()
+    optimizer = torch.optim.Adam([weight], lr=0.1, capturable=True)
+    weight.grad = torch.ones_like(weight)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        optimizer.step()
+    torch.cuda.current_stream().wait_stream(side)
+    with torch.cuda.graph(graph):
+        optimizer.step()
+    for _ in range(2):
+        graph.replay()
+    assert optimizer.state[weight]["step"].item() == 3
+    assert torch.allclose(weight, torch.full_like(weight, 0.7), atol=1e-4)
+
+
+def sampler_in_a_graph() -> None:
+    logits, graph = torch.zeros(4, 100, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        top, at = (logits / 0.7).softmax(-1).topk(20)
+        token = at.gather(1, torch.multinomial(top, 1))
+    logits[:, 42] = 1000
+    graph.replay()
+    assert token.flatten().tolist() == [42] * 4
+
+
+def transformed_functions_in_a_graph() -> None:
+    x, graph = torch.ones(3, 4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = torch.func.vmap(lambda a, b: (a * b).sum())(x, x)
+        slope = torch.func.grad(lambda a: (a**2).sum())(x)
+    x.fill_(2)
+    graph.replay()
+    assert rows.tolist() == [16] * 3
+    assert slope.flatten().tolist() == [4] * 12
+
+
 def main(what: str) -> None:
     x = torch.randn(100, device="cuda")
     out = torch.empty_like(x)
@@ -45,6 +83,9 @@ def main(what: str) -> None:
     assert torch.allclose(out, 2 * x)
     if what == "optimizer":
         optimizer_steps()
+        optimizer_in_a_graph()
+        sampler_in_a_graph()
+        transformed_functions_in_a_graph()
     if what == "large":
         wide = torch.randn(64, 2048, device="cuda", dtype=torch.bfloat16)
         product[(1,)](wide, torch.empty(64, 64, device="cuda"), WIDTH=2048, num_warps=8)

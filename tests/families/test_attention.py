@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax import attention
 from attn_testkit.families.softmax.attention import attend
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.schedule import make_schedule
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from in_process import check_backend
@@ -71,6 +73,23 @@ def test_all_cases_of_a_hybrid_backend_have_both_kinds_and_those_of_others_one()
     assert not not_declared(hybrid, case)
     assert "softmax layers between" in str(not_declared(alone, case))
     assert "states without softmax" in str(not_declared(hybrid, parse_case(DECODE.replace("hybrid", ""))))
+
+
+class SlotsByTheRequestTable(TorchNativeHybridBackend):
+    """Takes the slot of a live request from the table of its request row, as SGLang does."""
+
+    def forward(self, q, k, v, layer, batch, **given):  # type: ignore[no-untyped-def,override]
+        live = batch.batch_size - (getattr(batch, "num_padding", 0) or 0)
+        held = self.context.state.req_to_state[batch.req_pool_indices[:live]]
+        batch = dataclasses.replace(
+            batch, state=dataclasses.replace(batch.state, indices=torch.cat([held, batch.state.indices[live:]]))
+        )
+        return super().forward(q, k, v, layer, batch, **given)
+
+
+def test_the_request_table_of_a_hybrid_model_names_the_slots_of_its_batches() -> None:
+    found = check_backend(SlotsByTheRequestTable, cases=[DECODE], executions=["eager"], device="cpu")
+    assert [each.status for each in found if each.case] == ["passed"]
 
 
 @pytest.mark.parametrize("backend", [TorchNativeHybridBackend, HybridAsItIs])

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import Attention
 from attn_testkit.families.softmax.limits import key_factor
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_step_data
 from attn_testkit.steps.schedule import make_schedule
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.families.expected import expect
 from attn_testkit.families.rounding import linear_limit, row_limit
 from attn_testkit.families.softmax.attention import Attention
 from attn_testkit.families.softmax.limits import attention_limit
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.schedule import make_schedule
 
 EXACT = 1e-12

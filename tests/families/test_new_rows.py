@@ -9,7 +9,7 @@ import torch
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, ForwardMode
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.running.case_runs.case_run import schedule_for
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.numerics import Numerics

@@ -10,10 +10,10 @@ from attn_testkit.runner_modes.kv_splits import merged
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.dimensions.kv_splits import splits_of
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.attention import Attention, attend
 from attn_testkit.families.softmax.kv_splits import attend_split
 from attn_testkit.families.softmax.limits import lse_limit, merged_limit, merged_lse_limit
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.schedule import make_schedule
 

@@ -10,11 +10,11 @@ import torch
 
 from attn_testkit.cases.case import DATA, EXTREME_DATA, Case, parse_case
 from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend
 from attn_testkit.families.softmax.limits import attention_limit, lse_limit
 from attn_testkit.families.softmax.query_rounding import query_rounding
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import StepData, make_layers, make_step_data
 from attn_testkit.steps.numerics import Numerics
 from attn_testkit.steps.query_scales import held_queries, large_or_small

@@ -282,3 +282,41 @@ def test_rounded_products_of_a_convolution_are_within_the_limit_of_who_declares_
         off.append(float(((got - want).abs() / limit).max()))
     assert not torch.equal(rounded, right)
     assert off[0] > 1 > off[1]
+
+
+_SMALL_VALUES = "decode-kda2x2-d64-fp16-p16-k0.33.0.4-shuffled-mild_decay-k64w4s32.slot0-layers3from5-b4nan"
+
+
+def as_kernels_convolve(data: StateStepData, layer_index: int, rounds_to: torch.dtype) -> torch.Tensor:
+    """Rows of one decode after a convolution whose results are rounded to a dtype, float64."""
+    layer = data.layers[layer_index]
+    assert layer.conv_weight is not None
+    inputs = torch.cat([data.windows[layer_index], data.q[layer_index][..., None]], -1).double()
+    found = (inputs * layer.conv_weight.double()).sum(-1)
+    found = found if layer.conv_bias is None else found + layer.conv_bias.double()
+    return torch.nn.functional.silu(found).to(rounds_to).double()
+
+
+def test_activations_below_the_smallest_normal_number_of_fp16_round_by_half_a_spacing() -> None:
+    """Their errors do not shrink with them: a state of 4e-7 was off by 3.9 limits on an H100."""
+    data, flushed = data_of(_SMALL_VALUES), []
+    for layer in range(3):
+        want, limit = _convolved(data.layers[layer], layer, data)
+        got, small = as_kernels_convolve(data, layer, torch.float16), want.abs() < 2.0**-14
+        assert bool(((got - want).abs() <= limit).all())
+        assert bool((limit[small] <= 2.0**-25 + 1e-6 * want.abs()[small] + 1e-9).all()), "no more than half a spacing"
+        flushed.append(((got.masked_fill(small, 0.0) - want).abs() > limit).any())
+    assert any(flushed), "a kernel that flushes subnormal numbers is over the limit"
+
+
+def test_subnormal_factors_of_products_are_allowed_for_who_rounds_them_only() -> None:
+    """A state that is small itself: what a chunked kernel in fp16 reads of it is rounded by half a spacing."""
+    data = data_of(case_id("lightning2", dtype="fp16", data="mild_decay"))
+    small = replace(data, q=data.q * 2.0**-12, states=data.states * 2.0**-24)
+    exact, rounds = recur(small), recur(replace(small, products="model"))
+    k_dim = data.shape.k_dim
+    state = small.states[0].double()
+    moved = torch.linalg.vector_norm(state.half().double() - state, dim=-1).max()
+    assert float(moved) > float((exact.state_limit[0] / 2).max()), "half of the limit is what may round"
+    assert float(moved) < 2.0**-25 * k_dim**0.5
+    assert bool((rounds.state_limit > exact.state_limit).all())

@@ -136,6 +136,17 @@ def test_core_tries_values_that_its_array_has_no_room_for(mode: ForwardMode) -> 
     assert {name for name, _ in not_covered(many, mode, generate(many, mode, "smoke"))} >= {"state k_dim", "head_dim"}
 
 
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY])
+def test_no_case_asks_for_a_convention_that_is_not_declared(mode: ForwardMode) -> None:
+    """A backend of bf16 states was given float32 ones, in the small cases of values that no other case has."""
+    state = State(
+        k_dims={32, 64}, dtypes={"bf16"}, orders={"kv"}, padding={"write_zero"}, fresh={"zeroed"},
+        rollback={"slots"}, conv_widths={2, 4},
+    )  # fmt: skip
+    few = DECLARED.with_changes(gqa_ratios={1, 2, 3, 4, 8}, state=state)
+    assert not [case.id for tier in ("smoke", "core") for case in generate(few, mode, tier) if not_declared(few, case)]
+
+
 def test_the_minimal_case_keeps_a_state() -> None:
     case = minimal_case(DECLARED, ForwardMode.DECODE)
     assert case.state == StateShape(32, 1)

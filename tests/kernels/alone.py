@@ -107,7 +107,8 @@ VLLM: Given = {
 }
 SGLANG: Given = {
     "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},
-    "sglang.srt.environ": {"envs": None},  # read on ROCm alone
+    # Read at import, and used on ROCm alone.
+    "sglang.srt.environ": {"envs": SimpleNamespace(SGLANG_MLA_HCA_KV_SPLITS=SimpleNamespace(get=lambda: 0))},
     "sglang.srt.utils": {
         "get_device_core_count": lambda index=0: torch.cuda.get_device_properties(index).multi_processor_count,
         "is_cuda": torch.cuda.is_available,
@@ -115,6 +116,7 @@ SGLANG: Given = {
         "is_gfx95_supported": lambda: False,
         "is_gfx1250_supported": lambda: False,
     },
+    "sglang.srt.utils.common": {"is_gfx95_supported": lambda: False, "is_gfx1250_supported": lambda: False},
 }
 # Without the compiled store of GPUs with PDL: the Triton kernel behind it runs.
 SGLANG_STORE: Given = {

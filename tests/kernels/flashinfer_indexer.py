@@ -28,7 +28,7 @@ class PageTableTransform(TorchNativeSparseBackend):
             indexer=Indexer(heads={4, 64}, reuses_selections=True),
         ),
         deterministic=False,
-        requires=Requires(packages=("flashinfer",), sm=(80, 120)),
+        requires=Requires(packages=("flashinfer-python",), sm=(80, 120)),
     )  # fmt: skip
 
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

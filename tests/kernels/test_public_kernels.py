@@ -28,6 +28,7 @@ needs_wheels = pytest.mark.skipif(not INSTALLED, reason="the wheels are not inst
 GQA, MHA, MLA = "gqa2x2-d64-fp16-p16", "mha2-d64-bf16-p16", "mla16-d512r64-bf16-p16"
 GDN = "gdn4x2-d64-bf16-p16"
 SPARSE_DECODE = "decode-mla16-d512r64-bf16-p64-k99.37-shuffled-gauss-sel64slots-b2prod"
+SPARSE_SINK = "decode-mla4-d448r64-bf16-p64-k99.37-shuffled-gauss-sink-sel64slots-b2prod"
 SPARSE_EXTEND = "extend-mla16-d512r64-bf16-p64-k99.37-n2a2.1-shuffled-gauss-sel64slots-b2prod"
 RIGHT = {
     "sglang_kernels:Decode": f"decode-{GQA}-k3.37.9-shuffled-gauss-b4prod",
@@ -38,6 +39,9 @@ RIGHT = {
     "sglang_kernels:SparseMLAPrefillUnion2": SPARSE_EXTEND,
     "sglang_kernels:SparseMLAForward": SPARSE_DECODE,
     "sglang_kernels:SparseMLAPacked": SPARSE_DECODE.replace("sel64", "kvfp8dsmla-sel64"),
+    "sglang_dsv4:UnifiedDecode": SPARSE_SINK,
+    "sglang_dsv4:UnifiedDecodeSplits": SPARSE_SINK,
+    "sglang_dsv4:UnifiedPrefill": SPARSE_SINK,
     "sglang_indexer:IndexerAmax": SPARSE_DECODE.replace("slots", "slots-idx4"),
     "sglang_indexer:IndexerPowersOfTwo": SPARSE_EXTEND.replace("slots", "slots-idx4pow2gauss"),
     "sglang_states:DeltaRule": f"target-verify-{GDN}-k9.1-chain2-shuffled-mild_decay-k64w4s32-b2prod",
@@ -170,7 +174,7 @@ def test_there_is_a_proof_for_each_file_of_proofs_and_the_findings_page_names_it
 def test_the_nightly_runs_every_adapter_and_known_failures_are_of_adapters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(HERE)
     nightly = (ROOT / "ci" / "nightly_servers.sh").read_text()
-    listed = set(re.findall(r"\w+_(?:kernels|indexer|states):\w+", nightly))
+    listed = set(re.findall(r"\w+_(?:kernels|indexer|states|dsv4):\w+", nightly))
     assert listed == {*RIGHT, *WRONG}
     assert KNOWN.name in nightly
     for each in load_known(KNOWN):

@@ -156,6 +156,15 @@ batch = N(forward_mode=N(name="MIXED"), batch_size=2, spec_info=None, seq_lens=T
 backend.init_forward_metadata(batch)
 layer = N(layer_id=3, tp_q_head_num=16, tp_k_head_num=1, qk_head_dim=576, head_dim=576, v_head_dim=512,
           sliding_window_size=-1, logit_cap=0.0, scaling=0.1)
+# Layers with a recurrent state: GDN's, one of Lightning in a hybrid wrapper, and a call with Mamba2's mixer.
+backend.forward(None, None, None, N(layer_id=0, num_v_heads=4), batch, mixed_qkv=Tensor())
+class Hybrid(Theirs):
+    full_attn_layers = [3]
+Hybrid(N(page_size=64)).forward(Tensor(), None, None, N(layer_id=1, tp_q_head_num=4, tp_k_head_num=4), batch)
+class Mamba(AttentionBackend):
+    def forward(self, mixer, hidden_states, layer_id):
+        return hidden_states
+Mamba().forward(None, Tensor(), 2)
 backend.forward(Tensor(), None, None, layer, batch, sinks=None)
 batch.forward_mode.name = "DECODE"
 backend.init_forward_metadata(batch)

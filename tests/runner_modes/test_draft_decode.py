@@ -19,7 +19,7 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import DraftDecodeInput, ForwardBatch, Unsupported
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p16-k3.15.40-topk2steps4-shuffled-gauss-b4{padding}"

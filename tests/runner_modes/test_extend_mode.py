@@ -20,7 +20,7 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import ForwardBatch, ForwardMode
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 EXTEND = "extend-gqa2x2-d64-bf16-p16-k3.15.40-n10a17.1.2-chunks3-shuffled-gauss-b4prod"

@@ -21,7 +21,7 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, LegacyGraphHooks, VerifyInput
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.results.case_result import Status
 from attn_testkit.steps.schedule import Schedule, make_schedule
 

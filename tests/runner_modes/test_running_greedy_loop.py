@@ -18,7 +18,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.lossless import GeneratedTokens, lossless, ran_to_its_end
 from attn_testkit.contract import AttentionBackend, ForwardMode
 from attn_testkit.emulation import emulated_cuda
-from attn_testkit.oracle.expect import Expected, expect_of
+from attn_testkit.families.expected import Expected, expect_of
 from attn_testkit.steps.greedy_loop import Loop, data_of_tokens, loop_modes, make_loop
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p{page}-k17.32.1-topk{k}steps{s}-loop{rounds}-shuffled-gauss-b4prod"

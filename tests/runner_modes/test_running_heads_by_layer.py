@@ -21,8 +21,8 @@ from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import KV_LAYOUTS, AttentionLayer, HeadShape, KVLayer, KVPoolSpec, Unsupported
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
+from attn_testkit.families.expected import expect
 from attn_testkit.faults.controls_of_layouts import KeysInPiecesOfEight
-from attn_testkit.oracle.expect import expect
 from attn_testkit.running.case_runs.evaluate import step_inputs
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import slot_map

@@ -20,7 +20,7 @@ from attn_testkit.checks.comparison import Comparison
 from attn_testkit.contract import KV_LAYOUTS, ForwardBatch, KVGroup, Unsupported, refuse_undeclared
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.examples import MinimalBackend
-from attn_testkit.oracle.expect import expect
+from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import slot_map, table_of_group
 from attn_testkit.steps.schedule import make_schedule

@@ -12,6 +12,7 @@ from attn_testkit.checks.failures import from_exception
 from attn_testkit.graphs.allocator import give_back_idle_memory
 from attn_testkit.graphs.poison import Canaries, churn
 from attn_testkit.running.case_runs.worker_main import given_up
+from attn_testkit.running.processes.device_memory import filled_by_others
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -137,3 +138,23 @@ def test_a_device_that_is_full_when_the_kit_needs_memory_is_no_bug_of_the_kit() 
     assert answer.lost.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
     assert "fewer --jobs" in answer.lost
     assert str(given_up(ValueError("x"))).startswith("ValueError: x")
+
+
+def shares_a_device(monkeypatch: pytest.MonkeyPatch, own: int) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (46 * MIB, 80 * 1024 * MIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: own)
+
+
+@pytest.mark.parametrize(("own", "by_others"), [(40 * 1024 - 2, True), (40 * 1024 - 1, False)])
+def test_a_device_that_others_fill_says_nothing_about_the_backend(
+    own: int, by_others: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares_a_device(monkeypatch, own * MIB)
+    assert bool(filled_by_others(FULL)) is by_others
+    answer = given_up(FULL)
+    assert isinstance(answer, RunRecord)
+    assert bool(answer.not_here) is by_others
+    assert bool(answer.lost) is not by_others
+    assert not filled_by_others(RuntimeError(str(FULL)))
+    if by_others:
+        assert "80.0 GiB of 80.0 GiB are used, 40.0 GiB of them by this process" in answer.not_here

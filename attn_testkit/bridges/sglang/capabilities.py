@@ -102,11 +102,38 @@ _OF_KDA = {
     "max_topk": Line("max_topk", 1, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
     "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
 }
+_MIXER = "layers/attention/mamba/mamba.py"
+_OF_MAMBA2 = {
+    "eager": Line("eager", {D, V, X}, f"{_MIXER}:MambaMixer2.forward"),
+    "families": Line("families", {"mamba"}, f"{_HYBRID}:Mamba2AttnBackend"),
+    "gqa_ratios": Line("gqa_ratios", {1, 2, 4}, f"{_MIXER}:MambaMixer2.forward"),
+    "head_dims": Line("head_dims", {64}, f"{_MIXER}:MambaMixer2.forward"),
+    "max_q_rows": Line("max_q_rows", 6, f"{_MIXER}:MambaMixer2.forward"),
+    "max_topk": Line("max_topk", 1, f"{_MIXER}:MambaMixer2.forward"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_HYBRID}:Mamba2AttnBackend"),
+}
+_LIGHTNING = "layers/attention/linear/lightning_backend.py"
+_SEG_LA = "../kernels/ops/attention/linear/seg_la.py:seg_la_fwd"
+_OF_LIGHTNING = {
+    "eager": Line("eager", {D, V, X}, f"{_LIGHTNING}:LightningAttentionBackend.forward_extend"),
+    "families": Line("families", {"lightning"}, f"{_LIGHTNING}:LightningAttentionBackend"),
+    "gqa_ratios": Line("gqa_ratios", {1}, _SEG_LA),
+    # A decode takes 128 columns of a key at once, and none of a shorter key.
+    "head_dims": Line("head_dims", {128}, _SEG_LA),
+    "max_q_rows": Line("max_q_rows", 6, _SEG_LA),
+    "max_topk": Line("max_topk", 1, f"{_LIGHTNING}:LightningAttentionBackend.__init__"),
+    "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_LIGHTNING}:LightningAttentionBackend"),
+}
 _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
     conv_products="model",
 )  # fmt: skip
 _KDA_STATE = replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False)
+
+_MAMBA_STATE = replace(_GDN_STATE, k_dims=frozenset({64, 128}), fresh=frozenset({"flag"}))
+_LIGHTNING_STATE = State(
+    k_dims={128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, fresh={"zeroed"}, products="tf32"
+)
 
 CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "torch_native": BridgeCapabilities(
@@ -347,6 +374,22 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         (
             *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
             Line("state", _KDA_STATE, f"{_KDA}:KDAAttnBackend._convolve_prefill"),
+        ),
+        keeps_states=True,
+    ),
+    "mamba2": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_MAMBA2.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _MAMBA_STATE, "configs/nemotron_h.py:NemotronHConfig.mamba2_cache_params"),
+        ),
+        keeps_states=True,
+    ),
+    "lightning": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_LIGHTNING.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _LIGHTNING_STATE, "configs/bailing_hybrid.py:BailingHybridConfig.mamba2_cache_params"),
         ),
         keeps_states=True,
     ),

@@ -63,7 +63,7 @@ class _ModelConfig:
         self.hidden_size = heads * first.v_head_dim
         self.kv_lora_rank, self.qk_rope_head_dim = first.kv_lora_rank or None, rope
         self.qk_nope_head_dim = first.kv_lora_rank
-        self.is_generation = True
+        self.is_generation, self.is_draft_model = True, False
         self.is_encoder_decoder = self.is_multimodal = self.model_is_mrope = False
         self.quantization = self.attention_chunk_size = self.linear_attn_registry_result = None
         self.sliding_window_size = window

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from sglang.srt.configs.bailing_hybrid import BailingHybridConfig
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
+from sglang.srt.configs.nemotron_h import NemotronHConfig
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.mem_cache.memory_pool import HybridLinearKVPool, HybridReqToTokenPool
 
@@ -40,6 +42,20 @@ class _KimiLinear(_OfKit, KimiLinearConfig):  # type: ignore[misc]
     pass
 
 
+class _NemotronH(_OfKit, NemotronHConfig):  # type: ignore[misc]
+    def __init__(self, **values: Any) -> None:  # transformers makes a constructor for a class that has none
+        super().__init__(**values)
+
+    @property
+    def mamba_layer_ids(self) -> list[int]:
+        return self.of_kit[0]
+
+
+class _Bailing(_OfKit, BailingHybridConfig):  # type: ignore[misc]
+    def __init__(self, **values: Any) -> None:  # as above
+        super().__init__(**values)
+
+
 def _gdn(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
     first = state.layers[0]
     return _Qwen3Next(
@@ -58,7 +74,27 @@ def _kda(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
     return _KimiLinear(num_hidden_layers=layers, linear_attn_config=sizes)
 
 
-_CONFIGS = {"gdn": _gdn, "kda": _kda}
+def _mamba(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
+    first = state.layers[0]
+    kinds = ["mamba" if each not in softmax else "attention" for each in range(layers)]
+    return _NemotronH(
+        layers_block_type=kinds, mamba_num_heads=first.v_heads, mamba_head_dim=first.v_dim,
+        n_groups=first.k_heads, ssm_state_size=first.k_dim, mamba_d_conv=first.conv_width,
+        mamba_chunk_size=_MAMBA_CHUNK,
+    )  # fmt: skip
+
+
+def _lightning(state: StateContext, layers: int, softmax: Sequence[int]) -> Any:
+    first = state.layers[0]
+    return _Bailing(
+        num_hidden_layers=layers, num_attention_heads=first.v_heads, head_dim=first.v_dim,
+        num_linear_key_value_heads=first.v_heads,
+    )  # fmt: skip
+
+
+_MAMBA_CHUNK = 64
+"""Rows of a chunk of Mamba2's prefill. Models have 128 or 256; shorter chunks have more borders."""
+_CONFIGS = {"gdn": _gdn, "kda": _kda, "mamba": _mamba, "lightning": _lightning}
 """Kind of the linear layers -> function that makes the configuration of a model with them."""
 
 
@@ -97,6 +133,8 @@ def request_pool(context: BackendContext, state: StateContext, config: Any, topk
     )
     held = made.mamba_pool.mamba_cache
     conv = conv.mT if has_turned_windows(state) else conv
+    if not conv.numel():
+        conv = held.conv[0]  # no convolution, and two shapes of nothing
     for own, ours in ((held.conv[0], conv), (held.temporal, temporal)):
         if (own.shape, own.dtype) != (ours.shape, ours.dtype):
             raise RuntimeError(

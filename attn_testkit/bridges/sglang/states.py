@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, attn_backend_wrapper
-from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
 
 from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     ForwardBatch,
-    ForwardMode,
     StateBackend,
     StateInput,
     StateLayer,
@@ -24,6 +22,7 @@ from attn_testkit.contract import (
 from .current import SGLangBackend, capturing, made_layer
 from .pools import set_ranks
 from .runner import make_runner, publish
+from .state_layers import KINDS
 from .state_pools import config_of, has_turned_windows, kv_pool, request_pool
 
 __all__ = ["SGLangStateBackend"]
@@ -52,7 +51,10 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
         self.reals, self.draft = {softmax[0].scaling: self.real}, None
         self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in softmax}
-        self.linear_layers = {layer.layer_id: _layer(layer) for layer in context.state.layers}
+        self.kind = KINDS[context.state.layers[0].kind]
+        self.linear_layers = {layer.layer_id: self.kind.make(layer) for layer in context.state.layers}
+        for layer in context.state.layers:
+            self.kind.prepare(self.real, layer)
 
     def replayed(self, view: ForwardBatch) -> Any:
         """The view of a replay, with a request table row of 0 for padded requests, as SGLang's graph runners leave it
@@ -71,21 +73,14 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         layer: AttentionLayer,
         batch: ForwardBatch,
     ) -> torch.Tensor:
-        """Hand on, as ``RadixLinearAttention.forward`` does what SGLang's models give it: each in one piece. Of a
-        softmax layer the three are q, k and v.
-        """
+        """Hand on, as SGLang's models do: each tensor in one piece. Of a softmax layer the three are q, k and v."""
         if not isinstance(layer, StateLayer):
             assert a is not None
             assert b is not None
             return super().forward(mixed, a, b, layer, batch)
-        given = {"mixed_qkv": mixed, "a": a, "b": b}
-        given = {name: None if each is None else each.contiguous() for name, each in given.items()}
-        if layer.kind == "kda":
-            given |= _as_kimi(given, layer, batch.forward_mode)
+        given = mixed.contiguous(), None if a is None else a.contiguous(), None if b is None else b.contiguous()
         with capturing(batch):
-            out: torch.Tensor = self.real.forward(
-                layer=self.linear_layers[layer.layer_id], forward_batch=self._plan(batch), **given
-            )
+            out = self.kind.forward(self.real, self.linear_layers[layer.layer_id], given, layer, self._plan(batch))
         return out.reshape(len(mixed), layer.v_heads, layer.v_dim)
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
@@ -110,22 +105,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         pool.mamba_cache = held
 
 
-def _as_kimi(given: dict[str, Any], layer: StateLayer, mode: ForwardMode) -> dict[str, Any]:
-    """Gates as ``models/kimi_linear.py`` gives them."""
-    a, b = given["a"], given["b"]
-    return {"a": a.unflatten(-1, (-1, layer.k_dim))[None] if mode is ForwardMode.EXTEND else a, "b": b[None]}
-
-
 def _behind(layers: Sequence[AttentionLayer]) -> list[AttentionLayer]:
     """A softmax layer that follows all others."""
     last = layers[-1].layer_id + 1
     return [AttentionLayer(last, tp_q_head_num=2, tp_k_head_num=1, head_dim=64, v_head_dim=64, scaling=0.125)]
-
-
-def _layer(layer: StateLayer) -> Any:
-    return RadixLinearAttention(
-        layer.layer_id, layer.k_heads, layer.k_heads, layer.v_heads, layer.k_dim, layer.k_dim, layer.v_dim,
-        conv_weights=layer.conv_weight, bias=layer.conv_bias,
-        activation=None if layer.activation == "none" else layer.activation,
-        A_log=layer.A_log, dt_bias=layer.dt_bias, lower_bound=layer.lower_bound,
-    )  # fmt: skip

@@ -44,8 +44,9 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     state, each = declared.state, case.state
     if state is None or each is None:
         return state is None and each is None
-    # Nothing is taken back outside of target-verify.
-    asked = {one: many for one, many in _SETS.items() if one != "rollback" or case.tree is not None}
+    # Nothing is taken back outside of target-verify, and Lightning has no convolution.
+    without = {"rollback": case.tree is None, "conv_width": case.heads.family == "lightning"}
+    asked = {one: many for one, many in _SETS.items() if not without.get(one)}
     return (
         all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
         and (state.strided or not each.strided)

@@ -10,8 +10,8 @@ import torch
 from ...checks import Comparison
 from ...checks.observation import Observation
 from ...contract import AttentionLayer, HeadShape
+from ...families.expected import Expected
 from ...families.softmax.answer import attend_with_limit
-from ...oracle.expect import Expected
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ..attended_keys import AttendedKeys

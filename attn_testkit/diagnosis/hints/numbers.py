@@ -126,7 +126,7 @@ _OF_SCALE = 0.04
 def _rounded_to_fp8(e: Evidence) -> bool:
     """True if every value of the wrong rows of heads is within a rounding to FP8 (e4m3), and some need all of it.
 
-    If weights or sums are wrong, small values are off by more than a part of their own size.
+    If weights or sums are wrong, small values are off by more than a part of their size.
     """
     heads = e.comparison.wrong.any(-1)
     out, want, limit = (

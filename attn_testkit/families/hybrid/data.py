@@ -24,6 +24,7 @@ __all__ = [
     "make_hybrid_data",
     "of_softmax",
     "of_states",
+    "schedule_of_states",
     "schedules",
     "states_in",
 ]
@@ -65,6 +66,11 @@ def _schedule_of(schedule: Schedule, kind: str) -> Schedule:
 def schedules(schedule: Schedule) -> tuple[Schedule, Schedule]:
     """The schedule with the layers that keep a state, and with the softmax layers."""
     return _schedule_of(schedule, "states"), _schedule_of(schedule, "softmax")
+
+
+def schedule_of_states(schedule: Schedule) -> Schedule:
+    """The schedule that the numbers and slots of states are drawn from: of a hybrid case that of its states."""
+    return schedules(schedule)[0] if schedule.case.layers.hybrid else schedule
 
 
 def layers(case: Fields) -> tuple[AttentionLayer, ...]:

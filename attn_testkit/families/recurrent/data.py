@@ -7,7 +7,9 @@ Patterns differ in the decay of a state by a token: ``mild_decay`` 0.4 to 0.8, `
 exactly 1, ``strong_decay`` so that all that was before is forgotten. ``like_keys``: keys point nearly in one direction,
 so that each token overwrites what the one before it stored. ``unit_keys``: decay and beta are exactly 1, keys and
 queries are unit vectors, values small integers, and the convolution passes its last input on. The columns of the state
-then *are* values of tokens, to within half a unit at any length.
+then *are* values of tokens, to within half a unit at any length. GDN and KDA overwrite a column with each further token
+of its key. There a query is the sum of two unit vectors: the row's own key, and that of the next row. So each value is
+read by its own row and by the last one before it is overwritten, and a lost token shows in an output or in the state.
 """
 
 from __future__ import annotations
@@ -165,6 +167,8 @@ class StateStepData(StepData):
     """Place of each request in the batch of that step."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
+    asked_keys: torch.Tensor | None = None
+    """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
 
 
 def slots_listed(case: Fields) -> int:
@@ -210,7 +214,7 @@ _SPARE_SLOTS = 2
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StateStepData:
     """Draw a step's numbers. Each request has its own numbers, so that a part of a step has those of the whole."""
-    case = schedule.case
+    case, exact = schedule.case, schedule.case.data == UNIT_KEYS
     whole, indices = step.part_of or (step, tuple(range(step.bs)))
     each = [
         _of_request(
@@ -254,8 +258,9 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         states=joined["states"], windows=joined["windows"],
         layers=state_layers(case), products=schedule.numerics.state_products,
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
-        news=tuple(news), kept=kept, unit_keys=joined["keys"] if case.data == UNIT_KEYS else None, before=before,
-        before_places=places, **_memory_of(schedule, step, before, kept, places),
+        news=tuple(news), kept=kept, unit_keys=joined["keys"] if exact else None,
+        asked_keys=joined["asked"] if exact else None, before=before, before_places=places,
+        **_memory_of(schedule, step, before, kept, places),
     )  # fmt: skip
 
 
@@ -335,6 +340,7 @@ def _drawn(layer: StateLayer, data: str, new: int, rng: np.random.Generator) -> 
     return {
         "mixed": mixed, "a": _gates(layer, data, new, wide_a, rng), "b": b, "state": state,
         "window": normals((channels, 16), rng), "keys": torch.zeros(new, layer.k_heads, dtype=torch.int64),
+        "asked": torch.zeros(new, layer.k_heads, 2, dtype=torch.int64),
     }  # fmt: skip
 
 
@@ -358,16 +364,22 @@ def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Gen
 
 
 def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
-    """Numbers of ``unit_keys``. A query is the key of the row or of an earlier one."""
+    """Numbers of ``unit_keys``. A query is the key of an earlier row, or where values are overwritten a sum of two."""
     heads, dim, values = layer.k_heads, layer.k_dim, layer.v_heads * layer.v_dim
     summed = layer.kind in ("mamba", "lightning")
     keys = np.concatenate([rng.permuted(np.tile(np.arange(dim), (heads, 1)), axis=1).T for _ in range(-(-new // dim))])[
         :new
     ]
-    asked = np.stack([keys[rng.integers(0, row + 1), :] for row in range(new)])
-    unit, query = (
-        torch.nn.functional.one_hot(torch.from_numpy(each), dim).flatten(1).float() for each in (keys, asked)
+    earlier = np.stack([keys[rng.integers(0, row + 1), :] for row in range(new)])
+    asked = np.stack([earlier, earlier], -1)
+    if not summed:
+        # The row's own key, and that which the next row overwrites: so each value is read at the last moment.
+        asked = np.stack([keys, np.concatenate([keys[1:], earlier[-1:]])], -1)
+    unit, first, second = (
+        torch.nn.functional.one_hot(torch.from_numpy(each), dim).flatten(1).float()
+        for each in (keys, asked[..., 0], asked[..., 1])
     )
+    query = first if summed else first + second
     most = _MOST_SUMMED if summed else _MOST_EXACT
     v = torch.from_numpy(rng.integers(1, most + 1, (new, values)) * rng.choice([-1, 1], (new, values))).float()
     mixed = torch.cat([v, unit, query], -1) if layer.kind == "mamba" else torch.cat([query, unit, v], -1)
@@ -382,5 +394,5 @@ def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, t
     window = torch.from_numpy(rng.integers(-most, most + 1, (layer.parts[0], 16))).float()
     return {
         "mixed": mixed, "a": a, "b": torch.full((new, wide_b), 60.0), "state": torch.from_numpy(before),
-        "window": window, "keys": torch.from_numpy(keys),
+        "window": window, "keys": torch.from_numpy(keys), "asked": torch.from_numpy(asked),
     }  # fmt: skip

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from ...contract import StateLayer
-from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF
+from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
 from .data import StateStepData
 
 __all__ = ["Recurrence", "Start", "recur", "start_of"]
@@ -158,11 +158,16 @@ def _step(
     k_norm, q_norm = _norm(now.k)[..., None], _norm(now.q)[..., None]
     size, after = stored.abs(), _norm(state)
     held = now.beta * before * k_norm**2 if delta else torch.zeros_like(before)
+    # Factors of products that are subnormal numbers of the dtype: an element of what is stored, those of k, of the
+    # state that k reads, and below those of the state that q reads and of q.
+    lost = SMALLEST[data.dtype] / 2 if data.products == "model" else 0.0
+    small = lost * (k_norm + dim**0.5 * (size + (now.beta * k_norm**2 if delta else 0.0)))
     moved = now.beta * (now.v_off + (before * now.k_off if delta else 0.0)) * k_norm + size * now.k_off
     rounded = (
         FLOAT32 * (2 * after + (dim**0.5 + 4) * held + (_IN_EXP + 4) * size * k_norm)
         + products * (size * k_norm + before)
         + now.decay_off * before
+        + small
         + moved
     )
     walk = ((now.decay.amax(-1, keepdim=True) * walk) ** 2 + rounded**2).sqrt()
@@ -171,6 +176,7 @@ def _step(
     unit = UNIT_ROUNDOFF[data.dtype]
     off = (
         q_norm * walk + now.q_off * after + (products + FLOAT32 * (dim**0.5 + 8)) * q_norm * after
+        + lost * dim**0.5 * (q_norm + after)
         + now.skip.abs() * now.v_off + 4 * FLOAT32 * passed.abs() + unit * out.abs()
     )  # fmt: skip
     return state, walk, out, _WALKS * off + 4 * SMALLEST[data.dtype] + FLUSHED
@@ -247,7 +253,7 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
     if layer.conv_weight is None:
         return rows, torch.zeros_like(rows)
     weight, width = layer.conv_weight.double(), layer.conv_width
-    out, size = torch.zeros_like(rows), torch.zeros_like(rows)
+    out, size, rounded = (torch.zeros_like(rows) for _ in range(3))
     first, windows = 0, start_of(data).windows
     for request, new in enumerate(data.news):
         every = torch.cat([windows[index, request].double().T, rows[first : first + new]])
@@ -255,17 +261,17 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
             term = weight[:, tap] * every[tap : tap + new]
             out[first : first + new] += term
             size[first : first + new] += term.abs()
+            rounded[first : first + new] += rounding(term.abs(), data.dtype)
         first += new
-    products = size
     if layer.conv_bias is not None:
         out, size = out + layer.conv_bias.double(), size + layer.conv_bias.double().abs()
     off = FLOAT32 * (width + 4) * size
     if data.conv_products == "model":
-        off = off + UNIT_ROUNDOFF[data.dtype] * products
+        off = off + rounded
     if layer.activation == "silu":
         out, off = out * torch.sigmoid(out), 1.1 * off + 4 * FLOAT32 * out.abs()
     # Servers' convolutions give back the model's dtype.
-    return out, off + UNIT_ROUNDOFF[data.dtype] * out.abs()
+    return out, off + rounding(out.abs(), data.dtype)
 
 
 def _window_behind(data: StateStepData, rows: Sequence[int]) -> torch.Tensor:

@@ -193,20 +193,8 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         off = off.view(grouped).mul_(scaling).masked_fill_(~seen, 0.0)
         logit_error = packed(off.amax(-1, keepdim=True).flatten(3, 4))
     logits.masked_fill_(~seen, -torch.inf)
-    top = logits.amax(-1, keepdim=True)
-    sinks = _sinks(layers, num_q_heads, kv_heads)
-    if sinks is not None:
-        top = torch.maximum(top, sinks)
-    top = top.clamp_(min=-1e300)
-    weights = logits.sub_(top).exp_()
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks - top)
-    lse = top + total.log()
-    if data.allowed is not None:
-        # A row that selects no key has weights of 0, and not of 0 / 0, in a layer without sinks.
-        total = total.masked_fill_(total == 0, 1.0)
-    p = weights.div_(total).flatten(3, 4)
+    weights, total, top, lse = _softmax(logits, _sinks(layers, num_q_heads, kv_heads), data.allowed is not None)
+    p = weights.flatten(3, 4)
     if data.stored_values is None:
         values = keys[..., : data.v.shape[-1]]
     else:
@@ -231,6 +219,25 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         factors=factors,
         logit_error=logit_error,
     )
+
+
+def _softmax(
+    logits: torch.Tensor, sinks: torch.Tensor | None, selected: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights, in the memory of ``logits``, and the sum, the largest logit and the log-sum-exp of each row."""
+    top = logits.amax(-1, keepdim=True)
+    if sinks is not None:
+        top = torch.maximum(top, sinks)
+    top = top.clamp_(min=-1e300)
+    weights = logits.sub_(top).exp_()
+    total = weights.sum(-1, keepdim=True)
+    if sinks is not None:
+        total = total + torch.exp(sinks - top)
+    lse = top + total.log()
+    if selected:
+        # A row that selects no key has weights of 0, and not of 0 / 0, in a layer without sinks.
+        total = total.masked_fill_(total == 0, 1.0)
+    return weights.div_(total), total, top, lse
 
 
 def _terms(

@@ -24,7 +24,7 @@ Factors of tf32 are limited by what their errors do in sum (``narrow_factors.py`
 up over all of them, is some 30 times what they do. Measured with Triton's ``tl.dot`` under the emulation, which cuts
 factors off, over the float32 cases of core: errors take 0.28 of the limit in the median and 0.73 at most.
 
-Packed rows with scales of their own (``contract/row_format.py``) mean numbers that bf16 does not hold, and kernels
+Packed rows that hold scales (``contract/row_format.py``) mean numbers that bf16 does not hold, and kernels
 round them to bf16 before both products. That is a narrow factor too: rounded by at most half a spacing, and only one of
 the two factors, so its unit roundoff takes the place of the spacing.
 
@@ -186,4 +186,5 @@ def merged_limit(
     """
     # Merging subtracts the largest from each, in float32 and in one base or the other.
     apart = (off + 8 * FLOAT32 * _finite(lse.abs())).amax(2)[..., None]
-    return limit + attention.mass * (torch.expm1(2 * apart) + merges * UNIT_ROUNDOFF[dtype])
+    rounded = merges * (UNIT_ROUNDOFF[dtype] * attention.mass + SMALLEST[dtype] / 2)
+    return limit + attention.mass * torch.expm1(2 * apart) + rounded

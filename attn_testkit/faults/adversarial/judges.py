@@ -69,7 +69,7 @@ class AsksTheOracle(AdversarialBackend):
         schedule, step = in_frames("schedule"), in_frames("step")
         if not self.cheats:
             return right
-        expected = _kit("oracle.expect").expect(schedule, step).attention[self.context.layers.index(layer)]
+        expected = _kit("families.expected").expect(schedule, step).attention[self.context.layers.index(layer)]
         return right.copy_(expected.to(right.dtype))
 
 

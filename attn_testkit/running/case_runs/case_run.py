@@ -39,6 +39,7 @@ from ...steps.kv_groups import pages_in_pool
 from ...steps.numerics import numerics_of
 from ...steps.schedule import Schedule, Step, make_schedule, only, part
 from ..planning.request import Item
+from ..processes.device_memory import filled_by_others
 from ..processes.memory_limit import no_more_than
 from .diagnosed import Diagnosed
 
@@ -180,6 +181,8 @@ def run_case(
         if variant_of(case).pool_elements and out_of_memory(cause):
             left = f"in addition to a KV pool of more than 2^31 elements: {first_line(cause)}"
             return RunRecord(not_here=f"{NO_ROOM}{left}")
+        if full := filled_by_others(cause):
+            return RunRecord(not_here=full)
         lost = _lost_context(cause, environment)
         # Of a way something else may be None.
         needs = declared.needs_cpu_seq_lens or variant_of(case).gives_none

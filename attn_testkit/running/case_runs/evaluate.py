@@ -27,9 +27,9 @@ from ...diagnosis.root_cause import explain_numeric, name_check
 from ...diagnosis.strided_heads import blame_strided_heads
 from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
 from ...environment import Environment, resolve
+from ...families.expected import expect, expect_of
 from ...families.table import family_of
 from ...model import pack
-from ...oracle.expect import expect, expect_of
 from ...results.case_result import CaseResult, Status
 from ...results.finding import Finding
 from ...runner_modes.graphs import in_graphs, last_live

@@ -30,6 +30,7 @@ from ..hygiene.server_imports import ServerImports
 from ..hygiene.tested_file import stale_byte_code, tested_file
 from ..hygiene.vendor_packages import NOT_HERE, broken_packages
 from ..planning.candidate import Candidate, resolve_candidate
+from ..processes.device_memory import filled_by_others
 from ..processes.host_memory import Trimmer
 from ..processes.wire import read
 from .case_run import rerun, run_case
@@ -58,7 +59,7 @@ class LocalWorker:
         self.environment: Environment = resolve(device)
         self.environment.prepare_process()
         with self.environment.active():
-            # torch imports modules here that replace one of its own functions.
+            # torch imports modules here that replace one of torch's functions.
             pass
         self._launches = Launches()
         self._launches.install()
@@ -234,6 +235,8 @@ def _answer(worker: LocalWorker, request: RunCase | Rerun) -> RunRecord | str:
 
 def given_up(error: Exception) -> RunRecord | str:
     """The answer where the harness raised: a device that is full is nobody's fault, anything else is the kit's."""
+    if others := filled_by_others(error):
+        return RunRecord(not_here=others)
     if full := device_full(error):
         return RunRecord(lost=full)
     return f"{type(error).__name__}: {message_of(error)}\n{''.join(traceback.format_exception(error)).rstrip()}"

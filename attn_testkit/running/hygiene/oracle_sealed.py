@@ -11,7 +11,7 @@ from ...families.table import FAMILIES
 
 __all__ = ["seal_oracle"]
 
-_ORACLE = "attn_testkit.oracle."
+_EXPECTED = "attn_testkit.families.expected"
 _KIT = "attn_testkit."
 
 
@@ -23,7 +23,7 @@ def _sealed(*_: Any, **__: Any) -> NoReturn:
 def seal_oracle() -> None:
     """Make every function of the oracle and of the families' answers raise here, also in code that holds one."""
     for name, module in list(sys.modules.items()):
-        if name.startswith((_ORACLE, *_sealed_packages())) and name not in _open_modules():
+        if name.startswith((_EXPECTED, *_sealed_packages())) and name not in _open_modules():
             for function in map(inspect.unwrap, filter(callable, list(vars(module).values()))):
                 if inspect.isfunction(function) and function.__module__ == name:
                     function.__code__ = _sealed.__code__

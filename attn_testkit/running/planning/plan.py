@@ -55,12 +55,7 @@ def plan_run(
     """Decide what to run. Raises ``UsageError`` for a request that makes no sense. ``broken_of``, ``notes_of`` and
     ``source_of`` are asked after ``capabilities_of``.
     """
-    if not request.backends:
-        raise UsageError("no backend was named; give --backend a short name or module:Class")
-    if request.tier not in TIERS:
-        raise UsageError(
-            f"unknown tier {request.tier!r}{did_you_mean(request.tier, TIERS)} (known: {', '.join(TIERS)})"
-        )
+    _refuse_unknown(request)
     modes = [ForwardMode(m) for m in _choose(request.modes, ForwardMode, "mode")]
     executions = [Execution(e) for e in _choose(request.executions, Execution, "execution")]
     exact = _exact_cases(request.cases)
@@ -103,14 +98,23 @@ def plan_run(
     _refuse_unmatched(request, matched, plans_nothing=not items and not preset)
     failed = sum(row.status is Status.FAILED for row in preset)
     selection = selection_of(request, [item for item, _ in items], whole, failed)
-    planned = len(items) + failed
     return Plan(
-        header=_header(request, environment, planned, not_covered, notes, sources, undeclared, selection),
+        header=_header(request, environment, len(items) + failed, not_covered, notes, sources, undeclared, selection),
         items=ordered(items, request.order, request.failed_before),
         preset=tuple(preset),
         candidates=request.candidates,
         device=request.device,
     )
+
+
+def _refuse_unknown(request: Request) -> None:
+    """Raise ``UsageError`` for a request without backends, and for a tier that does not exist."""
+    if not request.backends:
+        raise UsageError("no backend was named; give --backend a short name or module:Class")
+    if request.tier not in TIERS:
+        raise UsageError(
+            f"unknown tier {request.tier!r}{did_you_mean(request.tier, TIERS)} (known: {', '.join(TIERS)})"
+        )
 
 
 def _refuse_unmatched(request: Request, matched: Set[str], plans_nothing: bool) -> None:

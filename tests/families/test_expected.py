@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.families.expected import expect
 from attn_testkit.families.rounding import linear_limit
 from attn_testkit.families.softmax.answer import attend_with_limit
 from attn_testkit.families.softmax.attention import attend, windowed
 from attn_testkit.model import make_weights
-from attn_testkit.oracle.expect import expect
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.numerics import Numerics
 from attn_testkit.steps.schedule import Schedule, make_schedule

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from attn_testkit.cases.case import parse_case
+from attn_testkit.families.expected import Expected, expect
 from attn_testkit.families.rounding import linear_limit, row_limit
 from attn_testkit.model import make_weights
-from attn_testkit.oracle.expect import Expected, expect
 from attn_testkit.steps.data import make_layers
 from attn_testkit.steps.schedule import make_schedule
 

@@ -11,12 +11,12 @@ import torch
 from cachetools import LRUCache, cached
 
 from ..cases.case import CODES, Case
-from ..families.rounding import linear_limit, row_limit
-from ..families.table import family_of
 from ..model import Weights, make_weights
 from ..steps.data import KEPT_BYTES, StepData, bytes_in, numbers_of
 from ..steps.patterns import ALIKE
 from ..steps.schedule import Schedule, Step
+from .rounding import linear_limit, row_limit
+from .table import family_of
 
 __all__ = ["Expected", "expect", "expect_of"]
 
