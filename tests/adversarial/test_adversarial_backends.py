@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import attn_testkit.faults.adversarial as adversarial_backends
 from attn_testkit.audit import Audit, Settings
 from attn_testkit.audit.adversarial import FrontEnd, run_adversarial
 from attn_testkit.audit.show import audit_text
@@ -70,6 +72,14 @@ def test_there_are_many_and_each_says_what_it_tries() -> None:
         assert entry.mechanism.endswith("."), entry.slug
         assert entry.backend.cheats
         assert not entry.honest.cheats
+
+
+def test_modules_of_the_kit_that_a_cheat_asks_for_exist() -> None:
+    # A cheat that names a module of yesterday fails by its import, whatever protects the kit.
+    sources = Path(adversarial_backends.__file__).parent.glob("*.py")
+    asked = {name for source in sources for name in re.findall(r'_kit\("([\w.]+)"\)', source.read_text())}
+    assert "families.expected" in asked
+    assert not [name for name in asked if importlib.util.find_spec(f"attn_testkit.{name}") is None]
 
 
 def test_the_page_on_isolation_has_a_row_for_each() -> None:
