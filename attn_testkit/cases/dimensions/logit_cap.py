@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
-from ..layers import CAPPED, PERIOD, varies
+from ..layers import PERIOD
 from .dimension import Asked, Bound, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
-__all__ = ["LOGIT_CAP", "capped"]
+__all__ = ["LOGIT_CAP"]
 
 _CAPS = (0.0, 1.5)
 """None, and one of the size of the logits that the data give."""
@@ -23,25 +23,10 @@ def _undeclared_cap(declared: Capabilities, context: BackendContext) -> tuple[st
 
 
 def _caps(case: Fields) -> Sequence[Changes]:
-    return [{"logit_cap": case.logit_cap * has} for has in capped(case)]
-
-
-def capped(case: Fields) -> list[bool]:
-    """Layer by layer: true if it has the cap of a case that has one."""
-    layers = range(case.layers.count)
-    if not case.logit_cap or case.layers.count == 1:
-        return [True for _ in layers]
-    if case.layers.varied:
-        return [turn in CAPPED for turn in case.layers.turns_from(case.derived("richest-layer"))]
-    return [place % PERIOD == case.derived("capped-layer") for place in layers]
-
-
-def _phrase(case: Fields) -> str:
-    if not case.logit_cap:
-        return ""
-    layers = case.layers
-    having = ", ".join(layers.name(place) for place, has in enumerate(capped(case)) if has)
-    return f"{case.logit_cap:g}, in {having if layers.varied else layers.turns}"
+    caps = [0.0] * PERIOD
+    if case.logit_cap:
+        caps[case.derived("capped-layer")] = case.logit_cap
+    return [{"logit_cap": caps[place % PERIOD]} for place in range(case.layers.count)]
 
 
 LOGIT_CAP = Dimension(
@@ -55,14 +40,12 @@ LOGIT_CAP = Dimension(
             bounds=(Bound("soft cap", 0, 999_999, 2), Bound("fraction of the soft cap", 0, 999_999, 3)),
         ),
     ),
-    describe=lambda case: {"logit_cap": _phrase(case)},
+    describe=lambda case: {"logit_cap": f"{case.logit_cap:g}, in {case.layers.turns}" if case.logit_cap else ""},
     declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
     fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
-        lambda declared, row, so_far: {"logit_cap": _CAPS[declared.logit_cap]} if varies(row) else {},
-        {"logit_cap": 9},
-        {"logit_cap": ()},
+        order={"logit_cap": 9},
     ),
     combined=Kept(("logit_cap",)),
     covered=(option("soft cap", lambda declared, mode: declared.logit_cap, lambda case: case.logit_cap > 0),),

@@ -15,9 +15,7 @@ SLOT_ORDER = Dimension(
     fields=("layout",),
     words=(listed_word(LAYOUTS, "layout"),),
     describe=lambda case: {"layout": case.layout},
-    values=Columns(
-        lambda declared, mode, tier: {"layout": list(LAYOUTS)}, order={"layout": 6}, inside={"layout": ("page_size",)}
-    ),
+    values=Columns(lambda declared, mode, tier: {"layout": list(LAYOUTS)}, order={"layout": 6}),
     combined=Combined(
         1,
         lambda declared, case: {"layout": list(LAYOUTS)},
