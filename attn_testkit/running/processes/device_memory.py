@@ -7,6 +7,7 @@ import re
 import torch
 
 from ...checks.failures import device_full
+from ...results.texts import message_of
 
 __all__ = ["filled_by_others"]
 
@@ -21,7 +22,7 @@ def filled_by_others(error: BaseException) -> str:
     device, with what it asked for, would not have filled it by itself. The other half covers what torch does not count:
     the context, and memory of libraries.
     """
-    asked = _ASKED.search(str(error))
+    asked = _ASKED.search(message_of(error))
     if not device_full(error) or asked is None:
         return ""
     try:
