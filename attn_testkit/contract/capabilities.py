@@ -117,8 +117,8 @@ class Capabilities(Declared):
 
     # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
-    """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or a packed row with scales
-    of its own (``contract/row_format.py``): ``fp8_ds_mla``, for MLA in bf16."""
+    """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or packed rows that hold
+    their scales (``contract/row_format.py``): ``fp8_ds_mla``, for MLA in bf16."""
     page_sizes: Set[int] = frozenset({16})
     """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})
