@@ -28,7 +28,7 @@ WIDTH, STRIDE = 128, 2**20
 
 
 def step(state: torch.Tensor, slot: int, rows: int) -> torch.Tensor:
-    """What a query of ones reads from a slot: ``rows`` tokens without keys and values, and without decay."""
+    """Outputs [rows, WIDTH] of queries of ones for the state in ``slot``: keys, values and slopes are zero."""
     from sglang.kernels.ops.attention.linear.seg_la import SegLaMeta, seg_la_fwd
 
     one = torch.tensor([slot], dtype=torch.int32, device=DEVICE)

@@ -129,7 +129,7 @@ LAUNCHES = (
     Launch("float8", product, _product(64, 64, 64, torch.float8_e4m3fn), (("num_stages", 2),)),
     Launch("eight keys", product, _product(64, 64, 8), refused=True),
     Launch("two dtypes", product, _product(64, 64, 32, torch.float16, torch.float32), refused=True),
-    Launch("tile that is no power of two", scale, lambda: (ones(96), ones(96), 96, 48), refused=True),
+    Launch("tile whose size is not a power of two", scale, lambda: (ones(96), ones(96), 96, 48), refused=True),
     Launch("plain tile", scale, lambda: (*_tile(1024)(), 1024)),
     Launch("three warps", scale, lambda: (*_tile(1024)(), 1024), (("num_warps", 3),), True),
     Launch("64 warps", scale, lambda: (*_tile(1024)(), 1024), (("num_warps", 64),), True),
@@ -147,7 +147,7 @@ LAUNCHES = (
 
 
 def measured(launch: Launch) -> dict[str, Any]:
-    """What the device of this machine does with a launch."""
+    """The registers and shared memory of a launch on this device, or its refusal."""
     try:
         made = launch.kernel[(1,)](*launch.arguments(), **dict(launch.options))
         torch.cuda.synchronize()

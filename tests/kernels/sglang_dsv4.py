@@ -72,7 +72,7 @@ def processors() -> int:
 
 
 def lists(indices: torch.Tensor, keep: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Those of ``indices`` [T, n] to ``keep``, one row behind the other, and where each row starts, [T + 1]."""
+    """The values of ``indices`` [T, n] where ``keep``, row after row, and where each row starts, [T + 1]."""
     place = keep.flatten().cumsum(0) - 1
     packed = indices.new_zeros(indices.numel() + 1)
     packed[torch.where(keep.flatten(), place, indices.numel())] = indices.flatten()
