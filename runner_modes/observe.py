@@ -116,11 +116,15 @@ def observe(
     bs = staged.step.bs + padded
     live, returned = driver.live_rows(staged, bs), driver.returned_rows(staged, bs)
     pieces: list[Piece] = []
+    checks_padding = _padding_must_be_finite(harness, staged, replay=replay)
     for each in produced:
         if each.group == "beside":
             pieces += _overwritten(each, next(found), harness.fill)
             continue
-        piece = _rows(each, next(found), returned if each.group == "outputs" else live)
+        whole = next(found)
+        piece = _rows(each, whole, returned if each.group == "outputs" else live)
+        if each.group == "attention" and checks_padding:
+            pieces += _of_no_request(each, whole, live)
         # As with other inputs, only modified tensors are sent.
         if each.sent is None or not np.array_equal(piece.raw, _sent(staged, each.sent)):
             pieces.append(piece)
@@ -167,6 +171,31 @@ def _rows(produced: Readable, found: Bytes, rows: Rows) -> Piece:
     """Select rows of a tensor that was read."""
     mine = found.reshape(-1, produced.row)[rows]
     return Piece(produced.group, produced.name, produced.dtype, (len(mine), *produced.shape[1:]), mine.reshape(-1))
+
+
+def _padding_must_be_finite(harness: ServerHarness, staged: StagedStep, *, replay: bool) -> bool:
+    """True if the backend declares it, and the inputs of all rows of no request are finite.
+
+    They are not if the rows are NaN, or have stale slots, which may be unowned by now; if padding is not stored, and a
+    padded request attends page 0 as it was; or if the rows select any keys. The kit merges KV splits itself.
+    """
+    declared, step = harness.capabilities, staged.step
+    if not declared.server.finite_padding or step.stored or harness.context.kv_splits:
+        return False
+    if declared.sparse is not None and declared.sparse.any_padding:
+        return False
+    stored = harness.pads_with_nothing or harness.padding_slot(step.index) == 0
+    return not replay or (step.padding not in ("nan", "stale") and stored)
+
+
+def _of_no_request(produced: Readable, found: Bytes, live: Rows) -> Iterator[Piece]:
+    """Flags of the rows of no request, [n] bool: True for finite ones. Nothing if there are no such rows."""
+    of_none = np.ones(produced.shape[0], dtype=np.bool_)
+    of_none[live] = False
+    if of_none.any():
+        values = torch.from_numpy(found.reshape(-1, produced.row)[of_none]).view(produced.dtype)
+        finite = values.isfinite().all(1)
+        yield Piece("padding", produced.name, torch.bool, tuple(finite.shape), finite.numpy().view(np.uint8))
 
 
 def _sent(staged: StagedStep, part: tuple[int | slice, slice]) -> Bytes:

@@ -96,6 +96,7 @@ class TritonBackend(AttentionBackend):
             takes_empty_batches=True,
             takes_bare_chains=True,
             takes_out=True,
+            finite_padding=True,
             output_lifetime="model",
             takes_more_rows=True,
             padded_requests=frozenset({"rows", "nothing"}),

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from ..cases.case import Case
+from ..contract import Execution
 from ..results.finding import Finding
 from .check import Check, Stage, in_graphs
 from .comparison import BITS, Comparison, place_of_max
 from .describe import number, row_name, spread_text
 from .observation import Observation
 
-__all__ = ["CHECKS", "addresses_stable", "at_capture", "graph_matches_eager"]
+__all__ = ["CHECKS", "addresses_stable", "at_capture", "graph_matches_eager", "padding_finite"]
 
 
 def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> list[Finding]:
@@ -109,6 +110,31 @@ def at_capture(uneven: Sequence[str], written: Sequence[int]) -> list[Finding]:
     return found
 
 
+def padding_finite(observed: Observation) -> list[Finding]:
+    """Check that output rows of no request are finite, where their inputs are. At most one finding."""
+    for layer, finite in observed.copies.group("padding").items():
+        bad = (~finite).nonzero().flatten().tolist()
+        if bad:
+            rows = ", ".join(map(str, bad[:8])) + (", ..." if len(bad) > 8 else "")
+            return [
+                Finding(
+                    "padding-finite",
+                    f"{len(bad)} of {len(finite)} output rows of no request hold NaN or Inf, although finite_padding "
+                    "is declared",
+                    where=f"{observed.schedule.case.layers.name(int(layer))}, rows {rows} of them",
+                    hint="probably a row without keys (0 / 0 is NaN), or rows behind the last request that no program "
+                    "writes; give zeros for both",
+                    step=observed.label,
+                )
+            ]
+    return []
+
+
+def _has_rows_of_no_request(case: Case) -> bool:
+    """True if replays have such rows with finite inputs, whose output the kit does not merge itself."""
+    return (_has_padded_replays(case) or "padded_tokens" in case.variants) and not case.kv_splits
+
+
 def _has_padded_replays(case: Case) -> bool:
     """True if replays have padded requests: with small padding every bucket is filled with live requests."""
     return case.padding != "small"
@@ -173,6 +199,18 @@ CHECKS = (
         applies=in_graphs,
         shown_by=_has_padded_replays,
         behind_outputs=True,
+    ),
+    Check(
+        "padding-finite",
+        "If declared: output rows of no request hold neither NaN nor Inf if their inputs are finite.",
+        "A softmax over no key, splits that are all empty, rows behind the last request that no program writes.",
+        "vLLM #57094",
+        "Live rows are right. A server that quantizes all rows with one scale spreads the NaN to every request.",
+        evaluated_from=Stage.REPLAYED,
+        applies=lambda declared, execution: declared.server.finite_padding and execution is Execution.GRAPH,
+        shown_by=_has_rows_of_no_request,
+        behind_outputs=True,
+        run=lambda comparison, *_: padding_finite(comparison.observed),
     ),
     Check(
         "buckets-independent",

@@ -36,7 +36,7 @@ __all__ = [
 Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside",
-                "selected", "index"]  # fmt: skip
+                "selected", "index", "padding"]  # fmt: skip
 RanBefore = Literal["", "steps", "graphs", "instances", "modes"]
 """Work that ran before an eager run, on its instance or on a co-resident one: nothing, other steps, graphs, another
 instance, steps of other modes."""

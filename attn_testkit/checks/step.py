@@ -28,6 +28,7 @@ _ORDER = (
     "conv-window-exact",
     "graph-matches-eager",
     "mode-outputs",
+    "padding-finite",
     "inputs-unchanged",
     "addresses-stable",
 )

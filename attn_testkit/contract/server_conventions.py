@@ -66,6 +66,11 @@ class ServerConventions(Declared):
     """True: a forward may have more rows than its plan, because servers pad a batch after planning. Its batch is then
     another object than that of the plan; ``input_ids``, ``positions`` and ``out_cache_loc`` are longer, with a slot of
     padding, and so are q, k, v and the output. The kit ignores the extra output rows. Never in draft-decode."""
+    finite_padding: bool = False
+    """True: output rows of no request hold neither NaN nor Inf if their inputs are finite. Servers need that if all
+    rows of a forward share something later, as one scale of FP8 activations (vLLM #57094). ``padding-finite`` checks it
+    in replays, and in forwards with more rows than their plan. False: nobody looks at these rows. SGLang and vLLM
+    quantize per tensor for some checkpoints and ask no backend for it, so their presets have False."""
     output_lifetime: str = "layer"
     """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
     all layers share one buffer. ``model``: until every layer of the model has run."""

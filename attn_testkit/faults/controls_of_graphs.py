@@ -9,6 +9,7 @@ from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .a_alternating_modes import SharedPlans
 from .a_graphs_alone import GraphsAlone
 from .a_warm_ups import EagerPlanWaits
+from .b_finite_padding import FinitePaddingBackend
 from .builds import CountedRunsBackend
 from .catalogue import control
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
@@ -119,3 +120,8 @@ class PlansSharedByModes(SharedPlans):
     """An eager plan is skipped if the shared metadata are those of the same mode and lengths already."""
 
     capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+
+
+@control("finite-padding")
+class FinitePadding(FinitePaddingBackend):
+    """Rows of no request hold finite numbers, for servers that quantize all rows with one scale."""

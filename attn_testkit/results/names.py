@@ -48,6 +48,7 @@ CHECK_IDS = (
     "replay-follows-batch",
     "addresses-stable",
     "padding-inert",
+    "padding-finite",
     "buckets-independent",
     "steps-independent",
     "leaves-process-alone",

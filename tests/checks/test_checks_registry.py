@@ -13,7 +13,11 @@ EAGER, GRAPH = Execution.EAGER, Execution.GRAPH
 ALONE = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-b1prod")
 FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
 EXACT = CAPABILITIES.with_changes(
-    deterministic=True, batch_invariant=True, needs_cpu_seq_lens=False, lse=LogSumExp("e", whole={"decode"})
+    deterministic=True,
+    batch_invariant=True,
+    needs_cpu_seq_lens=False,
+    lse=LogSumExp("e", whole={"decode"}),
+    server={"finite_padding": True},
 )
 SELECTS = CAPABILITIES.with_changes(sparse=Sparse(topk={16}, indexer=Indexer(heads={4})))
 SELECTING = parse_case("decode-gqa2x2-d32-fp32-p4-k9-shuffled-gauss-sel16-idx4-b1prod")
@@ -56,6 +60,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "replay-follows-batch",
         "addresses-stable",
         "padding-inert",
+        "padding-finite",
         "buckets-independent",
         "steps-independent",
         "leaves-process-alone",
@@ -83,7 +88,7 @@ def test_a_case_run_that_came_to_its_end_has_evaluated_all_that_applies() -> Non
 EAGER_ALONE = {"compiles-once", "steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"}
 GRAPH_ALONE = {
     "graph-matches-eager", "captures-cleanly", "replay-follows-batch", "addresses-stable", "padding-inert",
-    "buckets-independent", "capabilities-honest",
+    "padding-finite", "buckets-independent", "capabilities-honest",
 }  # fmt: skip
 
 
@@ -142,7 +147,7 @@ FROM = [
     (EAGER, Stage.COMPLETED, {"compiles-once"}),
     (EAGER, Stage.OBSERVED, {"output-contract", "matches-oracle", "finite", "writes-own-kv", "reads-own-kv"}),
     (GRAPH, Stage.CAPTURED, {"captures-cleanly"}),
-    (GRAPH, Stage.REPLAYED, {"replay-follows-batch", "addresses-stable", "no-host-lengths"}),
+    (GRAPH, Stage.REPLAYED, {"replay-follows-batch", "addresses-stable", "no-host-lengths", "padding-finite"}),
     (GRAPH, Stage.COMPLETED, {"completes", "padding-inert", "buckets-independent", "leaves-process-alone"}),
 ]
 
@@ -170,7 +175,9 @@ def test_wrong_attention_outputs_hide_what_is_evaluated_behind_them(check: str) 
     assert check in done
     assert {"mode-outputs", "graph-matches-eager"} <= set(missing)
     assert {"writes-own-kv", "inputs-unchanged", "matches-oracle"} <= set(done)
-    for other in {"replay-follows-batch", "padding-inert", "buckets-independent", "reads-own-kv"} - {check}:
+    for other in {"replay-follows-batch", "padding-inert", "padding-finite", "buckets-independent", "reads-own-kv"} - {
+        check
+    }:
         assert other in missing, "one cause is named, of the others nothing is known"
 
 

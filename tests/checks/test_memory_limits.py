@@ -9,7 +9,7 @@ import pytest
 import torch
 from by_hand import DECODE, empty_pool, expected_zeros, observation, schedule_of, with_pool
 
-from attn_testkit.checks.graphs import addresses_stable
+from attn_testkit.checks.graphs import addresses_stable, padding_finite
 from attn_testkit.checks.memory import inputs_unchanged, pool_is_right, writes_own_kv
 from attn_testkit.checks.observation import Observation, copies_of
 
@@ -187,3 +187,14 @@ def test_the_slots_of_the_step_are_written_all_of_them_and_with_their_numbers() 
     assert not evaluated_writes([PAGE], 1.0)
     assert not evaluated_writes([PAGE, PAGE + 1, PAGE + 2], 1.0)
     assert not evaluated_writes([PAGE, PAGE + 1], 1.5)
+
+
+@pytest.mark.parametrize(("rows", "named"), [([], None), ([True, True], None), ([True, False, False], "rows 1, 2")])
+def test_each_output_row_of_no_request_has_to_be_finite(rows: list[bool], named: str | None) -> None:
+    seen = observation(SCHEDULE, expected_zeros(SCHEDULE))
+    all_finite = torch.ones(len(rows), dtype=torch.bool)
+    pieces = [(g, n, t) for g, found in seen.copies.cut().items() for n, t in found.items()]
+    pieces += [("padding", "0", all_finite), ("padding", "1", torch.tensor(rows, dtype=torch.bool))]
+    findings = padding_finite(replace(seen, copies=copies_of(pieces)))
+    assert [finding.where for finding in findings] == ([f"layer 1, {named} of them"] if named else [])
+    assert all(f"2 of {len(rows)} output rows" in finding.headline for finding in findings)

@@ -65,3 +65,31 @@ def test_padding_is_zeros_unless_it_is_what_an_earlier_replay_left(padding: str)
 
 def test_small_padding_is_live_requests() -> None:
     assert all(step.bs == step.bucket for step, _ in replays("small"))
+
+
+class Promises(MinimalBackend):
+    capabilities = MinimalBackend.capabilities.with_changes(server={"finite_padding": True})
+
+
+class StoresNoPadding(MinimalBackend):
+    """Of padding that is not stored, a padded request attends page 0 as it was: NaN."""
+
+    capabilities = Promises.capabilities.with_changes(server={"padding_slots": {0, -1}})
+
+
+@pytest.mark.parametrize("backend", [MinimalBackend, Promises, StoresNoPadding])
+def test_rows_of_no_request_are_looked_at_where_their_inputs_are_finite(backend: type[MinimalBackend]) -> None:
+    schedule = make_schedule(parse_case(CASE.format("stale")))
+    harness = ServerHarness(backend, [schedule], torch.device("cuda"))
+    seen = [each for _, each in run_graphs(harness, [schedule], Clock(), RunOptions(eager_steps=False)).observed]
+    looked_at = {each.step.index: each.copies.group("padding") for each in seen if each.copies.group("padding")}
+    steps = [each.step for each in seen if each.padded and each.step.padding == "prod"]
+    if backend is MinimalBackend:
+        steps = []
+    if backend is StoresNoPadding:
+        steps = [step for step in steps if harness.padding_slot(step.index) == 0]
+    assert [*looked_at] == [step.index for step in steps]
+    assert bool(steps) == (backend is not MinimalBackend)
+    for step in steps:
+        rows = torch.ones(step.bucket - step.bs, dtype=torch.bool)
+        assert all(torch.equal(layer, rows) for layer in looked_at[step.index].values())

@@ -221,6 +221,16 @@ class StatisticsOverTheWholeBatch(_Decode):
         return (out / scale * scale).to(q.dtype)
 
 
+class NoKeysGiveNaN(_Decode):
+    """vLLM #57094: a padded request has no key, and its rows are 0 / 0."""
+
+    capabilities = DECODE.with_changes(server={"finite_padding": True, "padded_requests": {"nothing"}})
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        keys = plan.kv_lens.to(q.dtype)[:, None, None]
+        return super().run(q, kv, plan) * (keys / keys)
+
+
 class WorkspaceAllocatedInCapture(_Decode):
     """Zeroed in the first graph that is captured, and read by the second (aiter #5393)."""
 
