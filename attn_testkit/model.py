@@ -171,6 +171,25 @@ def _copy(out: torch.Tensor) -> torch.Tensor:
     return out.clone(memory_format=torch.contiguous_format)
 
 
+class Around:
+    """The model's work before the attention of each layer and after it, on rows [T] of its table."""
+
+    def __init__(self, model: Model, ids: torch.Tensor, contiguous: bool) -> None:
+        """``ids`` [T] int64; ``contiguous``: q, k and v are tensors of their own."""
+        self.model, self._ids, self._contiguous = model, ids, contiguous
+
+    def before(self, index: int, out: torch.Tensor | None) -> Sequence[torch.Tensor]:
+        """q, k and v of layer ``index``; none behind the last. ``out``: output of the layer before it."""
+        if out is None:
+            self.packed = self.model.table.index_select(0, self._ids)
+            self.hidden = self.model.hidden_table.index_select(0, self._ids)
+        else:
+            self.hidden = self.model.after(index - 1, self.hidden, out)
+        if index == len(self.model.layers):
+            return ()
+        return self.model.inputs(self.packed, index, contiguous=self._contiguous)
+
+
 class Model:
     """The tables and weights on the device, and the forward pass."""
 
@@ -238,30 +257,27 @@ class Model:
         at_once: bool = False,
         other_strides: bool = False,
         selects: int | None = None,
+        around: Around | None = None,
     ) -> Trace:
         """Run all layers. Device work only, so it may be captured. ``look`` is called after each layer.
 
         ``save_kv_cache`` False: the pool holds the new keys and values already; with ``none_kv`` the first layer gets
         None for them. ``lend``: (layer, rows) -> the output's memory [rows, Hq, Dv]. ``at_once``: an output may be
         overwritten by the next layer. ``other_strides``: see ``Step.turned``. ``selects``: number of the first rows
-        that have selected keys; None: all have. The trace has hidden states and no logits. Exceptions of the backend
-        and of ``look`` are passed on.
+        that have selected keys; None: all have. ``around``: the work before and after attention, as graphs; None: as it
+        comes. The trace has hidden states and no logits. Exceptions of the backend and of ``look`` are passed on.
         """
-        packed = self.table.index_select(0, batch.input_ids)
-        hidden = self.hidden_table.index_select(0, batch.input_ids)
-        trace = Trace(packed, [], [], [], hidden)
-        rows = packed.shape[0]
+        rows = batch.input_ids.shape[0]
+        contiguous = self.contiguous != other_strides
+        around = around or Around(self, batch.input_ids, contiguous)
+        q_k_v = around.before(0, None)
+        packed = around.packed[:rows]
+        trace = Trace(packed, [], [], [], around.hidden[:rows])
         # Passed by name and only if it is False: otherwise servers leave the argument out.
         named: dict[str, Any] = {} if save_kv_cache else {"save_kv_cache": False}
         none_kv = none_kv and not save_kv_cache
-        contiguous = self.contiguous != other_strides
         for index, layer in enumerate(self.layers):
-            q, k, v = self._split(packed, index, rows)
-            if contiguous:
-                q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-            if self._side_by_side:
-                both, width = torch.cat((k, v), -1), k.shape[-1]
-                k, v = both[..., :width], both[..., width:]
+            q, k, v = q_k_v
             if contiguous or self._side_by_side:
                 trace.dense += [q, k, v]
             if layer.parts:
@@ -280,13 +296,27 @@ class Model:
             look(trace)
             if at_once:
                 trace.attention.append(_copy(out))
-            hidden = hidden + out.flatten(1).float() @ self._out[index]
+            q_k_v = around.before(index + 1, out)
         if not at_once:
             trace.attention += [_copy(out) for out in trace.raw]
         # Copies of the present values, in contiguous memory.
         trace.dense = [each.contiguous() for each in trace.dense]
-        trace.hidden = hidden
+        trace.hidden = around.hidden[:rows]
         return trace
+
+    def inputs(self, packed: torch.Tensor, index: int, *, contiguous: bool) -> list[torch.Tensor]:
+        """q, k and v [rows, heads, dim] of one layer from ``packed`` [rows, L, width]."""
+        q, k, v = self._split(packed, index, packed.shape[0])
+        if contiguous:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        if self._side_by_side:
+            both, width = torch.cat((k, v), -1), k.shape[-1]
+            k, v = both[..., :width], both[..., width:]
+        return [q, k, v]
+
+    def after(self, index: int, hidden: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Hidden states [rows, hidden] float32 after a layer with the attention output ``out``."""
+        return hidden + out.flatten(1).float() @ self._out[index]
 
     def _split(self, packed: torch.Tensor, layer: int, rows: int) -> list[torch.Tensor]:
         """q, k and v [rows, heads, dim] of one layer: views of ``packed`` [rows, L, width], which is contiguous.

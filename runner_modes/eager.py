@@ -18,7 +18,7 @@ from attn_testkit.watches.past_modes import past_modes
 from .batches import batch_on_device, eager_batch
 from .clock import Clock
 from .errors import blame
-from .forward import forward
+from .forward import forward, pieces_for
 from .harness import ServerHarness, StagedStep
 from .hook_answers import verify_mask_of
 from .looked_at import looked_at
@@ -76,6 +76,7 @@ def _ran(
         staged = harness.load(schedule, step, pattern)
         batch, sent = batch_of(harness, staged)
         ahead = next_of(staged, pattern) if plans_ahead(staged) else None
+        pieces = pieces_for(harness, case, len(batch.input_ids), other_strides=step.other_strides)
         _poison_heap(harness, len(batch.input_ids))
         if ahead is not None:
             torch.cuda.synchronize()
@@ -87,7 +88,7 @@ def _ran(
         if between is not None:
             between()
         none_kv = step.stored and harness.capabilities.server.takes_none_kv
-        run = partial(forward, harness, driver, batch, case, not step.stored, between, step.other_strides)
+        run = partial(forward, harness, driver, batch, case, not step.stored, between, step.other_strides, pieces)
         trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:
             # Made only now: it fills a mask buffer of the backend.

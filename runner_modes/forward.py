@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator
 from dataclasses import replace
 from functools import partial
@@ -12,7 +11,6 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.contract import AttentionLayer, ForwardBatch
-from attn_testkit.graphs.poison import poisoned
 from attn_testkit.model import Trace, joined
 from attn_testkit.steps.data import draft_topk
 
@@ -21,9 +19,10 @@ from .harness import ServerHarness
 from .indexing import WithIndexer
 from .kv_splits import InParts
 from .mode_runner import ModeRunner
+from .pieces import MemoryOfOutputs, Pieces
 from .returned import check_returned
 
-__all__ = ["forward"]
+__all__ = ["forward", "pieces_for"]
 
 
 def forward(
@@ -34,10 +33,12 @@ def forward(
     save_kv_cache: bool = True,
     between: Callable[[], None] | None = None,
     other_strides: bool = False,
+    pieces: Pieces | None = None,
 ) -> Trace:
     """Run all layers in every forward of the mode, and what the mode adds to them. Device work only.
 
     ``between`` is called after each layer, before its output is read. ``other_strides``: see ``Step.turned``.
+    ``pieces``: graphs around attention, of at least as many rows.
 
     Raises ``ShapeError`` at the first layer whose output is not [T, Hq, Dv] or [T, Hq * Dv] in the model's dtype on the
     harness' device, T being the rows of the forward's ``input_ids``; and whatever the backend raises.
@@ -51,12 +52,14 @@ def forward(
         declared = harness.capabilities
         if "padded_tokens" in case.variants:
             part = _with_more_rows(harness, part)
-        loan = _Loan(harness) if "given_out" in case.variants else None
+        loan = _Loan(harness, pieces) if "given_out" in case.variants else None
         check = partial(_check, harness, part.input_ids.shape[0], loan)
         look = check if between is None else partial(_checked, check, between)
-        selects = part.input_ids.shape[0] - (_PADDED_TOKENS if _has_fewer_selections(harness) else 0)
+        selects = part.input_ids.shape[0] - (PADDED_TOKENS if _has_fewer_selections(harness) else 0)
         with_kv_splits = InParts(harness) if harness.context.kv_splits else None
         with_indexer = WithIndexer(harness, case.indexer, with_kv_splits or harness.backend) if case.indexer else None
+        if pieces:
+            pieces.load(part.input_ids)
         traces.append(
             harness.model.forward(
                 with_indexer or with_kv_splits or harness.backend,
@@ -68,6 +71,7 @@ def forward(
                 at_once=declared.server.output_lifetime == "layer",
                 other_strides=other_strides,
                 selects=selects,
+                around=pieces,
             )
         )
         if with_kv_splits:
@@ -95,8 +99,19 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return None
 
 
-_PADDED_TOKENS = 3
+PADDED_TOKENS = 3
 """Number of extra rows; in some batches that of requests, so that dividing by it gives wrong rows per request."""
+
+
+def pieces_for(harness: ServerHarness, case: Case, tokens: int, *, other_strides: bool) -> Pieces | None:
+    """Graphs around attention for an eager step of ``tokens`` rows; None if the server has none. May capture them."""
+    if "piecewise" not in case.variants:
+        return None
+    rows = Pieces.rows_for(tokens + (PADDED_TOKENS if "padded_tokens" in case.variants else 0))
+    key = rows, harness.model.contiguous != other_strides
+    if key not in harness.pieces:
+        harness.pieces[key] = Pieces(harness.model, *key, harness.replay_graph)
+    return harness.pieces[key]
 
 
 def _has_fewer_selections(harness: ServerHarness) -> bool:
@@ -111,34 +126,30 @@ def _with_more_rows(harness: ServerHarness, batch: ForwardBatch) -> ForwardBatch
     longer: dict[str, Any] = {}
     for name, value in values.items():
         own: torch.Tensor = getattr(batch, name)
-        longer[name] = torch.cat([own, own.new_full((_PADDED_TOKENS,), value)])
+        longer[name] = torch.cat([own, own.new_full((PADDED_TOKENS,), value)])
     by_group = getattr(batch, "group_cache_locs", None)
     if by_group is not None:
-        slots = by_group.new_full((len(by_group), _PADDED_TOKENS), values["out_cache_loc"])
+        slots = by_group.new_full((len(by_group), PADDED_TOKENS), values["out_cache_loc"])
         longer["group_cache_locs"] = torch.cat([by_group, slots], 1)
     return replace(batch, **longer)
-
-
-_ALIGNMENT = 512
-"""Alignment of an allocator's memory in bytes, for which kernels may be compiled."""
 
 
 class _Loan:
     """Poisoned memory for outputs, which shows rows that are not written there, and writes around it."""
 
-    def __init__(self, harness: ServerHarness) -> None:
-        self._dtype, self._device, self._byte = harness.context.dtype, harness.device, harness.fill
+    def __init__(self, harness: ServerHarness, pieces: Pieces | None) -> None:
+        self._harness, self._pieces = harness, pieces
         self.beside: list[torch.Tensor] = []
         """Memory before and after each output, [rows, Hq, Dv] each: a server has other rows there."""
 
     def __call__(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
-        heads, dim = layer.tp_q_head_num, layer.v_head_dim
-        beside = _ALIGNMENT // math.gcd(_ALIGNMENT, heads * dim * self._dtype.itemsize)
-        whole = torch.empty(rows + 2 * beside, heads, dim, dtype=self._dtype, device=self._device)
-        memory, value = poisoned(whole, self._byte)
-        memory.fill_(value)
-        self.out = whole[beside : beside + rows]
-        self.beside += [whole[:beside], whole[beside + rows :]]
+        harness, heads, dim = self._harness, layer.tp_q_head_num, layer.v_head_dim
+        if self._pieces is None:
+            memory = MemoryOfOutputs(heads, dim, rows, harness.context.dtype, harness.device)
+        else:
+            memory = self._pieces.outputs[harness.context.layers.index(layer)]
+        self.out, beside = memory.lend(rows, harness.fill)
+        self.beside += beside
         return self.out
 
 

@@ -43,6 +43,7 @@ from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .indexing import IndexWatch, index_pool_for
+from .pieces import Pieces
 from .state_pools import load_states, with_states
 from .tables import Tables
 
@@ -191,6 +192,8 @@ class ServerHarness:
         """Actions of compilers and tuners inside plans and eager forwards, in their order."""
         self.copies_pool = True
         """True if observations hold the KV pool."""
+        self.pieces: dict[tuple[int, bool], Pieces] = {}
+        """Graphs around attention, by their rows and whether q, k and v are contiguous, if a case has them."""
         self.follow: Callable[[torch.Tensor, Trace], torch.Tensor] = self._next_rows
         """Function from ids and trace of a draft's forward to ids of the next, on the device."""
         self.case: Case = schedules[0].case

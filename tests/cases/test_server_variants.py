@@ -49,10 +49,16 @@ def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> Non
         more = more | {"noncausal"}
     far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
     big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
-    assert set(variants(PLAIN, mode)) == {"empty_batches", "overlap_scheduling"} | far | big
+    pieces = set() if mode is ForwardMode.DRAFT_DECODE else {"piecewise"}
+    assert set(variants(PLAIN, mode)) == {"empty_batches", "overlap_scheduling"} | far | big | pieces
     assert (
         set(variants(ALL, mode))
-        == {"empty_batches", "overlap_scheduling", "zero_length_padding", "given_out"} | far | big | more | verify
+        == {"empty_batches", "overlap_scheduling", "zero_length_padding", "given_out"}
+        | far
+        | big
+        | more
+        | verify
+        | pieces
     )
     assert "overlap_scheduling" not in variants(PLAIN.with_changes(server={"overlap_scheduling": False}), mode)
     assert "zero_length_padding" not in variants(ALL.with_changes(graph=()), mode)
@@ -144,6 +150,15 @@ def test_a_backend_without_decode_has_its_far_context_in_one_other_mode() -> Non
     assert [mode for mode in ForwardMode if "far" in variants(declared, mode)] == [ForwardMode.TARGET_VERIFY]
 
 
+def test_pieces_are_of_eager_modes_and_each_of_their_steps_runs_eagerly() -> None:
+    words = {"piecewise", "given_out", "padded_tokens"}
+    cases = [case for case in generate(ALL, ForwardMode.EXTEND, "core") if "piecewise" in case.variants]
+    assert [case.variants for case in cases] == [{"piecewise"}, words]
+    schedule = make_schedule(cases[0])
+    assert all(schedule.runs_eagerly(step, ALL) for step in schedule.steps)
+    assert "piecewise" not in variants(PLAIN.with_changes(eager=(), graph={"extend"}), ForwardMode.EXTEND)
+
+
 def test_more_shapes_than_a_cache_of_128_entries_holds_stand_between_two_replays_of_the_own_batch() -> None:
     schedule = make_schedule(variants(PLAIN, ForwardMode.DECODE)["shapes"])
     steps = schedule.steps
@@ -207,6 +222,6 @@ def test_core_has_each_two_variants_that_do_not_exclude_each_other(mode: Forward
         pair for case in cases for pair in combinations([word for word in SERVER_VARIANTS if word in case.variants], 2)
     }
     assert set(combinations(words, 2)) - met == {("empty_batches", "padded_tokens")}
-    assert max(len(case.variants) for case in cases) == 2
+    assert max(len(case.variants - {"piecewise"}) for case in cases) == 2
     assert any(case.variants and case.kv_splits for case in cases)
     assert any(case.variants and case.layers.groups for case in cases)

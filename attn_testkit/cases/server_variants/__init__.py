@@ -19,6 +19,7 @@ from .non_causal import NON_CAUSAL
 from .out_given import OUT_GIVEN
 from .overlap_scheduling import OVERLAP_SCHEDULING
 from .padded_tokens import PADDED_TOKENS
+from .piecewise import PIECEWISE
 from .variant import ServerVariant
 from .verify import NO_TREE_TENSORS, SEQ_LENS_WITH_NEW
 from .zero_length_padding import ZERO_LENGTH_PADDING
@@ -49,6 +50,7 @@ SERVER_VARIANTS: Mapping[str, ServerVariant] = {
         MANY_BATCH_SHAPES,
         BIG_POOL,
         OVERLAP_SCHEDULING,
+        PIECEWISE,
     )
 }
 """Server variants by word, in the order of their cases and of the words of an id."""
