@@ -74,3 +74,17 @@ def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     for bs in sorted({size for at in declared.kernel_changes_at for size in (at - 1, at)}):
         lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
         yield small.of_requests(lens, data="gauss")
+    for keys in sorted({total for at in declared.kernel_changes_at_keys for total in (at - 1, at)}):
+        yield small.of_requests(_of_sum(keys, small, declared.max_context_len), data="gauss")
+
+
+def _of_sum(keys: int, case: Case, most: int) -> tuple[int, ...]:
+    """Prefixes of uneven requests that see ``keys`` keys together, the rows of the step among them."""
+    lens: list[int] = []
+    left = keys
+    while left > 0:
+        length = min(max(left // 2, case.width), most, left)
+        length = left if left - length < case.width and left <= most else length
+        lens.append(length - case.width)
+        left -= length
+    return tuple(lens)

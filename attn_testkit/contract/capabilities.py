@@ -165,6 +165,9 @@ class Capabilities(Declared):
     kernel_changes_at: Set[int] = frozenset()
     """Batch sizes from which on another kernel runs, such as ``{8}`` for a kernel of up to 7 requests and another for
     more. The kit tries a batch of each size, and one with a request less."""
+    kernel_changes_at_keys: Set[int] = frozenset()
+    """Sums of the keys of all requests of a batch, this step's included, from which on another kernel runs. The kit
+    tries a batch of each sum, and one with a key less."""
 
     # Conventions of servers. Differences between servers.
     server: ServerConventions = field(default_factory=ServerConventions)
@@ -219,7 +222,7 @@ class Capabilities(Declared):
         for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             self._check_words(name, known)
         for name, least in (("head_dims", 1), ("page_sizes", 1), ("gqa_ratios", 1), ("mla_rope_dims", 0),
-                            ("kernel_changes_at", 2)):  # fmt: skip
+                            ("kernel_changes_at", 2), ("kernel_changes_at_keys", 16)):  # fmt: skip
             values = self._listed(name)
             if not all(is_whole(v) and v >= least for v in values):
                 numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"
