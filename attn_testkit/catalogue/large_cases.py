@@ -75,16 +75,20 @@ def switch_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
         lens = tuple(_SPLIT_OR_NOT[i % len(_SPLIT_OR_NOT)] for i in range(bs))
         yield small.of_requests(lens, data="gauss")
     for keys in sorted({total for at in declared.kernel_changes_at_keys for total in (at - 1, at)}):
-        yield small.of_requests(_of_sum(keys, small, declared.max_context_len), data="gauss")
+        if small.mode is not ForwardMode.DRAFT_DECODE:
+            # Other steps of the case have longer requests, by a page and a few keys.
+            most = declared.max_context_len - 2 * small.page_size - 2 * small.width - 8
+            yield small.of_requests(_of_sum(keys, small.width, most), data="gauss")
 
 
-def _of_sum(keys: int, case: Case, most: int) -> tuple[int, ...]:
-    """Prefixes of uneven requests that see ``keys`` keys together, the rows of the step among them."""
+def _of_sum(keys: int, rows: int, most: int) -> tuple[int, ...]:
+    """Prefixes of requests of ``rows`` rows each, of which none has more than ``most`` keys, and all have ``keys``.
+
+    Each has half of what is left, the last one the rest.
+    """
     lens: list[int] = []
-    left = keys
-    while left > 0:
-        length = min(max(left // 2, case.width), most, left)
-        length = left if left - length < case.width and left <= most else length
-        lens.append(length - case.width)
-        left -= length
-    return tuple(lens)
+    while keys > 0:
+        half = min(keys // 2, most)
+        lens.append(keys if keys <= most and keys - half < 2 * rows else max(half, rows))
+        keys -= lens[-1]
+    return tuple(length - rows for length in lens)

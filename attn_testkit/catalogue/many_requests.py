@@ -33,7 +33,9 @@ def many_request_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
             yield one.of_requests(lens)
         long = _LONG_OF_MLA if small.heads.layout.wide_rows else _LONG
         for count in _SOME_LONG:
-            yield one.of_requests(tuple(long - i if i % _EVERY == 4 else (1, 3, 9)[i // _EVERY % 3] for i in range(count)))
+            yield one.of_requests(
+                tuple(long - i if i % _EVERY == 4 else (1, 3, 9)[i // _EVERY % 3] for i in range(count))
+            )
     if small.mode is ForwardMode.EXTEND and not small.heads.layout.wide_rows:
         rows = min(max(_MORE), most_rows(declared, small.mode))
         new = tuple(min(count, rows) for count in lens)

@@ -141,12 +141,12 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from arrays
         yield from randomly_varied(declared, list(options_together_cases(declared, base, arrays)), batches=True)
         yield from uniform_batch_cases(declared, base)
+        yield from many_request_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
-        yield from many_request_cases(declared, base)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

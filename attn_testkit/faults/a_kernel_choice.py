@@ -11,6 +11,7 @@ from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
 _SIZE = 12
+_KEYS = 1000
 
 
 @fault(
@@ -37,6 +38,28 @@ class KernelSwitchOffByOne(PlannedBackend):
     @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return acc[:, 0] if len(acc) >= _SIZE else super().combine(acc, lse, layer)
+
+
+@fault(
+    slug="kernel-switch-by-keys-off-by-one",
+    source="general; split counts that follow the sum of keys (FlashInfer's planner)",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=("matches-oracle",),
+    hint="",
+)
+class KernelSwitchByKeysOffByOne(PlannedBackend):
+    """Batches of more than 1,000 keys are planned without splits, and those of 1,000 and more are run so."""
+
+    capabilities = KernelSwitchOffByOne.capabilities.with_changes(kernel_changes_at=(), kernel_changes_at_keys={_KEYS})
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return torch.where(lens.sum() > _KEYS, self.context.max_context_len, super().plan_splits(lens)).to(lens.dtype)
+
+    @override
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        assert self.metadata is not None
+        return torch.where(self.metadata.kv_lens.sum() >= _KEYS, acc[:, 0], super().combine(acc, lse, layer))
 
 
 @fault(

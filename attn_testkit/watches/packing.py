@@ -1,6 +1,8 @@
 """Tensors packed into one block of memory, so that one transfer takes all of them.
 
 Each is aligned as by an allocator, with poison between them: reading past the end of one does not read the next.
+Behind page numbers, slots and activations the poison is -1 or NaN. Behind lengths and offsets -1 would end each loop at
+once, so that a program for a request behind the last one does nothing: there it is numbers that lead somewhere.
 """
 
 from __future__ import annotations
@@ -8,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,15 @@ _ALIGNMENT = 512
 """Alignment of the device's caching allocator in bytes; kernels are compiled for such pointers."""
 _GUARD = 64
 """Least number of bytes of poison after each tensor."""
+_LENGTHS = frozenset({
+    *("seq_lens", "extend_seq_lens", "extend_seq_lens_tensor", "extend_prefix_lens", "extend_start_loc"),
+    *("query_start_loc", "num_accept_tokens", "num_correct_drafts", "snapshot_rows"),
+})  # fmt: skip
+"""Last parts of the names of tensors that hold lengths and offsets."""
+_BEHIND_LENGTHS = (2, 1_000_003)
+"""What follows them in turn: a number that leads into rows of somebody, and one beyond all rows and keys."""
+_GUARD_OF_LENGTHS = 512
+"""Least number of bytes after a tensor of lengths: a tile of 64 requests, or of 128."""
 _NUMPY: Mapping[torch.dtype, type[np.generic]] = {
     torch.bool: np.bool_,
     torch.int32: np.int32,
@@ -60,7 +71,16 @@ class Packing:
 
     def fresh(self) -> Bytes:
         """Allocate host memory for it, filled with poison."""
-        return np.full(self.size, 0xFF, np.uint8)
+        return self._poison.copy()
+
+    @cached_property
+    def _poison(self) -> Bytes:
+        found = np.full(self.size, 0xFF, np.uint8)
+        for place, end in zip(self.places, [*(each.start for each in self.places[1:]), self.size], strict=True):
+            if _is_length(place.name):
+                behind = found[place.end : end].view(_NUMPY[place.dtype])
+                behind[:] = np.resize(_BEHIND_LENGTHS, len(behind))
+        return found
 
     def tensors(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
         """The tensors in ``memory`` [size] uint8 by name, as views."""
@@ -83,6 +103,10 @@ class Packing:
         }
 
 
+def _is_length(name: str) -> bool:
+    return name.rpartition(".")[2] in _LENGTHS
+
+
 @lru_cache(maxsize=256)
 def pack_places(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -> Packing:
     """Lay out tensors of these names, dtypes and shapes, in this order."""
@@ -90,7 +114,8 @@ def pack_places(entries: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]) -
     start = 0
     for name, dtype, shape in entries:
         places.append(Place(name, dtype, shape, start))
-        start = -(-(places[-1].end + _GUARD) // _ALIGNMENT) * _ALIGNMENT
+        guard = _GUARD_OF_LENGTHS if _is_length(name) else _GUARD
+        start = -(-(places[-1].end + guard) // _ALIGNMENT) * _ALIGNMENT
     return Packing(tuple(places), start)
 
 

@@ -155,7 +155,7 @@ def test_pieces_are_of_eager_modes_and_each_of_their_steps_runs_eagerly() -> Non
     cases = [case for case in generate(ALL, ForwardMode.EXTEND, "core") if "piecewise" in case.variants]
     assert [case.variants for case in cases] == [{"piecewise"}, words]
     schedule = make_schedule(cases[0])
-    assert all(schedule.runs_eagerly(step, ALL) for step in schedule.steps)
+    assert [step.label for step in schedule.steps if not schedule.runs_eagerly(step, ALL)] == ["longer, exact"]
     assert "piecewise" not in variants(PLAIN.with_changes(eager=(), graph={"extend"}), ForwardMode.EXTEND)
 
 

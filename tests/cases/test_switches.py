@@ -40,3 +40,15 @@ def test_each_side_of_a_switch_has_a_batch_behind_all_but_the_seldom_cases(mode:
 def test_what_is_no_batch_size_is_answered(sizes: object, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         Capabilities(eager={ForwardMode.DECODE}, kernel_changes_at=sizes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_DECODE])
+@pytest.mark.parametrize(("sums", "most"), [({16, 17}, 1 << 20), ({1000}, 1 << 20), ({1000}, 96)])
+def test_each_side_of_a_sum_of_keys_has_a_batch(mode: ForwardMode, sums: set[int], most: int) -> None:
+    declared = CAPABILITIES.with_changes(max_context_len=most)
+    before = generate(declared, mode, "smoke")
+    added = set(generate(declared.with_changes(kernel_changes_at_keys=sums), mode, "smoke")) - {*before}
+    wanted = sorted({total for at in sums for total in (at - 1, at)})
+    steps = [make_schedule(case).steps[0] for case in added]
+    assert sorted(sum(step.lens) for step in steps) == wanted
+    assert all(max(step.lens) <= most and len(step.lens) > 1 for step in steps)

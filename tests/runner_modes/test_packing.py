@@ -152,3 +152,14 @@ def test_tables_keep_what_a_step_does_not_fill() -> None:
     assert not tables.req_to_token.any()
     tables.fill(np.array([[[1]]], np.int32), filled[1], *raw)
     assert tables.req_to_token.sum() == 1
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "batch.extend_start_loc", "batch.spec_info.num_accept_tokens"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_behind_lengths_and_offsets_a_tile_finds_numbers_that_lead_somewhere(name: str, dtype: torch.dtype) -> None:
+    tensors, sent = send({name: torch.arange(3).to(dtype), "out_cache_loc": torch.arange(2)}, CUDA)
+    behind = tensors[name].as_strided((64,), (1,))[3:].cpu()
+    assert behind.tolist() == [2, 1_000_003] * 30 + [2], "a small number, and one beyond all rows and keys"
+    slots = tensors["out_cache_loc"].as_strided((8,), (1,))[2:].cpu()
+    assert set(slots.tolist()) == {-1}
+    assert list(sent.changed(sent.memory.cpu().numpy())) == []  # type: ignore[union-attr]

@@ -28,8 +28,10 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
-    """Each step runs eagerly too: steps of other rows have the memory of the first."""
-    return [replace(plan, eager_too=True) for plan in plans]
+    """Steps run eagerly too: those of other rows have the memory of the first. After the exact one the larger batch
+    does.
+    """
+    return [replace(plan, eager_too=not plan.exact) for plan in plans]
 
 
 PIECEWISE = ServerVariant(

@@ -1,0 +1,34 @@
+"""Class H: splits that a library makes only of large batches."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from .b_empty_batches import LEAN
+from .catalogue import fault
+from .parent import PlannedBackend
+
+_MANY = 32
+_LONG = 300
+
+
+@fault(
+    slug="splits-of-32-requests-drop-the-remainder",
+    source="general; libraries that split keys from a number of requests on",
+    modes=("decode",),
+    checks=("matches-oracle", "reads-own-kv"),
+    hint="",
+)
+class SplitsOfManyRequestsDropTheRemainder(PlannedBackend):
+    """From 32 requests on, the splits of a long one are rounded down, and its last keys are in none."""
+
+    capabilities = LEAN
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        up = super().plan_splits(lens)
+        if len(lens) < _MANY:
+            return up
+        down = lens // (self.max_splits * self.tile) * self.tile
+        return torch.where(lens > _LONG, down.clamp(min=self.tile), up)
