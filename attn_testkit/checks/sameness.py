@@ -7,11 +7,12 @@ import torch
 
 from ..contract import Execution
 from ..results.finding import Finding
+from ..steps.last_rows import has_last_rows
 from .check import Check, Stage
 from .comparison import BITS
 from .observation import Observation
 
-__all__ = ["CHECKS", "batch_invariant", "repeatable"]
+__all__ = ["CHECKS", "batch_invariant", "mode_invariant", "repeatable"]
 
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
@@ -62,6 +63,31 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
     return []
 
 
+def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]:
+    """Check that rows of another mode give the same bits as the last rows of an extend (``steps/last_rows.py``).
+
+    At most one finding, for the first request that does not.
+    """
+    mode = last_rows.schedule.case.mode
+    end = own = 0
+    for index, (request, few) in enumerate(zip(extend.step.requests, last_rows.step.requests, strict=True)):
+        end, own = end + request.new, own + few.new
+        for layer, (a, b) in enumerate(zip(extend.attention, last_rows.attention, strict=True)):
+            whole, mine = a[end - few.new : end], b[own - few.new : own]
+            count = _differs(whole, mine.view_as(whole))
+            if count:
+                return [
+                    Finding(
+                        "mode-invariant",
+                        f"request {index} gives other bits in {mode} than the same rows with the same keys in extend",
+                        where=f"{extend.schedule.case.layers.name(layer)}: {count} of {whole.numel()} values differ",
+                        hint="probably another kernel, tile size or split count in one of the modes",
+                        step=last_rows.label,
+                    )
+                ]
+    return []
+
+
 CHECKS = (
     Check(
         "repeatable",
@@ -82,6 +108,17 @@ CHECKS = (
         evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: declared.batch_invariant and execution is Execution.EAGER,
         shown_by=lambda case: case.bs > 1,
+    ),
+    Check(
+        "mode-invariant",
+        "If declared: a row of decode or of a verified chain gives the same bits as a row of extend with its keys.",
+        "Another kernel for verify, a split count that decode has alone, tiles by the rows of a request.",
+        "general; servers that train on what they generate",
+        "The last rows of an extend ran again in decode and as a chain, on the same instance and in the same slots: "
+        "look for what depends on the mode or on the rows of a request.",
+        evaluated_from=Stage.COMPLETED,
+        applies=lambda declared, execution: declared.mode_invariant and execution is Execution.EAGER,
+        shown_by=has_last_rows,
     ),
 )
 """Checks in the order in which they are worth reading. Their failures are found by comparing two runs."""

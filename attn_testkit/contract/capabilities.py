@@ -179,6 +179,9 @@ class Capabilities(Declared):
     """True: the same batch gives the same bits each time (``repeatable``)."""
     batch_invariant: bool = False
     """True: a request gives the same bits whatever else is in the batch (``batch-invariant``)."""
+    mode_invariant: bool = False
+    """True: a row of decode or of a verified chain gives the same bits as a row of extend with the same keys
+    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded."""
     lse: LogSumExp | None = None
     """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it does. None: it
     returns none."""

@@ -228,6 +228,34 @@ class BatchInvariantBackend(PlannedBackend):
             super().partials(*one)
 
 
+class ModeInvariantBackend(BatchInvariantBackend):
+    """Rows of a request are computed one by one too, so their number, which differs between modes, changes no bit."""
+
+    capabilities = BatchInvariantBackend.capabilities.with_changes(
+        mode_invariant=True,
+        families={"gqa"},
+        gqa_ratios={2},
+        dtypes={"fp32"},
+        kv_dtypes={"same"},
+        head_dims={64},
+        page_sizes={16},
+        max_extend_tokens=32,
+        max_context_len=2048,
+    )
+
+    @override
+    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        return torch.cat([super(ModeInvariantBackend, self).logits(row, keys, layer) for row in rows.split(1, 1)], 1)
+
+    @override
+    def partials(
+        self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
+    ) -> None:
+        by_row = zip(logits.split(1, 1), seen.split(1, 2), acc.split(1, 2), lse.split(1, 2), strict=True)
+        for of_logits, of_seen, of_acc, of_lse in by_row:
+            super().partials(of_logits, of_seen, values, of_acc, of_lse)
+
+
 def _singly(rows: torch.Tensor) -> list[torch.Tensor]:
     """Views of one row each, which keep their first dimension."""
     return [rows[i : i + 1] for i in range(len(rows))]

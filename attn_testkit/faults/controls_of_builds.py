@@ -13,6 +13,7 @@ from .builds import (
     CascadeBackend,
     FixedStrideBackend,
     KeptPlansBackend,
+    ModeInvariantBackend,
     RegisterRowsBackend,
     TiledBackend,
     WorkListBackend,
@@ -167,3 +168,12 @@ class PartialResultsInTheModelsDtype(PlannedBackend):
     ) -> None:
         super().partials(logits, seen, values, acc, lse)
         acc.copy_(acc.to(self.context.dtype))
+
+
+@control("mode-invariant")
+class ModeInvariant(ModeInvariantBackend):
+    """Decode, verify and extend give the same bits, for servers that train on what they generate."""
+
+    capabilities = ModeInvariantBackend.capabilities.with_changes(
+        graph=(), eager={"decode", "extend", "target-verify"}, logit_cap=False, sinks=False
+    )

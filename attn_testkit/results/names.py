@@ -58,6 +58,7 @@ CHECK_IDS = (
     "refuses-undeclared",
     "repeatable",
     "batch-invariant",
+    "mode-invariant",
     "lossless",
 )
 

@@ -36,6 +36,7 @@ from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import DTYPES
 from ...steps.greedy_loop import loop_modes, make_loop
 from ...steps.kv_groups import pages_in_pool
+from ...steps.last_rows import last_rows_of
 from ...steps.numerics import numerics_of
 from ...steps.schedule import Schedule, Step, make_schedule, only, part
 from ..planning.request import Item
@@ -86,7 +87,11 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
         supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
         runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
         cases += declared_co_residents(declared, case, runnable)
-    return [schedule_for(each, declared) for each in cases]
+    own = [schedule_for(each, declared) for each in cases]
+    if execution is Execution.EAGER:
+        here = {mode for mode in declared.eager if not missing_here(declared, environment, mode)}
+        own += [each for each in last_rows_of(own[0], declared) if each.case.mode in here]
+    return own
 
 
 def request_to_isolate(case: Case, step: Step) -> int:

@@ -17,7 +17,7 @@ from ...checks import NUMERIC, Comparison, Stage, evaluated
 from ...checks.graphs import at_capture
 from ...checks.lossless import lossless, ran_to_its_end
 from ...checks.observation import Observation, StepInputs
-from ...checks.sameness import batch_invariant, repeatable
+from ...checks.sameness import batch_invariant, mode_invariant, repeatable
 from ...checks.states import state_margin
 from ...checks.step import evaluate_step
 from ...contract import Capabilities, Execution, ForwardMode
@@ -36,6 +36,7 @@ from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import StepData
 from ...steps.greedy_loop import data_of_tokens, make_loop
+from ...steps.last_rows import LAST_ROWS
 from ...steps.schedule import Schedule, Step
 from ..planning.request import Item, Plan, bare_result
 from ..processes.worker_process import WorkerLost
@@ -329,7 +330,9 @@ def _compared(declared: Capabilities, observed: Sequence[Observation]) -> list[F
     first, again, *others = observed
     found = repeatable(first, again) if declared.deterministic else []
     parts = [each for each in others if each.step.part_of is not None]
-    return found + next(filter(None, (batch_invariant(first, each) for each in parts)), [])
+    found += next(filter(None, (batch_invariant(first, each) for each in parts)), [])
+    last_rows = [each for each in others if each.step.name == LAST_ROWS]
+    return found + next(filter(None, (mode_invariant(first, each) for each in last_rows)), [])
 
 
 def _keys_of_all_rows(case: Case, declared: Capabilities) -> int:
