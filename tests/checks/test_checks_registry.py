@@ -15,6 +15,7 @@ FILLED = parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4small")
 EXACT = CAPABILITIES.with_changes(
     deterministic=True,
     batch_invariant=True,
+    mode_invariant=True,
     needs_cpu_seq_lens=False,
     lse=LogSumExp("e", whole={"decode"}),
     server={"finite_padding": True},
@@ -70,6 +71,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "refuses-undeclared",
         "repeatable",
         "batch-invariant",
+        "mode-invariant",
         "lossless",
     ]
 
@@ -85,7 +87,14 @@ def test_a_case_run_that_came_to_its_end_has_evaluated_all_that_applies() -> Non
     assert not {"steps-independent", "refuses-undeclared", "repeatable", "batch-invariant", "compiles-once"} & set(done)
 
 
-EAGER_ALONE = {"compiles-once", "steps-independent", "refuses-undeclared", "repeatable", "batch-invariant"}
+EAGER_ALONE = {
+    "compiles-once",
+    "steps-independent",
+    "refuses-undeclared",
+    "repeatable",
+    "batch-invariant",
+    "mode-invariant",
+}
 GRAPH_ALONE = {
     "graph-matches-eager", "captures-cleanly", "replay-follows-batch", "addresses-stable", "padding-inert",
     "padding-finite", "buckets-independent", "capabilities-honest",

@@ -6,7 +6,9 @@ import pytest
 import torch
 from by_hand import VERIFY, expected_zeros, observation, schedule_of, zeros_like
 
-from attn_testkit.checks.sameness import batch_invariant, repeatable
+from attn_testkit.checks.sameness import batch_invariant, mode_invariant, repeatable
+from attn_testkit.contract import Capabilities
+from attn_testkit.steps.last_rows import last_rows_of
 from attn_testkit.steps.schedule import only, part
 
 SCHEDULE = schedule_of(VERIFY)
@@ -57,3 +59,24 @@ def test_a_part_of_the_batch_is_held_against_it_request_by_request_whatever_thei
 def test_equal_nan_is_the_same_bits() -> None:
     out = torch.full((LAYERS, ROWS, HEADS, DIMS), torch.nan)
     assert repeatable(observation(SCHEDULE, EXPECTED, out), observation(SCHEDULE, EXPECTED, out.clone())) == []
+
+
+@pytest.mark.parametrize(("row", "named"), [(0, None), (1, 0), (2, None), (4, 1)])
+@pytest.mark.parametrize("layer", range(2))
+def test_the_last_rows_of_an_extend_have_the_bits_of_another_mode(layer: int, row: int, named: int | None) -> None:
+    own = schedule_of("extend-gqa2x2-d32-fp32-p4-k5.9-n3a2.3-shuffled-gauss-b2prod")
+    declared = Capabilities(
+        eager={"extend", "decode"},
+        mode_invariant=True,
+        families={"gqa"},
+        head_dims={32},
+        dtypes={"fp32"},
+        page_sizes={4},
+    )
+    (decode,) = last_rows_of(own, declared)
+    expected, mine = expected_zeros(own), expected_zeros(decode)
+    out = zeros_like(expected)
+    out[layer, row] = -0.0
+    found = mode_invariant(observation(own, expected, out), observation(decode, mine))
+    assert [each.headline.split(" gives")[0] for each in found] == ([] if named is None else [f"request {named}"])
+    assert all(each.where.startswith(f"layer {layer}: ") for each in found)

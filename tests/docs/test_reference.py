@@ -35,7 +35,7 @@ GROUPS = {
     "Heads": ["families", "gqa_ratios", "head_dims", "mla_rope_dims", "heads_by_layer"],
     "Bounds": ["max_q_rows", "max_extend_tokens", "max_topk", "max_draft_branches", "max_context_len",
                "kernel_changes_at", "kernel_changes_at_keys"],
-    "Promises": ["deterministic", "batch_invariant", "lse"],
+    "Promises": ["deterministic", "batch_invariant", "mode_invariant", "lse"],
     "Requirements": ["needs_cpu_seq_lens", "finite_page_tails", "requires", "mode_requires"],
 }  # fmt: skip
 """Groups of capabilities, some of them, and their fields."""

@@ -212,6 +212,16 @@ class RoundsByBatchSize(_Decode):
         return (out * (1 + 2**-8 * (len(plan.kv_lens) > 1))).to(q.dtype)
 
 
+class RoundsDecodeDown(MinimalBackend):
+    """Extend and decode differ by a rounding."""
+
+    capabilities = ALL.with_changes(mode_invariant=True, eager={"decode", "extend"}, graph=(), max_topk=0)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        out = super().run(q, kv, plan).float()
+        return (out * (1 + 2**-8 * (plan.max_q_len > 1))).to(q.dtype)
+
+
 class StatisticsOverTheWholeBatch(_Decode):
     """vLLM #57094: one scale for all rows, padding included."""
 

@@ -10,6 +10,7 @@ from attn_testkit.results.failure_text import format_failure
 from attn_testkit.results.names import MODES
 
 FAST = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4prod",)
+PROMPT = ("extend-gqa2x2-d64-bf16-p16-k3.15-n4a4x2-shuffled-gauss-b2prod",)
 NAN = ("decode-gqa2x2-d64-bf16-p16-k3.15.40-shuffled-gauss-b4nan",)
 NEGATIVE = ("decode-gqa2x2-d64-fp16-p16-k3.15.40-shuffled-negative-b4prod",)
 
@@ -36,6 +37,7 @@ BROKEN = [
     ("TunesForEveryLength", "eager", FAST, "compiles-once", "each of 5 steps that differ only in lengths compiles"),
     ("SumsInAnyOrder", "eager", FAST, "repeatable", "other bits the second time"),
     ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits by itself"),
+    ("RoundsDecodeDown", "eager", PROMPT, "mode-invariant", "other bits in decode than the same rows"),
     ("WritesPaddingToTheLastSlot", "graph", FAST, "writes-own-kv", "a slot that no live request owns was written"),
     ("ReadsHostLengths", "graph", FAST, "no-host-lengths", "NoneType"),
     ("WaitsForTheDeviceWhilePlanning", "graph", FAST, "no-host-lengths", "waits for the device"),

@@ -1,0 +1,70 @@
+"""The last rows of an extend as steps of decode and verify: the same tokens, keys and slots."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.data import make_layers, make_step_data
+from attn_testkit.steps.last_rows import has_last_rows, last_rows_of
+from attn_testkit.steps.schedule import make_schedule
+
+CASE = "extend-gqa2x2-d32-fp32-p4-k5.9.0-n8a2.3.8-shuffled-gauss-w4-b3prod"
+DECLARED = TorchNativeBackend.capabilities.with_changes(mode_invariant=True)
+
+
+@pytest.mark.parametrize("chunks", ["", "-chunks3"])
+def test_last_rows_have_the_numbers_and_the_keys_that_they_have_in_extend(chunks: str) -> None:
+    own = make_schedule(parse_case(CASE.replace("-shuffled", f"{chunks}-shuffled")))
+    first = own.steps[0]
+    data, start = make_step_data(own, first), 0
+    decode, verify = last_rows_of(own, DECLARED)
+    width = min(4, *(request.new for request in first.requests))
+    assert [each.case.mode for each in (decode, verify)] == [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY]
+    for other, count in ((decode, 1), (verify, width)):
+        (step,) = other.steps
+        found, start = make_step_data(other, step), 0
+        for index, request in enumerate(first.requests):
+            start += request.new
+            mine = slice(index * count, (index + 1) * count)
+            assert torch.equal(found.q[:, mine], data.q[:, start - count : start])
+            assert torch.equal(found.out_cache_loc[mine], data.out_cache_loc[start - count : start])
+            keys = request.prefix + request.new
+            assert torch.equal(found.stored_keys[:, index, :keys], data.stored_keys[:, index, :keys])
+            row, whole = found.visible[..., index, count - 1, :], data.visible[..., index, request.new - 1, :]
+            assert torch.equal(row[..., :keys], whole[..., :keys])
+        assert [layer.sliding_window_size for layer in make_layers(other.case)] == [
+            layer.sliding_window_size for layer in make_layers(own.case)
+        ]
+
+
+@pytest.mark.parametrize(
+    ("case", "has"),
+    [
+        (CASE, True),
+        (CASE.replace("b3prod", "b3prod-noncausal").replace("-w4", ""), False),
+        (CASE.replace("-w4", "-lsewhole"), False),
+        ("decode-gqa2x2-d32-fp32-p4-k5-shuffled-gauss-b1prod", False),
+    ],
+)
+def test_only_extends_whose_rows_see_no_later_key_have_last_rows(case: str, has: bool) -> None:
+    assert has_last_rows(parse_case(case)) is has
+
+
+def test_last_rows_are_of_modes_that_are_declared_and_attend_the_same_numbers() -> None:
+    own = make_schedule(parse_case(CASE))
+    fp8 = make_schedule(parse_case(CASE.replace("gauss", "gauss-kvfp8e4m3")))
+    given = DECLARED.with_changes(new_rows_as_given={"extend"})
+
+    def modes(schedule: object, declared: object) -> list[str]:
+        return [str(each.case.mode) for each in last_rows_of(schedule, declared)]  # type: ignore[arg-type]
+
+    assert modes(own, TorchNativeBackend.capabilities) == []
+    assert modes(own, DECLARED.with_changes(eager={"extend", "target-verify"})) == ["target-verify"]
+    assert modes(own, DECLARED.with_changes(max_topk=0, eager={"extend", "decode"}, graph=())) == ["decode"]
+    assert modes(own, given) == ["decode", "target-verify"], "nothing is rounded to FP8"
+    assert modes(fp8, given) == []
+    assert modes(fp8, given.with_changes(new_rows_as_given={"extend", "decode"})) == ["decode"]
