@@ -20,7 +20,7 @@ from .eager import eager_by_turns, run_eager
 from .harness import ServerHarness
 from .kept_state import KeptState
 from .options import RunOptions
-from .replay import replay
+from .replay import fill_static, replay
 
 __all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "run_graphs"]
 
@@ -97,7 +97,7 @@ def run_graphs(
     pool = torch.cuda.graph_pool_handle()
     kept = KeptState(harness, options.restore_only) if options.restore_state else None
     captured = in_graphs(schedules, harness.capabilities)
-    graphs = capture_schedules(harness, captured, pool, clock)
+    graphs = capture_schedules(harness, captured, pool, clock, _filled_with_step if options.step_at_capture else None)
     harness.captured()
     written = harness.written_at_capture()
     other = (
@@ -120,6 +120,10 @@ def run_graphs(
 
 
 _Observed = list[tuple[Schedule, Observation]]
+
+
+def _filled_with_step(graphs: ScheduleGraphs) -> None:
+    fill_static(graphs, graphs.harness.load(graphs.schedule, graphs.schedule.steps[0]))
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:

@@ -14,6 +14,7 @@ from ..families.table import family_of
 from .attended_keys import find_attended
 from .hints import Evidence, hints
 from .misrouted_rows import find_misrouted
+from .moved_columns import moved_columns
 from .rerun import Rerunner
 
 __all__ = ["Asked", "ask"]
@@ -101,9 +102,10 @@ def _shown(comparison: Comparison, supposed: Supposition) -> bool:
 
 
 def _attended_keys(asked: Asked) -> Asked:
-    if asked.rerunner is None:
-        return asked
     evidence = asked.evidence
+    # Probes name keys by the columns of the output: where columns are moved, they would name others.
+    if asked.rerunner is None or moved_columns(evidence.comparison) is not None:
+        return asked
     found = find_attended(asked.rerunner, evidence.schedule, evidence.comparison, in_graph=asked.in_graph)
     return replace(asked, evidence=replace(evidence, attended=found))
 

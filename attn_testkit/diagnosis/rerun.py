@@ -66,6 +66,7 @@ class Rerunner:
         restore_state: bool = False,
         restore_only: str = "",
         width_at_capture: bool = False,
+        step_at_capture: bool = False,
         contiguous_heads: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
@@ -78,6 +79,7 @@ class Rerunner:
             restore_state=restore_state,
             restore_only=restore_only,
             width_at_capture=width_at_capture,
+            step_at_capture=step_at_capture,
             contiguous_heads=contiguous_heads,
             eager_steps=False,
         )
