@@ -111,5 +111,7 @@ class RunRecord:
     """Changes in the process by importing a part of a server at its first use."""
     launches: int | None = None
     """Launches of kernels that are not torch's; None if they could not be counted."""
+    grids: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Kernel and grid of each kind of emulated Triton launch. Empty unless diagnosis asked for the run."""
     generated: GeneratedTokens | None = None
     """Tokens of a greedy-equivalence loop, if the case has one."""

@@ -32,6 +32,9 @@ class RunOptions:
     step_at_capture: bool = False
     """Capture with the inputs of the schedule's first step instead of a dummy batch. Question: is its replay right
     then, so that the graph keeps a value of its capture?"""
+    most_programs: tuple[int, int] | None = None
+    """Axis of a launch's grid, and number of programs that emulated Triton kernels have there at most. Question: is the
+    step right then, so that programs that belong to nobody spoil it?"""
     contiguous_heads: bool = False
     """Make heads of new k and v contiguous even with ``takes_strided_heads``. Question: is the step right then?"""
     eager_steps: bool = True

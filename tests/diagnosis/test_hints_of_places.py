@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import broken_grids
 import broken_places as broken
 import pytest
 import torch
 from in_process import check_backend
 from wrong_steps import observed, v1
 
+from attn_testkit.cases.case import parse_case
 from attn_testkit.checks import Comparison
 from attn_testkit.diagnosis.attended_keys import AttendedKeys
 from attn_testkit.diagnosis.hints import Evidence
 from attn_testkit.diagnosis.hints.forwards import lengths_of_the_last_forward
 from attn_testkit.diagnosis.hints.periods import missing_in_every_tile
+from attn_testkit.diagnosis.launch_grids import programs_of_nobody
 from attn_testkit.diagnosis.moved_columns import moved_columns
 from attn_testkit.families.expected import expect
 from attn_testkit.faults.o_draft_decode import FirstLengths, ReadsASibling, StepCountedTwice
 from attn_testkit.results.finding import Finding
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE = "decode-gqa4x2-d64-bf16-p16-k200.33.120-shuffled-gauss-b4prod"
 DRAFT = "draft-decode-mha2-d64-bf16-p4-k9.30.3-topk3steps6-shuffled-gauss-b3prod"
@@ -77,6 +81,42 @@ def test_a_mistake_about_places_is_named_and_no_other(
     hint = finding_of(backend, case_id, execution).hint
     assert said in hint
     assert not_said not in hint
+
+
+GRID = "decode-gqa4x2-d64-bf16-p16-k20.33.12-shuffled-gauss-b3prod"
+
+
+@pytest.mark.parametrize("execution", ["eager", "graph"])
+def test_programs_that_belong_to_no_request_are_named_with_their_kernel_and_nothing_else(execution: str) -> None:
+    hint = finding_of(broken_grids.GridOfTheBuffer, GRID, execution).hint
+    assert hint == (
+        "programs 3..5 of kernel clear_rows_without_keys along axis 0 belong to no request, and what they write spoils "
+        "the result: the step has 3 requests, and with 3 there it is right"
+    )
+
+
+def test_a_grid_that_is_larger_than_the_batch_is_not_blamed_for_another_mistake() -> None:
+    assert "belong to no" not in finding_of(broken_grids.GuardedGridAndAWrongScale, GRID).hint
+    found = check_backend(broken_grids.GuardedGrid, device="cpu", cases=[GRID])
+    assert {each.status for each in found if each.case} == {"passed"}
+
+
+def test_one_program_more_than_rows_is_cut_and_every_axis_is_asked_about_at_most_once() -> None:
+    schedule = make_schedule(parse_case(VERIFY))
+    step, asked = schedule.steps[0], list[tuple[int, int]]()
+    right = observed(schedule, expect(schedule, step).attention)
+
+    class Kernels:
+        grids = frozenset({("merge", (step.tokens + 1, 2)), ("attend", (step.bs, step.tokens))})
+        last_grids = (("attend", (step.bs, step.tokens)), ("merge", (step.tokens + 1, 2)))
+
+        def eager(self, schedule, step, *, most_programs):
+            asked.append(most_programs)
+            return right if most_programs == (0, step.tokens) else None
+
+    text = programs_of_nobody(Kernels(), schedule, step, in_graph=False)  # type: ignore[arg-type]
+    assert text.startswith("program 12 of kernel merge along axis 0 belongs to no row")
+    assert asked == [(0, step.bs), (1, step.bs), (0, step.tokens)]
 
 
 def test_no_attended_keys_are_reported_where_columns_are_moved() -> None:
@@ -171,9 +211,6 @@ def test_missing_keys_without_a_period_of_all_tiles_are_not_part_of_every_tile(f
 
 
 def test_a_row_of_a_draft_gives_weight_to_as_many_slots_as_later_forwards_fill() -> None:
-    from attn_testkit.cases.case import parse_case
-    from attn_testkit.steps.schedule import make_schedule
-
     schedule = make_schedule(parse_case(DRAFT))
     step = schedule.steps[0]
     expected = expect(schedule, step)

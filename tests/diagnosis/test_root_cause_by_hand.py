@@ -49,6 +49,8 @@ def seen(
 class Asked:
     """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, copied, captured."""
 
+    grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
+
     def __init__(self, step: Step, **answers: object) -> None:
         self.step, self.answers, self.questions = step, answers, list[str]()
 

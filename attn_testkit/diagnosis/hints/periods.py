@@ -39,5 +39,5 @@ def missing_in_every_tile(e: Evidence) -> str:
     at = (begin - shift) % period
     return (
         f"{text}, and {at}..{at + lost - 1} count twice: a part of a {what} is loaded from another part of it, as when "
-        "its width is no multiple of what a copy loads"
+        "a copy loads more than its width"
     )
