@@ -31,7 +31,7 @@ from ..families.table import family_of
 from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
 from ..steps.schedule import Schedule, Step
-from .capture_values import keeps_capture_values, reason_of_a_replay
+from .capture_values import OVERFLOWS, keeps_capture_values, reason_of_a_replay
 from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence
@@ -79,7 +79,7 @@ def explain_numeric(
     attended = asked.evidence.attended
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
-    most = 1 if check in _SHOWN or why == _NO_OTHER_MODE or why.startswith(_NOT_RESET) else _MOST_HINTS
+    most = 1 if check in _SHOWN or why in (_NO_OTHER_MODE, OVERFLOWS) or why.startswith(_NOT_RESET) else _MOST_HINTS
     if why == _finite_with_zeros(schedule):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]

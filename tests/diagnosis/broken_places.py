@@ -7,7 +7,9 @@ from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch
 from attn_testkit.faults.dense import DenseBackend
+from attn_testkit.faults.i_addressing import _in_32_bits
 from attn_testkit.faults.multi_step import MultiStepBackend
+from attn_testkit.faults.pool_reads import read_slots
 
 
 class ColumnsSwizzled(DenseBackend):
@@ -70,3 +72,14 @@ class LengthsOfTheCapture(DenseBackend):
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().kv_lengths(batch, counts)
         return lens.clamp(max=self.most) if torch.cuda.is_current_stream_capturing() else lens
+
+
+class ValuesIn32BitsInGraphs(DenseBackend):
+    """The kernel of graphs multiplies a slot and the stride of V in 32 bits; weights are right."""
+
+    @override
+    def values(self, layer: AttentionLayer) -> torch.Tensor:
+        slots = self.slots
+        if torch.cuda.is_current_stream_capturing():
+            slots = _in_32_bits(slots, self.context)
+        return read_slots(self.context.kv_pool.get_value_buffer(layer.layer_id), slots)

@@ -73,6 +73,13 @@ def finding_of(backend: type, case_id: str, execution: str = "eager") -> Finding
             "still uses a value from capture time (a length, stride, grid size or pointer): captured with this batch",
             "only the graph is wrong",
         ),
+        (
+            broken.ValuesIn32BitsInGraphs,
+            "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b3prod-bigpool",
+            "graph",
+            "an address overflows 32 bits, only in the graph",
+            "never computed",
+        ),
     ],
 )
 def test_a_mistake_about_places_is_named_and_no_other(
