@@ -63,7 +63,7 @@ def start() -> str:
 
 
 def end() -> None:
-    """End the judges that ``start`` made: their workers have ended before the controller does."""
+    """End every process that ``start`` made: xdist workers end before their controller does."""
     for child, _ in _started:
         child.end()
     for child, folder in _started:
@@ -79,7 +79,7 @@ def _remove(folder: str) -> None:
 
 
 class Forked:
-    """What ``JudgeProcess`` uses of ``subprocess.Popen``, of a process that is not a child: its code is unknown."""
+    """A process that is not a child, as ``subprocess.Popen`` has one that is. Its exit code is unknown."""
 
     returncode: int | None = None
 

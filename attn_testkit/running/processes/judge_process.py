@@ -60,9 +60,8 @@ class JudgeProcess:
         """``device``: what the run will ask for, as far as it is known. ``place``: where a judge waits that was forked
         for this process (``for_worker``); without one, and where it has ended, a fresh interpreter is started.
         """
-        forked = (
-            judge_of_worker.connect(place, search_path(), _environment(device)) if place and RUNNER == _LOOP else None
-        )
+        self._process: subprocess.Popen[bytes] | judge_of_worker.Forked
+        forked = judge_of_worker.connect(place, search_path(), _environment(device)) if place else None
         self._connection, self._process = forked or _fresh(device)
         self.note: Callable[[str], None] = lambda text: None
         """Called with what goes on between two results."""
@@ -159,7 +158,7 @@ class JudgeProcess:
 
 
 def _fresh(device: str) -> tuple[Connection, subprocess.Popen[bytes]]:
-    """A fresh interpreter that judges, and a pipe to it."""
+    """Start the judge in a fresh interpreter; returns a pipe to it, and its process."""
     connection, theirs = Pipe()
     os.set_inheritable(theirs.fileno(), True)
     process = subprocess.Popen(
