@@ -111,5 +111,7 @@ class RunRecord:
     """Changes in the process by importing a part of a server at its first use."""
     launches: int | None = None
     """Launches of kernels that are not torch's; None if they could not be counted."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Facts of device memory, as in ``CaseResult.memory``."""
     generated: GeneratedTokens | None = None
     """Tokens of a greedy-equivalence loop, if the case has one."""
