@@ -112,7 +112,7 @@ CHECKS = (
     Check(
         "mode-invariant",
         "If declared: a row of decode or of a verified chain gives the same bits as a row of extend with its keys.",
-        "Another kernel for verify, a split count that decode has alone, tiles by the rows of a request.",
+        "Another kernel for verify, a split count of decode only, tiles by the rows of a request.",
         "general; servers that train on what they generate",
         "The last rows of an extend ran again in decode and as a chain, on the same instance and in the same slots: "
         "look for what depends on the mode or on the rows of a request.",

@@ -21,7 +21,7 @@ _LONG = 300
     hint="",
 )
 class SplitsOfManyRequestsDropTheRemainder(PlannedBackend):
-    """From 32 requests on, the splits of a long one are rounded down, and its last keys are in none."""
+    """The splits of a long request are rounded down in batches of 32 and more, and its last keys are in none."""
 
     capabilities = LEAN
 

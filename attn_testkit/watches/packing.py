@@ -34,7 +34,7 @@ _LENGTHS = frozenset({
 })  # fmt: skip
 """Last parts of the names of tensors that hold lengths and offsets."""
 _BEHIND_LENGTHS = (2, 1_000_003)
-"""What follows them in turn: a number that leads into rows of somebody, and one beyond all rows and keys."""
+"""Numbers that follow them in turn: one that leads into rows of somebody, and one beyond all rows and keys."""
 _GUARD_OF_LENGTHS = 512
 """Least number of bytes after a tensor of lengths: a tile of 64 requests, or of 128."""
 _NUMPY: Mapping[torch.dtype, type[np.generic]] = {
