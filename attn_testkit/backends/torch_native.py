@@ -65,7 +65,7 @@ class TorchNativeBackend(AttentionBackend):
         max_q_rows=128,
         max_topk=128,
         max_draft_branches=16,
-        windows=Windows(frozenset(ForwardMode), in_trees=True),
+        windows=Windows(frozenset(ForwardMode), in_trees=True, chunked=frozenset(ForwardMode)),
         logit_cap=True,
         sinks=True,
         needs_cpu_seq_lens=False,
@@ -129,7 +129,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_lens = self._kv_lens(batch, counts)
         self._prefix = (kv_lens - counts).clamp(min=0)
         self._last_key = (kv_lens - 1).clamp(min=0)[:, None]
-        self._seen: dict[tuple[int, int], _Seen] = {}
+        self._seen: dict[tuple[int, int, int], _Seen] = {}
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
@@ -209,7 +209,7 @@ class TorchNativeBackend(AttentionBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        place = layer.sliding_window_size, self.context.group_of(layer).index
+        place = layer.sliding_window_size, layer.attention_chunk_size, self.context.group_of(layer).index
         if place not in self._seen:
             self._seen[place] = self._seen_by(self._in_window(layer), layer)
         result, _ = self._attend(q, layer, self._seen[place])
@@ -294,7 +294,10 @@ class TorchNativeBackend(AttentionBackend):
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
-        """[B, W, C]: True for visible keys inside the layer's window."""
+        """[B, W, C]: True for visible keys inside the layer's window, or in the row's chunk."""
+        if layer.attention_chunk_size:
+            own, keys = (each // layer.attention_chunk_size for each in (self._position, self._key_position))
+            return self._visible & (own[..., None] == keys)
         if layer.sliding_window_size < 0:
             return self._visible
         return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)

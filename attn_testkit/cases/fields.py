@@ -100,6 +100,7 @@ class Fields:
     padding = _Of[str]("batch")
     window = _Of[int]("options")
     layer_windows = _Of[str]("options")
+    local_chunk = _Of[int]("options")
     usual_scaling = _Of[bool]("options")
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
@@ -289,6 +290,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads with their own scaling": lambda case: not case.heads.layout.usual_scaling,
     "heads that are alike": lambda case: not case.heads.layout.by_layer,
     "usual scaling": lambda case: case.usual_scaling,
+    "sliding window": lambda case: case.window >= 0,
+    "chunked-local layers": lambda case: case.local_chunk > 0,
     "selected keys": lambda case: case.selection is not None,
     "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
@@ -312,6 +315,8 @@ _EXCLUSIVE = (
     ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
     ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
+    ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
+    ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
     ("heads with their own scaling", "usual scaling", "MLA has its own scaling"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
     ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),

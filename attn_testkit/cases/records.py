@@ -106,6 +106,8 @@ class LayerOptions:
     layer_windows: str = "any"
     """One of ``LAYER_WINDOWS``. ``one``: the others have none. ``same``: all layers have it. ``any`` without a
     window."""
+    local_chunk: int = 0
+    """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     usual_scaling: bool = False
     """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
     without."""

@@ -31,6 +31,7 @@ from .kv_head_counts import one_head_cases, three_kv_heads_cases
 from .kv_splits import split_cases
 from .large_cases import batch_mates_cases, large_cases, switch_cases
 from .layer_cases import layer_cases
+from .local_chunks import local_chunk_cases
 from .many_requests import many_request_cases
 from .named import named_cases, named_from, smallest_of, without_options_of
 from .options_together import options_together_cases
@@ -142,6 +143,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from randomly_varied(declared, list(options_together_cases(declared, base, arrays)), batches=True)
         yield from uniform_batch_cases(declared, base)
         yield from many_request_cases(declared, base)
+        yield from local_chunk_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

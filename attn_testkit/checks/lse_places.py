@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ..cases.dimensions.kv_splits import splits_of
-from ..families.softmax.attention import windowed
+from ..families.softmax.attention import seen_in
 from .describe import row_name
 from .lse_patterns import LseEvidence
 
@@ -51,7 +51,7 @@ def of_fewer_keys(e: LseEvidence, want: torch.Tensor, limit: torch.Tensor) -> st
     prefix = torch.zeros(bs, 1, dtype=torch.int64)
     prefix[data.row_request[first], 0] = data.row_key[first]
     of_part = splits_of(e.case)[e.part].holds(torch.arange(longest)[None], prefix)[:, None]
-    held = windowed(data.visible, data, e.layers[e.layer].sliding_window_size) & of_part
+    held = seen_in(data.visible, data, e.layers[e.layer]) & of_part
     places = held.cumsum(-1) * held
     most = places.amax(-1)
 

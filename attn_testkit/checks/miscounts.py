@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..families.softmax.attention import windowed
+from ..families.softmax.attention import seen_in
 from ..steps.data import make_layers
 from .comparison import Comparison
 from .key_counts import HALF_A_KEY, code_sizes, codes_of, in_keys
@@ -127,8 +127,9 @@ def find_miscounts(comparison: Comparison, row: int) -> Miscounts | None:
     request, offset = int(data.row_request[row]), int(data.row_offset[row])
     windows = [layer.sliding_window_size for layer in layers]
     at = max(wrong.any(-1).nonzero().flatten().tolist(), key=lambda i: windows[i] if windows[i] >= 0 else math.inf)
-    alike = [i for i in range(len(layers)) if windows[i] == windows[at]]
-    visible = windowed(data.visible, data, windows[at])[request, offset, : lens[request]]
+    chunks = [layer.attention_chunk_size for layer in layers]
+    alike = [i for i in range(len(layers)) if (windows[i], chunks[i]) == (windows[at], chunks[at])]
+    visible = seen_in(data.visible, data, layers[at])[request, offset, : lens[request]]
     asked = _ask(comparison, row, wrong, sorted(alike, key=lambda i: i != at), visible)
     found = _explain(asked)
     return None if found is None else Miscounts(request, offset, at, visible, found)

@@ -162,6 +162,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("sliding window of size", narrowest, narrowest >= capabilities.windows.smallest),
         ("layers with sliding windows", _counted({layer.sliding_window_size for layer in context.layers}),
          _windows_agree(capabilities, context)),
+        ("chunked-local layers in", ", ".join(sorted(context.modes - capabilities.windows.chunked)),
+         context.modes <= capabilities.windows.chunked or not any(layer.attention_chunk_size for layer in own)),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),

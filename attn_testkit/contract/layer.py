@@ -47,6 +47,9 @@ class AttentionLayer(OfHeadLayout):
     that supports only that declares it: ``Capabilities.any_scaling``."""
     sliding_window_size: int = -1
     """W: a row at position p sees keys p-W .. p, that is W+1 keys. -1: no window."""
+    attention_chunk_size: int = 0
+    """Positions of a chunk in chunked-local layers (Llama 4): a row at position p sees keys p // C * C .. p, and C is a
+    multiple of the page size. 0: the layer is not chunked. Such a layer has no window."""
     logit_cap: float = 0.0
     """Soft cap: logits become cap * tanh(logits / cap), after scaling and before masking. 0: none."""
     k_scale: float = 1.0

@@ -1,4 +1,4 @@
-"""Sliding windows that a backend takes."""
+"""Sliding windows that a backend takes, and chunked-local layers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,11 @@ class Windows(Declared):
     in_trees: bool = False
     """True: windows are honored in draft trees that branch, counted by position (depth in the tree), not by row."""
 
+    chunked: Set[ForwardMode] = frozenset()
+    """Modes in which ``attention_chunk_size`` is honored: chunked-local layers, next to layers that see all keys."""
+
     def __post_init__(self) -> None:
-        self._check_modes("modes")
+        self._check_modes("modes", "chunked")
         self._check_number("smallest", 0)
         spelled("layers", self.layers, LAYER_WINDOWS)
         self._check_flags()

@@ -19,7 +19,7 @@ from ..checks import Comparison
 from ..checks.miscounts import Miscount, Miscounts, find_miscounts
 from ..contract import HeadShape
 from ..families.expected import Expected, expect
-from ..families.softmax.attention import windowed
+from ..families.softmax.attention import seen_in
 from ..steps.data import make_layers
 from ..steps.foreign_slots import PLACES, place_pattern
 from ..steps.schedule import Schedule, Step
@@ -249,7 +249,7 @@ def _attended_at(
     layer = make_layers(schedule.case)[index]
     request, row = int(expected.data.row_request[flat]), int(expected.data.row_offset[flat])
     length = step.lens[request]
-    visible = windowed(expected.data.visible, expected.data, layer.sliding_window_size)[request, row]
+    visible = seen_in(expected.data.visible, expected.data, layer)[request, row]
     wanted = frozenset(int(k) for k in visible.nonzero().flatten())
     dims = _right_dims(comparison, index, layer.v_head_dim)
     starts = _starts(length, dims, wanted)

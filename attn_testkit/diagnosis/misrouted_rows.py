@@ -15,7 +15,7 @@ from ..checks import Comparison
 from ..checks.observation import Observation
 from ..families.expected import expect
 from ..families.softmax.answer import attend_with_limit
-from ..families.softmax.attention import windowed
+from ..families.softmax.attention import seen_in
 from ..steps.data import StepData, make_layers
 from ..steps.schedule import Schedule, Step
 from .rerun import Rerunner
@@ -119,8 +119,8 @@ def _result_of(comparison: Comparison, out: torch.Tensor, layers: torch.Tensor, 
 def _sees_one_key(comparison: Comparison, layers: torch.Tensor, request: int) -> torch.Tensor:
     """Rows of a request that see one KV token, [T] bool. Their result is the same for every query: it may be a mask."""
     data, own = comparison.expected.data, make_layers(comparison.observed.schedule.case)
-    windows = [layer.sliding_window_size for layer, wrong in zip(own, layers.tolist(), strict=True) if wrong]
-    seen = torch.stack([windowed(data.visible, data, w)[data.row_request, data.row_offset].sum(-1) for w in windows])
+    bad = [layer for layer, wrong in zip(own, layers.tolist(), strict=True) if wrong]
+    seen = torch.stack([seen_in(data.visible, data, each)[data.row_request, data.row_offset].sum(-1) for each in bad])
     return (seen == 1).all(0) & (data.row_request == request)
 
 

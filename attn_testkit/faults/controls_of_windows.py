@@ -9,6 +9,7 @@ from typing_extensions import override
 from ..contract import AttentionLayer
 from .catalogue import control
 from .f_declared_windows import WINDOWED, OneWindow, ZeroIsNone
+from .f_local_chunks import ChunkedBackend
 
 
 @control("window-of-zero-is-none")
@@ -34,3 +35,8 @@ class SameWindowInAllLayers(OneWindow):
     @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
+
+
+@control("chunked-local-layers")
+class ChunkedLocalLayers(ChunkedBackend):
+    """Rows of every second layer see the keys of their own chunk (Llama 4)."""

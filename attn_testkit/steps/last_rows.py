@@ -26,9 +26,15 @@ _MOST = 4
 
 
 def has_last_rows(case: Case) -> bool:
-    """True for an extend whose last rows other modes can have: each request has one, and sees only earlier keys."""
-    alone = not (case.kv_splits or case.multi_mode or case.state or case.selection)
-    return case.mode is ForwardMode.EXTEND and alone and variant_of(case).causal and min(case.new, default=0) > 0
+    """True for an extend whose last rows other modes can have: each request has one, and sees only earlier keys.
+
+    Not with KV splits, states, selections or other modes on the instance; not for chunks, of which a request may have
+    none in a step, nor in a pool beyond 2^31 elements, in which slots lie by the case's variant.
+    """
+    left_out = case.kv_splits or case.multi_mode or case.state or case.selection or case.chunks > 1
+    variant = variant_of(case)
+    fits = variant.causal and not variant.pool_elements and not left_out
+    return case.mode is ForwardMode.EXTEND and fits and min(case.new, default=0) > 0
 
 
 @lru_cache(maxsize=64)
@@ -55,9 +61,7 @@ def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
             replace(request, prefix=request.prefix + request.new - count, new=count, tree=other.tree)
             for request in first.requests
         )
-        step = replace(
-            first, name=LAST_ROWS, label=LAST_ROWS, requests=requests, chunk_of=first.chunk_of or first, part_of=None
-        )
+        step = replace(first, name=LAST_ROWS, label=LAST_ROWS, requests=requests, chunk_of=first)
         made = make_schedule(other, numerics_of(other, declared))
         sizes = {"num_pages": own.num_pages, "pool_rows": own.pool_rows, "max_context_len": own.max_context_len}
         found.append(replace(made, steps=(step,), **sizes))

@@ -12,7 +12,7 @@ from ...steps.data import StepData, dequantised
 from .narrow_factors import FactorErrors, factor_errors, joined_errors
 from .query_rounding import query_rounding
 
-__all__ = ["Attention", "attend", "windowed"]
+__all__ = ["Attention", "attend", "seen_in", "windowed"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,14 @@ class Attention:
     """Errors that narrow factors of both products may cause in the answer and in ``lse``. None unless asked for."""
     logit_error: torch.Tensor | None = None
     """[L, T, Hq, 1]: how far queries that are rounded to FP8 may move a logit. None where they are not off."""
+
+
+def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
+    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row."""
+    chunk = layer.attention_chunk_size
+    if not chunk:
+        return windowed(visible, data, layer.sliding_window_size)
+    return visible & (data.key_positions[:, None, :] // chunk == data.query_positions[:, :, None] // chunk)
 
 
 def windowed(visible: torch.Tensor, data: StepData, window: int) -> torch.Tensor:
@@ -276,8 +284,8 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
-    windows = [layer.sliding_window_size for layer in layers]
-    seen = [windowed(visible, data, window) for window in (windows if len(set(windows)) > 1 else windows[:1])]
+    kinds = {(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers}
+    seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
     every = torch.stack(seen)
     if data.allowed is not None:
         every = every & data.allowed
