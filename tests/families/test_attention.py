@@ -18,6 +18,7 @@ CASES = [
     "draft-extend-mqa4-d32-bf16-p16-k5.9-n4a1.3-reversed-peaked-sink-b2prod",
     "draft-extend-v2-mha2-d32-bf16-p16-k0.9-n4a1.3-shuffled-shifted-kvfp8e4m3-cap1.5-b2prod",
     "decode-mla2-d32r32-bf16-p16-k5.9-shuffled-gauss-b2prod",
+    "extend-gqa2x2-d32-bf16-p4-k5.8-n6a2.6-shuffled-gauss-local4-b2prod",
 ]
 
 
@@ -42,6 +43,9 @@ def by_hand(case_id: str) -> torch.Tensor:
                         seen = node < 0 or (bool(request.tree.visible[j, node]) if request.tree else node <= j)
                         if layer.sliding_window_size >= 0:
                             seen = seen and position >= request.prefix + depth - layer.sliding_window_size
+                        if layer.attention_chunk_size:
+                            size = layer.attention_chunk_size
+                            seen = seen and position // size == (request.prefix + depth) // size
                         if not seen:
                             continue
                         logit = float(data.q[index, row, head].double() @ data.keys[index, b, key, kv_head])

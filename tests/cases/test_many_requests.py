@@ -1,0 +1,69 @@
+"""Batches of more requests than a block of a scan, of a few long ones, and rows at the edges of chunks."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_testkit.backends.torch_native import TorchNativeBackend
+from attn_testkit.cases.case import parse_case
+from attn_testkit.catalogue.local_chunks import local_chunk_cases
+from attn_testkit.catalogue.many_requests import many_request_cases
+from attn_testkit.contract import ForwardMode
+from attn_testkit.steps.schedule import make_schedule
+
+ALL = TorchNativeBackend.capabilities
+DECODE = parse_case("decode-gqa2x2-d32-fp32-p4-k5-shuffled-gauss-b1prod")
+EXTEND = parse_case("extend-gqa2x2-d32-fp32-p4-k5-n2a2-shuffled-gauss-b1prod")
+VERIFY = parse_case("target-verify-gqa2x2-d32-fp32-p4-k5-chain2-shuffled-gauss-b1prod")
+
+
+def test_requests_behind_a_block_of_1024_have_other_lengths_and_rows_than_those_at_its_beginning() -> None:
+    decode, *_ = many_request_cases(ALL, DECODE)
+    (extend,) = many_request_cases(ALL, EXTEND)
+    for case, counts in ((decode, decode.prefixes), (extend, extend.new)):
+        assert len(counts) == 1030
+        assert not set(counts[1024:]) & set(counts[:1024])
+        assert len(set(counts[1024:])) == 6
+        assert parse_case(case.id) == case
+    few = ALL.with_changes(max_extend_tokens=4)
+    (narrow,) = many_request_cases(few, EXTEND)
+    assert max(narrow.new) == 4
+
+
+def test_of_32_and_of_132_requests_some_are_long_and_most_are_not() -> None:
+    _, *some = many_request_cases(ALL, DECODE)
+    assert [case.bs for case in some] == [32, 132]
+    for case in some:
+        long = [length for length in case.prefixes if length > 500]
+        assert len(long) == len(set(long)) == (case.bs + 4) // 9
+        assert max(length for length in case.prefixes if length not in long) < 10
+    assert list(many_request_cases(ALL, VERIFY)) == []
+
+
+@pytest.mark.parametrize("small", [DECODE, EXTEND, VERIFY], ids=["decode", "extend", "verify"])
+def test_rows_lie_at_both_ends_of_a_chunk_and_some_requests_have_rows_in_two(small: object) -> None:
+    (case,) = local_chunk_cases(ALL, small)  # type: ignore[arg-type]
+    size = case.local_chunk
+    assert size % case.page_size == 0
+    spans = [(each.prefix, each.prefix + each.new - 1) for each in make_schedule(case).steps[0].requests]
+    positions = {position % size for first, last in spans for position in range(first, last + 1)}
+    assert {0, size - 1} <= positions
+    assert any(last // size for _, last in spans)
+    crossing = [first // size != last // size for first, last in spans]
+    assert any(crossing) == (case.mode is not ForwardMode.DECODE)
+    assert parse_case(case.id) == case
+    without = ALL.with_changes(windows={"chunked": ()})
+    assert list(local_chunk_cases(without, small)) == []  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("local64-w4", "not in its usual form|chunked-local layers and sliding window"),
+        ("w4-local64", "chunked-local layers and sliding window: a layer has one of them"),
+        ("local0", "local chunk"),
+    ],
+)
+def test_a_chunk_that_no_layer_can_have_is_refused(words: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse_case(f"decode-gqa2x2-d32-fp32-p4-k5-shuffled-gauss-{words}-b1prod")
