@@ -237,7 +237,13 @@ TOLD = [
     # What belongs to the step, and what to the padding or the step before it.
     ("pad-indptr-tail-runs-backwards", LONG, "graph", "data of padded rows reach real ones"),
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
-    ("grid-covers-the-capture-lengths", ONE, "graph", "fixed when it was captured"),
+    ("grid-covers-the-capture-lengths", ONE, "graph", "of up to 11 KV tokens are right, of 304 and more are wrong"),
+    (
+        "grid-covers-the-capture-lengths",
+        "target-verify-gqa2x2-d64-bf16-p16-k301-chain4-shuffled-gauss-b1prod",  # all replays are wrong
+        "graph",
+        "fixed when it was captured",
+    ),
     ("dispatcher-drops-the-verify-mask", TREE, "graph", "a wrapper must return its child's"),
     (
         "counter-cleared-in-eager-only",
