@@ -51,7 +51,7 @@ class KvLensAreQLens(Varlen):
         return cu.diff()
 
 
-@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p64-k32.128.64.16-n3a2.3.1.4-chunks3-shared-rising_logits-b5nan")
+@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p1-k32.128.64.16-n3a2.3.1.4-chunks3-shared-one_hot-b4prod")
 class PlanOfWholeBatch(Latent):
     """Requests of one row look up their tiles in a schedule of all requests, by their place among those of one row."""
 
