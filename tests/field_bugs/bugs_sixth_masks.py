@@ -20,7 +20,7 @@ _EXTENDS = Varlen.capabilities.with_changes(
 
 @bug(
     "vllm-ascend #3277",
-    "extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-rising_logits-kvfp8e4m3-cap1.5-b4stale",
+    "extend-mha2-d128-bf16-p64-k3.133.33.17-n18a1x3.67-chunks3-contiguous-gauss-kvfp8e4m3-sink-b7prod",
 )
 class SeqLensOfDecodes(Varlen):
     """Where decodes stand before prompts, lengths are cut to those of the decodes, and prompts read them too."""
