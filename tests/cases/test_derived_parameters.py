@@ -33,7 +33,6 @@ FEW_CASES = {
     ("kv-memory", "shared-prefixes"): "one layout of five in one mode",
     ("kv-memory", "draft-topk"): "draft-extend has no such k and v",
     ("kv-memory", "num-tokens-per-req"): "speculative modes have no such k and v, but in mixed cases",
-    ("windowed-layer", "last-chunk"): "an alternating window in a few of the cases in chunks, of one mode",
     ("capped-layer", "last-chunk"): "a soft cap in a few of the cases in chunks, of one mode",
     ("capped-layer", "chunked-requests"): "a soft cap in a few of the cases in chunks, of one mode",
     ("shared-prefixes", "draft-topk"): "one layout of five in one mode",

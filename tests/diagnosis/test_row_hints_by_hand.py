@@ -35,7 +35,9 @@ def case(**fields: Any) -> Any:
 
 def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None = None, **fields: Any) -> Any:  # noqa: B006
     requests = requests or [request(prefix=n - 1) for n in lens]
-    step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests))
+    schedule = fields.pop("schedule", Of(case=case()))
+    data = getattr(schedule.case, "data", "gauss")
+    step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests), data=data)
     values = {
         "step": step,
         "lens": lens,
@@ -44,7 +46,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "passed": [],
         "in_graph": False,
         "misrouted": (),
-        "schedule": Of(case=case()),
+        "schedule": schedule,
         "attended": None,
         "before": None,
         "reads_foreign": False,
