@@ -161,10 +161,13 @@ def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
 
 def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
-    if step.stored and _right(_evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False)))):
+    given = _evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False))) if step.stored else None
+    if given is not None and given.all_finite:
+        # What reads k and v in the place of q is wrong without NaN too, where data show it.
+        found = "right" if given.right else "finite, and wrong"
         return (
             "finite",
-            "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is right",
+            f"with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is {found}",
         )
     if rerunner.runs_eagerly(schedule):
         again = rerunner.eager(schedule, step, unowned=0.0)
