@@ -53,7 +53,7 @@ def covering_array(
         missing[tuple(order[axis] for axis in axes)] = 1
     flat = np.ravel_multi_index(tuple(order), missing.shape)
     dimension_of = np.repeat(np.arange(len(sizes)), sizes)
-    rows = []
+    rows: list[list[int]] = []
     while order.size and len(rows) != most:
         row = _row(order, dimension_of, missing, firsts)
         rows.append((row - firsts[:-1]).tolist())
@@ -64,8 +64,8 @@ def covering_array(
         if all(tuple(sorted((number, other))) in unpaired for other in range(len(sizes)) if other != number):
             draws = random.Random(f"{salt} {number}")
             turns = [value for _ in range(0, len(rows), size) for value in draws.sample(range(size), size)]
-            for row, value in zip(rows, turns, strict=False):
-                row[number] = value
+            for found, value in zip(rows, turns, strict=False):
+                found[number] = value
     return rows
 
 

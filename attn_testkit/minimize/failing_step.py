@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 from ..cases.case import Case
-from ..cases.fields import Changes
 from ..cases.rows import Extend, Verify, room_for
 from ..results.case_result import CaseResult
 from ..steps.schedule import Step, make_schedule
@@ -26,7 +26,7 @@ def failing_step(case: Case, result: CaseResult) -> Step | None:
 
 def case_of_step(case: Case, step: Step) -> Case | None:
     """``case`` with the requests, rows, slots, padding and data of ``step``; None if no id can say it."""
-    changes: Changes = {
+    changes: dict[str, Any] = {
         "prefixes": tuple(request.prefix for request in step.requests),
         "bucket": step.bucket,
         "layout": step.layout,

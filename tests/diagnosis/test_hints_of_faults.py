@@ -14,6 +14,7 @@ from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.results.finding import Finding
 
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
+LATENT = "decode-mla2-d32r64-bf16-p128-k1.2.5.9.14.2.30-contiguous-gauss-kvfp8e4m3-w4-cap1.5-sink-layers3from0varied-b10stale"
 LONG = "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan"
 BRANCHES = "draft-decode-mha2-d64-bf16-p4-k0.1.8-topk3steps6-reversed-peaked-w4-b3prod"
 PARTS = "draft-extend-v2-gqa2x2-d64-bf16-p4-k11.0.4.1.70-n2a2.1.2.1.2-shuffled-peaked-w0-lsetokens3merged-b6prod"
@@ -49,6 +50,8 @@ TOLD = [
     ("sink-in-base-two", LEAN, "eager", "right with sinks in base 2"),
     ("k-scale-lost", LEAN, "eager", "right without k_scale"),
     ("kv-scale-lost-in-positional-args", LEAN, "eager", "right without v_scale"),
+    ("k-scale-lost", LATENT, "eager", "keys of the FP8 pool are not multiplied by k_scale"),
+    ("kv-scale-lost-in-positional-args", LATENT, "eager", "values of the FP8 pool are not multiplied by v_scale"),
     ("k-scale-used-for-v", LEAN, "eager", "right with k_scale in place of v_scale"),
     ("softcap-before-scale", LEAN, "eager", "right with a soft cap of unscaled products"),
     ("softcap-passed-at-run-not-plan", LEAN, "eager", "right without a soft cap"),
@@ -213,6 +216,7 @@ TOLD = [
     ),
     ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots after them"),
     ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is reserved for padding"),
+    ("page-id-used-as-slot", LATENT, "eager", "a wrong page or slot (page ids below 128 are slots of page 0"),
     (
         "fp8-store-does-not-saturate",
         "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",
@@ -296,6 +300,7 @@ MISLED = [
         "the offset of its query rows",
     ),
     ("draft-table-without-branches", BRANCHES, "graph", "maximum length"),
+    ("draft-table-without-branches", BRANCHES, "graph", "slots of page 0"),
     ("pad-indptr-tail-runs-backwards", LONG, "graph", "missing"),
     ("semaphore-not-reset-when-metadata-reused", LONG, "eager", "all KV tokens are missing"),
     ("buffers-of-layers-overlap", STALE, "eager", "a stride is probably wrong"),
