@@ -14,7 +14,10 @@ from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.results.finding import Finding
 
 LEAN = "decode-mqa4-d128-fp32-p16-k0.1.16-contiguous-shifted-kvfp8e4m3-w11-cap1.5-sink-b4prod"
-LATENT = "decode-mla2-d32r64-bf16-p128-k1.2.5.9.14.2.30-contiguous-gauss-kvfp8e4m3-w4-cap1.5-sink-layers3from0varied-b10stale"
+LATENT = (
+    "decode-mla2-d32r64-bf16-p128-k1.2.5.9.14.2.30-contiguous-gauss-kvfp8e4m3-w4-cap1.5-sink-layers3from0varied"
+    "-b10stale"
+)
 LONG = "decode-mqa4-d128-bf16-p64-k300.70.12-shuffled-gauss-w0-cap1.5-b6nan"
 BRANCHES = "draft-decode-mha2-d64-bf16-p4-k0.1.8-topk3steps6-reversed-peaked-w4-b3prod"
 PARTS = "draft-extend-v2-gqa2x2-d64-bf16-p4-k11.0.4.1.70-n2a2.1.2.1.2-shuffled-peaked-w0-lsetokens3merged-b6prod"
