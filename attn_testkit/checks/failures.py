@@ -162,7 +162,7 @@ _WITHOUT_WAITS = {
 }
 """Phases in which nothing may wait for the device if CPU lengths are not needed, in words."""
 _CAPTURED_TOO = ("forward", "forward without k and v")
-"""Those of what a graph captures: there no declaration allows a sync."""
+"""Phases that a graph captures too: no declaration allows a sync there."""
 
 _MAY_WAIT = "server=ServerConventions(eager_without_waits=False)"
 _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"

@@ -163,7 +163,7 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
     """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
     given = _evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False))) if step.stored else None
     if given is not None and given.all_finite:
-        # What reads k and v in the place of q is wrong without NaN too, where data show it.
+        # A kernel that reads k and v in the place of q is wrong without NaN too, if the data show it.
         found = "right" if given.right else "finite, and wrong"
         return (
             "finite",
