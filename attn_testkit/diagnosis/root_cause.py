@@ -162,13 +162,8 @@ def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
 def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
     given = _evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False))) if step.stored else None
-    if given is not None and given.all_finite:
-        # A kernel that reads k and v in the place of q is wrong without NaN too, if the data show it.
-        found = "right" if given.right else "finite, and wrong"
-        return (
-            "finite",
-            f"with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is {found}",
-        )
+    if given is not None and given.right:
+        return "finite", f"{_STORED_NAN} right"
     if rerunner.runs_eagerly(schedule):
         again = rerunner.eager(schedule, step, unowned=0.0)
     else:
@@ -176,7 +171,8 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         again = run.replay_of(step) if run else None
     calm = _evaluated(schedule, again)
     if calm is None or not calm.all_finite:
-        return "finite", ""
+        # A kernel that reads k and v in the place of q is wrong without NaN too, if the data show it.
+        return "finite", f"{_STORED_NAN} finite, and wrong" if given is not None and given.all_finite else ""
     family, finite = family_of(schedule.case), _finite_with_zeros(schedule)
     if family.unread and rerunner.runs_eagerly(schedule):
         own = family.with_unread_finite(step)
@@ -185,6 +181,9 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
             return family.reads, f"{_finite_with_numbers(family.unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
         finite = _finite_with_zeros(schedule, "unowned slots")
     return family.reads, f"{finite}, and right" if calm.right else finite
+
+
+_STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is"
 
 
 def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:

@@ -220,7 +220,7 @@ TOLD = [
     ("v1-length-at-full-width", PACKED, "eager", "all of its own KV tokens are read, and slots after them"),
     ("draft-table-without-branches", BRANCHES, "graph", "page 0 is read, which is reserved for padding"),
     ("partial-last-page-dropped", LATENT, "eager", "drops a last page that is not full: no request fills one of 128"),
-    ("page-id-used-as-slot", LATENT, "eager", "a wrong page or slot (page ids below 128 are slots of page 0"),
+    ("page-id-used-as-slot", LATENT, "eager", "as of a page id that is not multiplied by page_size (128)"),
     (
         "fp8-store-does-not-saturate",
         "extend-gqa2x2-d64-bf16-p1-k2x2-n2a2x2-interleaved-saturated-kvfp8e4m3-b2prod",
@@ -304,7 +304,7 @@ MISLED = [
         "the offset of its query rows",
     ),
     ("draft-table-without-branches", BRANCHES, "graph", "maximum length"),
-    ("draft-table-without-branches", BRANCHES, "graph", "slots of page 0"),
+    ("draft-table-without-branches", BRANCHES, "graph", "a page id that"),
     ("pad-indptr-tail-runs-backwards", LONG, "graph", "missing"),
     ("semaphore-not-reset-when-metadata-reused", LONG, "eager", "all KV tokens are missing"),
     ("buffers-of-layers-overlap", STALE, "eager", "a stride is probably wrong"),

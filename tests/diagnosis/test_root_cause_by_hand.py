@@ -333,6 +333,8 @@ FINITE = "with zeros instead of NaN in unowned slots the result is finite"
         (FULL, {"zeros": None}, "finite", ""),
         (STORED, {"stored": "right"}, "finite", "with save_kv_cache=False k and v hold NaN"),
         (STORED, {"stored": "wrong", "zeros": "right"}, "reads-own-kv", "with zeros"),
+        (STORED, {"stored": "wrong", "zeros": "nan"}, "finite", "with save_kv_cache=False k and v hold NaN"),
+        (STORED, {"stored": "nan", "zeros": "nan"}, "finite", ""),
         (FULL, {"stored": "right", "zeros": "nan"}, "finite", ""),
     ],
 )

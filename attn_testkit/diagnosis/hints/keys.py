@@ -196,7 +196,7 @@ def _ids_taken_for_slots(e: Evidence, attended: AttendedKeys) -> str:
     size = e.schedule.case.page_size
     if attended.used & attended.wanted or int(e.step.requests[attended.request].slots.max()) // size >= size:
         return ""
-    return f"a wrong page or slot (page ids below {size} are slots of page 0 if nothing multiplies them by it), "
+    return f"a wrong page or slot, as of a page id that is not multiplied by page_size ({size}), "
 
 
 _ALL_OF_IT = 0.9
