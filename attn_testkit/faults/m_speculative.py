@@ -67,7 +67,7 @@ class V1PrefixFromFullWidth(DenseBackend):
     slug="v1-length-at-full-width",
     source="general",
     modes=_V1,
-    checks=("reads-own-kv",),
+    checks=("reads-own-kv", "matches-oracle"),
     hint="behind|stale|unowned|others",
 )
 class V1LengthAtFullWidth(DenseBackend):
