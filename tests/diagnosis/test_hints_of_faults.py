@@ -244,6 +244,13 @@ TOLD = [
     ),
     # What belongs to the step, and what to the padding or the step before it.
     ("pad-indptr-tail-runs-backwards", LONG, "graph", "data of padded rows reach real ones"),
+    (
+        "fp8-query-scale-of-padded-rows",
+        "draft-extend-gqa2x2-d64-bf16-p4-k5.9.2-n4a1.3.2-shuffled-gauss-kvfp8e4m3-b4nan",
+        "graph",
+        "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and "
+        "counts of the padded batch: with a server's contents of padded rows it is right",
+    ),
     ("replan-skipped-for-permuted-lengths", LONG, "graph", "the step before has the same lengths and other requests"),
     ("grid-covers-the-capture-lengths", ONE, "graph", "of up to 11 KV tokens are right, of 304 and more are wrong"),
     (
