@@ -24,6 +24,7 @@ from .emulation import (
     note_grids,
     note_launches,
     orderly_stream,
+    peak_above,
     scratch,
 )
 from .graphs.allocator import give_back_idle_memory
@@ -166,6 +167,20 @@ def side_stream() -> torch.cuda.Stream:
     if is_active():
         return orderly_stream()  # type: ignore[return-value]
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
+
+@contextmanager
+def memory_peak() -> Iterator[Callable[[], int]]:
+    """Follow allocations inside the block. The function gives the most bytes of device memory that were allocated
+    above those at its beginning.
+    """
+    if is_active():
+        with peak_above() as above:
+            yield above
+    else:
+        first = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield lambda: torch.cuda.max_memory_allocated() - first
 
 
 def resolve(name: str) -> Environment:

@@ -113,5 +113,7 @@ class RunRecord:
     """Launches of kernels that are not torch's; None if they could not be counted."""
     grids: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Kernel and grid of each kind of emulated Triton launch. Empty unless diagnosis asked for the run."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Facts of device memory, as in ``CaseResult.memory``."""
     generated: GeneratedTokens | None = None
     """Tokens of a greedy-equivalence loop, if the case has one."""

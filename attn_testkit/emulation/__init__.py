@@ -32,7 +32,10 @@ from attn_testkit.emulation.launch_log import note_grids, note_launches
 from attn_testkit.emulation.policy import LIMITS, Policy
 from attn_testkit.emulation.session import is_active
 from attn_testkit.emulation.streams import orderly_stream
+from attn_testkit.emulation.tags import DEVICE
 from attn_testkit.emulation.triton_races import scratch
+
+peak_above = DEVICE.peak_above
 
 __all__ = [
     "LIMITS",
@@ -49,5 +52,6 @@ __all__ = [
     "note_grids",
     "note_launches",
     "orderly_stream",
+    "peak_above",
     "scratch",
 ]
