@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, MambaAttentionBackendEnum
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
 from attn_testkit.contract import (
@@ -199,7 +199,12 @@ class VLLMLatentBackend(VLLMBackend):
 
 def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> type[AttentionBackend]:
     """The class for one of the names of ``declared.CLAIMS``."""
-    parent = VLLMLatentBackend if "mla" in declared.capabilities.families else VLLMBackend
+    parent: type[VLLMBackend] = VLLMLatentBackend if "mla" in declared.capabilities.families else VLLMBackend
+    registry: Any = AttentionBackendEnum
+    if declared.state_layer:
+        from .states import VLLMStateBackend
+
+        parent, registry = VLLMStateBackend, MambaAttentionBackendEnum
     kernels = "real"
     if declared.compiled_store and (machine.without_gpu or STABLE in machine.missing):
         kernels = "stores"
@@ -209,7 +214,7 @@ def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> t
     if notes:
         notes = [f"{notes[0]}: {_STORES_IN_TORCH if declared.compiled_store else _CALLS_NONE}"]
     absent = machine.missing.get(declared.compiled_module, "")
-    real = AttentionBackendEnum[declared.registered].get_class()
+    real = registry[declared.registered].get_class()
     return class_of(
         parent, "VLLM", name, declared, kernels, real=real, notes=tuple(notes),
         not_here=f"{declared.compiled_module} does not load: {absent}" if absent else "",
