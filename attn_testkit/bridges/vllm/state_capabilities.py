@@ -63,6 +63,7 @@ LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
         *_lines(f"{_BAILING}:BailingMoELinearAttention", families={"lightning"}, dtypes={"bf16"}, head_dims={64, 128}),
         *_lines(f"{_BAILING}:BailingMoELinearAttention.__init__", gqa_ratios={1}),
         *_lines(f"{_LINEAR}:BailingLinearAttentionMetadata", page_sizes={16}, max_q_rows=6),
+        Line("server.eager_without_waits", False, f"{_BAILING}:clear_linear_attention_cache_for_new_sequences"),
         *_lines(f"{_SHAPES}:MambaStateShapeCalculator.linear_attention_state_shape", state=_LINEAR_STATE),
     ),
     # AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE, and no drafts.
@@ -73,6 +74,7 @@ LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
         *_lines(f"{_LIGHTNING}:linear_decode_forward_triton", head_dims={64, 128}),
         *_lines(f"{_MINIMAX}:MiniMaxText01LinearAttention.__init__", gqa_ratios={1}),
         *_lines(f"{_LINEAR}:LinearAttentionMetadata", page_sizes={16}),
+        Line("server.eager_without_waits", False, f"{_MINIMAX}:clear_linear_attention_cache_for_new_sequences"),
         *_lines(f"{_SHAPES}:MambaStateShapeCalculator.linear_attention_state_shape", state=_LINEAR_STATE),
     ),
 }
