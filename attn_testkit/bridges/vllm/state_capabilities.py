@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from attn_testkit.contract import State
@@ -38,6 +39,8 @@ _LINEAR_STATE = State(
     k_dims={64, 128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, padding={"skip_zero"}, fresh={"flag"},
     rollback={"slots"}, strided=True, products="tf32",
 )  # fmt: skip
+# A padded request of a graph updates the null block.
+_MINIMAX_STATE = replace(_LINEAR_STATE, padding=frozenset({"write_zero"}))
 
 LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
     # AttentionCGSupport.UNIFORM_BATCH: decodes and verifications.
@@ -75,7 +78,7 @@ LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
         *_lines(f"{_MINIMAX}:MiniMaxText01LinearAttention.__init__", gqa_ratios={1}),
         *_lines(f"{_LINEAR}:LinearAttentionMetadata", page_sizes={16}),
         Line("server.eager_without_waits", False, f"{_MINIMAX}:clear_linear_attention_cache_for_new_sequences"),
-        *_lines(f"{_SHAPES}:MambaStateShapeCalculator.linear_attention_state_shape", state=_LINEAR_STATE),
+        *_lines(f"{_SHAPES}:MambaStateShapeCalculator.linear_attention_state_shape", state=_MINIMAX_STATE),
     ),
 }
 """Name after ``vllm:`` -> lines besides those of the model runner."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config.mamba import MambaConfig
@@ -39,11 +39,30 @@ _KEPT, _SOFTMAX = "vllm", AttentionBackendEnum.TRITON_ATTN
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
+class Counts(MambaHybridAttnMetadata):  # type: ignore[misc]
+    """Acceptance counts for every builder that takes them, as model runner V1 gives them.
+
+    ``MambaHybridModelState`` of V2 leaves ``BailingLinearAttentionMetadataBuilder`` out
+    (docs/evidence/findings-vllm.md).
+    """
+
+    def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        if not getattr(attn_metadata_builder, "supports_spec_decode_metadata", False):
+            found: dict[str, Any] = super().get_extra_attn_kwargs(attn_metadata_builder, num_reqs)
+            return found
+        if self.num_accepted_tokens is None:
+            return {}
+        return {"num_accepted_tokens": self.num_accepted_tokens[:num_reqs]}
+
+
 class VLLMStateBackend(VLLMBackend, StateBackend):
     """Layers of ``MambaBase`` and their builders, as ``MambaHybridModelState`` prepares each step for them.
 
     Softmax layers between them, if a case has some, are ``TRITON_ATTN``'s, in KV cache groups of their own.
     """
+
+    counts: ClassVar[type[MambaHybridAttnMetadata]] = Counts
+    """What gives builders the acceptance counts."""
 
     def __init__(self, context: BackendContext) -> None:
         StateBackend.__init__(self, context)
@@ -114,13 +133,13 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
             accepted[:live] = state.num_accepted[:live]
             drafts = torch.full((bs,), -1, dtype=torch.int32)
             drafts[:live] = width_of(self.context, batch.forward_mode) - 1
-        return self._build(step, MambaHybridAttnMetadata(prefills, accepted, drafts))
+        return self._build(step, self.counts(prefills, accepted, drafts))
 
     def _build_for_capture(self, batch: ForwardBatch) -> dict[str, Any]:
         self.state_blocks.zero_()
         bs, rows = batch.batch_size, batch.input_ids.shape[0]
         step = self.inputs.dummy(batch.forward_mode, bs, rows)
-        return self._build(step, MambaHybridAttnMetadata(torch.zeros(bs, dtype=torch.bool)))
+        return self._build(step, self.counts(torch.zeros(bs, dtype=torch.bool)))
 
     def _build(self, step: Step, states: MambaHybridAttnMetadata | None = None) -> dict[str, Any]:
         arguments = common_arguments(self.inputs, step)
