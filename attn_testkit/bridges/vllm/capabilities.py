@@ -82,9 +82,9 @@ _WINDOWS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 """Windows [C, columns], as the kit has them; by default vLLM's are turned."""
 
 
-def _of_states(name: str, registered: str, layer: str) -> BridgeCapabilities:
+def _of_states(name: str, registered: str, layer: str, environment: Mapping[str, str]) -> BridgeCapabilities:
     lines = (*LINES_OF_STATES[name], *_STATES_RUNNER)
-    return BridgeCapabilities(registered, lines, state_layer=layer, environment=_WINDOWS_FIRST)
+    return BridgeCapabilities(registered, lines, state_layer=layer, environment=environment)
 
 
 _LAYERS_DIFFER = (
@@ -264,10 +264,10 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         compiled_store=True,
         one_kv_group=True,
     ),
-    "gdn": _of_states("gdn", "GDN_ATTN", "QwenGatedDeltaNetAttention"),
-    "mamba2": _of_states("mamba2", "MAMBA2", "MambaMixer2"),
-    "bailing": _of_states("bailing", "LINEAR", "BailingMoELinearAttention"),
-    "linear": _of_states("linear", "LINEAR", "MiniMaxText01LinearAttention"),
+    "gdn": _of_states("gdn", "GDN_ATTN", "QwenGatedDeltaNetAttention", _WINDOWS_FIRST),
+    "mamba2": _of_states("mamba2", "MAMBA2", "MambaMixer2", _WINDOWS_FIRST),
+    "bailing": _of_states("bailing", "LINEAR", "BailingMoELinearAttention", {}),
+    "linear": _of_states("linear", "LINEAR", "MiniMaxText01LinearAttention", {}),
 }
 """Name after ``vllm:`` -> declared capabilities."""
 

@@ -30,13 +30,14 @@ def _lines(place: str, **values: Any) -> tuple[Line, ...]:
 
 
 # Columns of a window after the slots; index 0 is the null block; a request has a slot for each node of a draft.
-_GDN_STATE = State(
+_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, padding={"skip_zero"}, fresh={"flag"},
     rollback={"slots"}, strided=True, products="model", conv_products="model",
 )  # fmt: skip
-_MAMBA_STATE = _GDN_STATE
+# Slots of fresh requests get zeros: layers clear them, except for prompts of one token (docs/evidence/findings-vllm.md).
+# A state is [head_dim, head_dim].
 _LINEAR_STATE = State(
-    k_dims={64, 128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, padding={"skip_zero"}, fresh={"flag"},
+    k_dims={128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, padding={"skip_zero"}, fresh={"zeroed"},
     rollback={"slots"}, strided=True, products="tf32",
 )  # fmt: skip
 # A padded request of a graph updates the null block.
@@ -50,7 +51,7 @@ LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
         *_lines(f"{_QWEN}:QwenGatedDeltaNetAttention", families={"gdn"}, dtypes={"bf16"}, head_dims={64, 128}),
         *_lines(f"{_QWEN}:QwenGatedDeltaNetAttention.__init__", gqa_ratios={1, 2, 4}),
         *_lines(f"{_GDN}:GDNAttentionMetadata", page_sizes={16}, max_q_rows=6),
-        *_lines(f"{_SHAPES}:MambaStateShapeCalculator.gated_delta_net_state_shape", state=_GDN_STATE),
+        *_lines(f"{_SHAPES}:MambaStateShapeCalculator.gated_delta_net_state_shape", state=_STATE),
     ),
     "mamba2": (
         *_lines(f"{_MIXER}:MambaMixer2.conv_ssm_forward", eager={D, V, X}),
@@ -58,12 +59,12 @@ LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
         *_lines(f"{_MIXER}:MambaMixer2", families={"mamba"}, dtypes={"bf16"}, head_dims={64}),
         *_lines(f"{_MIXER}:MambaMixer2.__init__", gqa_ratios={1, 2, 4}),
         *_lines(f"{_MAMBA}:BaseMambaAttentionMetadata", page_sizes={16}, max_q_rows=6),
-        *_lines(f"{_SHAPES}:MambaStateShapeCalculator.mamba2_state_shape", state=_MAMBA_STATE),
+        *_lines(f"{_SHAPES}:MambaStateShapeCalculator.mamba2_state_shape", state=_STATE),
     ),
     "bailing": (
         *_lines(f"{_BAILING}:BailingMoELinearAttention._forward", eager={D, V, X}),
         *_lines(f"{_LINEAR}:BailingLinearAttentionMetadataBuilder.build_for_cudagraph_capture", graph={D, V}),
-        *_lines(f"{_BAILING}:BailingMoELinearAttention", families={"lightning"}, dtypes={"bf16"}, head_dims={64, 128}),
+        *_lines(f"{_BAILING}:BailingMoELinearAttention", families={"lightning"}, dtypes={"bf16"}, head_dims={128}),
         *_lines(f"{_BAILING}:BailingMoELinearAttention.__init__", gqa_ratios={1}),
         *_lines(f"{_LINEAR}:BailingLinearAttentionMetadata", page_sizes={16}, max_q_rows=6),
         Line("server.eager_without_waits", False, f"{_BAILING}:clear_linear_attention_cache_for_new_sequences"),
@@ -74,7 +75,7 @@ LINES_OF_STATES: Mapping[str, tuple[Line, ...]] = {
         *_lines(f"{_MINIMAX}:MiniMaxText01LinearAttention._forward", eager={D, X}),
         *_lines(f"{_LINEAR}:LinearAttentionMetadataBuilder", graph={D}),
         *_lines(f"{_MINIMAX}:MiniMaxText01LinearAttention", families={"lightning"}, dtypes={"bf16"}),
-        *_lines(f"{_LIGHTNING}:linear_decode_forward_triton", head_dims={64, 128}),
+        *_lines(f"{_LIGHTNING}:linear_decode_forward_triton", head_dims={128}),
         *_lines(f"{_MINIMAX}:MiniMaxText01LinearAttention.__init__", gqa_ratios={1}),
         *_lines(f"{_LINEAR}:LinearAttentionMetadata", page_sizes={16}),
         Line("server.eager_without_waits", False, f"{_MINIMAX}:clear_linear_attention_cache_for_new_sequences"),

@@ -70,7 +70,9 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
         softmax = tuple(layer for layer in context.layers if not isinstance(layer, StateLayer))
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
         of_softmax, kind = _SOFTMAX.get_class(), self.declared.state_layer
-        self.config = _with_states(make_config(self.declared, context, blocks, pools.layout_of(of_softmax).name), context)
+        self.config = _with_states(
+            make_config(self.declared, context, blocks, pools.layout_of(of_softmax).name), context
+        )
         self.layers = make_state_layers(kind, self.config, context.state)
         self.layers |= make_layers(of_softmax, self.config, replace(context, layers=softmax))
         self.groups = make_groups(self.config, context, self.layers, blocks)
