@@ -35,7 +35,7 @@ def _one_rank() -> None:
 
 
 def _bare(kind: Any, config: Any, layer: StateLayer, values: Mapping[str, Any]) -> Any:
-    """An object of a class of vLLM that its constructor has not made: that one wants weights to load."""
+    """An object of a class of vLLM that its constructor has not made: that one needs weights to load."""
     made = object.__new__(kind)
     torch.nn.Module.__init__(made)
     common = {
@@ -68,7 +68,7 @@ def _gdn(config: Any, layer: StateLayer) -> Any:
         "gqa_interleaved_layout": False, "chunk_gated_delta_rule": rule,
         "gdn_prefill_backend": rule.gdn_prefill_backend, "_checkpoint_alignment": None,
         "enable_packed_recurrent_decode": qwen.envs.VLLM_ENABLE_FLA_PACKED_RECURRENT_DECODE,
-        # Where its CUDA kernel is not built, which does the norm behind the layer too.
+        # The case of a vLLM without its CUDA kernel, which does the norm behind the layer too.
         "gdn_decode_kernel": "triton", "enable_fused_gdn_spec_decode": False,
     })  # fmt: skip
 
@@ -80,7 +80,7 @@ def _give_gdn(made: Any, given: Given, layer: StateLayer) -> torch.Tensor:
     assert b is not None
     rows = torch.cat([mixed, mixed.new_zeros(len(mixed), made.value_dim)], -1)
     out = mixed.new_zeros(len(mixed), layer.v_heads, layer.v_dim)
-    mixed, _ = rows.split([made.conv_dim, made.value_dim], -1)
+    mixed, _ = torch.split(rows, [made.conv_dim, made.value_dim], -1)
     qwen.qwen_gdn_attention_core(mixed, b.contiguous(), a.contiguous(), out, layer_name=made.prefix)
     return out
 
@@ -151,7 +151,7 @@ def _give_minimax(made: Any, given: Given, layer: StateLayer) -> torch.Tensor:
     """Do the part of ``_forward`` between activation and norm: q, k and v of the kit have none."""
     metadata = minimax.get_forward_context().attn_metadata[made.prefix]
     rows = metadata.num_prefill_tokens + metadata.num_decode_tokens
-    q, k, v = (each.unflatten(-1, (layer.v_heads, -1)) for each in given[0][:rows].float().chunk(3, -1))
+    q, k, v = (each.view(rows, layer.v_heads, -1) for each in given[0][:rows].float().chunk(3, -1))
     cache, slots = made.kv_cache[0], metadata.state_indices_tensor
     minimax.clear_linear_attention_cache_for_new_sequences(cache, slots, metadata)
     run = made._prefill_and_mix_infer if metadata.num_prefills else made._decode_infer

@@ -62,7 +62,7 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
     """
 
     counts: ClassVar[type[MambaHybridAttnMetadata]] = Counts
-    """What gives builders the acceptance counts."""
+    """Class of the object that gives builders the acceptance counts."""
 
     def __init__(self, context: BackendContext) -> None:
         StateBackend.__init__(self, context)
