@@ -12,6 +12,7 @@ def came_later(case: Case) -> bool:
     of_packed_rows = case.prefixes in ((107, 20), (70, 33, 1), (66_000, 32_769), (530, 33, 1))
     together = len(case.prefixes) == 9 and case.layout == "shared"
     seldom = len(case.prefixes) > 12 and case.prefixes[1] == case.prefixes[0] + 1
+    local = case.local_chunk > 0
     alone = not any(case.prefixes) or case.prefixes == (3,)
     return (
         numbers
@@ -22,4 +23,5 @@ def came_later(case: Case) -> bool:
         or together
         or alone
         or seldom
+        or local
     )
