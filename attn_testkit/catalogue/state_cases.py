@@ -151,6 +151,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
         yield from _in_trees(declared, tier, first)
     if tier != "smoke":
         yield from _named(declared, mode, first)
+        yield from _in_big_pools(declared, tier, first)
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
@@ -238,6 +239,30 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield exact.of_requests((3, 12, 1, 7), padded=1)
         for snapshots in sorted(declared.state.snapshots)[:1]:
             yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
+
+
+_NARROWEST = ("bf16", "fp16", "fp32")
+_WIDEST = 128
+
+
+def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
+    """Slots at both ends of a pool of more than 2^31 elements: 4 to 9 GB of a GPU, of which very little is used.
+
+    Of one kind in decode and extend; in full of each kind in every mode.
+    """
+    assert declared.state is not None
+    if tier != "full" and first.mode is ForwardMode.TARGET_VERIFY:
+        return
+    wide, keys = (max(each for each in of if each <= _WIDEST or each == min(of))
+                  for of in (declared.head_dims, declared.state.k_dims))  # fmt: skip
+    for heads in _kinds(declared)[: None if tier == "full" else 1]:
+        case = _plain(declared, first, heads)
+        dtype = min(declared.state.dtypes, key=_NARROWEST.index)
+        case = _of_shape(case, big=True, dtype=dtype, k_dim=keys).with_changes(head_dim=wide, layers=Layers(1))
+        if first.mode is ForwardMode.EXTEND:
+            yield _with_prompts(declared, case, ((0, 11), (5, 9)))
+        else:
+            yield case.of_requests((9, 37, 1), padded=1)
 
 
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:

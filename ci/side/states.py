@@ -151,7 +151,8 @@ def _run(backend: str, folder: str, *options: str) -> list[dict[str, Any]]:
     out = Path(folder) / "run.json"
     command = [sys.executable, "-m", "attn_testkit", "run", "--backend", backend, "--device", "cpu", "--json", str(out)]
     wanted = [*command, "--tier", "smoke", "--diagnose", "none", *options]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests" / "bridges")}
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "bridges")))
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     subprocess.run(wanted, env=env, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     results: list[dict[str, Any]] = json.loads(out.read_text())["results"]
     return results

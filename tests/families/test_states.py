@@ -69,7 +69,6 @@ def test_a_case_that_cannot_be_is_refused_in_words(name: str, words: str) -> Non
         ({"families": {"gdn", "mha"}}, "others have none"),
         ({"eager": {"draft-decode"}, "graph": ()}, "draft-decode: layers that keep a state run in decode"),
         ({"graph": {"draft-extend"}}, "a draft model has attention layers"),
-        ({"max_topk": 2}, "verify chains only"),
     ],
 )
 def test_capabilities_that_no_case_has_together_are_refused(changes: dict, words: str) -> None:

@@ -85,7 +85,8 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
     if not verifies:
         found["rollback"] = ROLLBACKS[0]
     each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
-    return StateShape(**found, strided=declared.strided and bool(shape and shape.strided), snapshots=each)
+    strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
+    return StateShape(**found, strided=strided, snapshots=each, big=big)
 
 
 def _fit(declared: Capabilities, case: Fields) -> Changes:

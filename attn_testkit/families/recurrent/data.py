@@ -35,7 +35,7 @@ from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, number
 from ...steps.schedule import Request, Schedule, Step
 
 __all__ = ["End", "StateStepData", "layers", "make_state_data", "shape_of", "slots_listed", "slots_per_row",
-           "state_layers", "state_pool_slots", "state_table"]  # fmt: skip
+           "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -195,8 +195,22 @@ def slots_per_row(case: Fields) -> int:
 
 
 def state_pool_slots(schedule: Schedule) -> int:
-    """Slots of a schedule's pool, slot 0 included."""
+    """Slots that a schedule numbers, slot 0 included. The pool has as many, or it is one of ``StateShape.big``."""
     return schedule.pool_rows * slots_per_row(schedule.case) + _SPARE_SLOTS + 1
+
+
+@lru_cache(maxsize=64)
+def state_places(schedule: Schedule) -> _Ints:
+    """[slots] int64: where each slot of a schedule lies in the pool. In a big pool half of them are at its far end."""
+    case, slots = schedule.case, np.arange(state_pool_slots(schedule))
+    if not shape_of(case).big:
+        return slots
+    elements = case.heads.q_heads * case.head_dim * shape_of(case).k_dim
+    return np.where(slots > len(slots) // 2, slots + -(-_ELEMENTS // elements), slots)
+
+
+_ELEMENTS = 1 << 31
+"""The first element whose place no product of 32-bit integers reaches, slot by stride (sglang #33665)."""
 
 
 @lru_cache(maxsize=256)
