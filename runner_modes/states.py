@@ -60,7 +60,9 @@ def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | No
     if _by_slots(context, mode):
         return StateInput(lists, num_accepted=torch.tensor(data.taken, dtype=torch.int32))
     begun = torch.tensor(_begun(staged), dtype=torch.bool) if mode is ForwardMode.EXTEND else None
-    return StateInput(lists[:, 0].clone(), begun, snapshot=_snapshot(staged, data) if _copies_now(context, mode) else None)
+    return StateInput(
+        lists[:, 0].clone(), begun, snapshot=_snapshot(staged, data) if _copies_now(context, mode) else None
+    )
 
 
 def captured_states(context: BackendContext, static: StaticInputs, mode: ForwardMode, bs: int) -> StateInput | None:

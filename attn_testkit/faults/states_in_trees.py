@@ -72,9 +72,7 @@ class TreesParent(StateParent):
         return parents
 
     @override
-    def continued(
-        self, token: int, window: torch.Tensor, state: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    def continued(self, token: int, window: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.parents is None:
             return window, state
         if not token:

@@ -14,15 +14,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.hybrid_linear_attn_backend import (
+
+from attn_testkit.bridges.sglang import backend_class
+from attn_testkit.contract import BackendContext
+
+RIGHT: dict[str, Any] = {kind: backend_class(kind) for kind in ("gdn", "mamba2")}
+# SGLang can be imported on a CPU only after the bridge has prepared it.
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import (  # noqa: E402
     HybridLinearAttnBackend,
     Mamba2AttnBackend,
     MambaAttnBackendBase,
 )
-from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
-
-from attn_testkit.bridges.sglang import backend_class
-from attn_testkit.contract import BackendContext
+from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend  # noqa: E402
 
 Method = Callable[..., Any]
 Wrong = Callable[[Method], Method]
@@ -283,15 +286,13 @@ def put_in(bug: Bug) -> Iterator[None]:
 
 
 def _with(bug: Bug) -> type:
-    right: Any = backend_class(bug.kind)
-
-    class Wrong(right):  # type: ignore[misc]
+    class Wrong(RIGHT[bug.kind]):  # type: ignore[misc]
         def __init__(self, context: BackendContext) -> None:
             super().__init__(context)
-            if not vars(Wrong).get("is_wrong"):
-                # Of the whole process, which runs nothing else.
-                Wrong.is_wrong = True  # type: ignore[attr-defined]
-                put_in(bug).__enter__()
+            if "held" not in vars(Wrong):
+                # Of the whole process, which runs nothing else; a context manager that is freed would undo it.
+                Wrong.held = put_in(bug)  # type: ignore[attr-defined]
+                Wrong.held.__enter__()  # type: ignore[attr-defined]
 
     return Wrong
 
