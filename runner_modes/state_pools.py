@@ -24,9 +24,11 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     if not layers:
         return context
     shape, listed = shape_of(schedules[0].case), slots_listed(schedules[0].case)
+    last = max(int(state_places(schedule_of_states(each))[-1]) for each in schedules)
     pool = StatePool(
-        1 + max(int(state_places(schedule_of_states(each))[-1]) for each in schedules), layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
-        strided=shape.strided, cleared=not shape.big, drafts=(0, 0) if listed > 1 else _drafts(schedules), more_columns=listed - 1,
+        last + 1, layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
+        strided=shape.strided, cleared=not shape.big, drafts=(0, 0) if listed > 1 else _drafts(schedules),
+        more_columns=listed - 1,
     )  # fmt: skip
     rows = max(schedule.pool_rows for schedule in schedules)
     table = torch.zeros(rows + 1, listed, dtype=torch.int32, device=context.device)

@@ -67,7 +67,7 @@ def convolve_kernel(
             old = tl.load(held[None, :] + (W - 1) + source, mask=in_tile & begun & (source < 0), other=0.0)
             total += weight[None, :] * tl.where(source >= 0, new, old).to(tl.float32)
             if VERIFY and tap > 0:
-                # What the taps behind the first one read is the window behind the token.
+                # The taps behind the first one read the window behind the token.
                 at = scratch_ptr + request.to(tl.int64) * scratch_row + token * scratch_node
                 tl.store(at + channel[None, :] * (W - 1) + (tap - 1), tl.where(source >= 0, new, old), mask=in_tile)
         if SILU:

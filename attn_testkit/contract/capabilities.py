@@ -298,8 +298,8 @@ class Capabilities(Declared):
             )
         if (self.max_topk > 1) != bool(self.state.trees & self.families):
             raise ValueError(
-                f"Capabilities declare max_topk={self.max_topk} and State.trees={sorted(self.state.trees)}: drafts that "
-                "branch need both, and a kind of families in trees; without trees, drafts are chains (max_topk=1)"
+                f"Capabilities declare max_topk={self.max_topk} and State.trees={sorted(self.state.trees)}: drafts "
+                "that branch need both, and a kind of families in trees; without trees, drafts are chains (max_topk=1)"
             )
         if self.state.trees and "commit" not in self.state.rollback:
             raise ValueError(

@@ -39,7 +39,8 @@ class StatePool:
         more_columns: int = 0,
         cleared: bool = True,
     ) -> None:
-        """Allocate memory, zeroed unless ``cleared`` is False. ``num_slots``: slot 0 included. ``dtype``: of the recurrent state.
+        """Allocate memory, zeroed unless ``cleared`` is False. ``num_slots``: slot 0 included. ``dtype``: of the
+        recurrent state.
 
         ``drafts``: requests of a batch and nodes of a draft that the scratch of target-verify has room for.
         ``more_columns``: columns of a window beyond W - 1, if there is a convolution.

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests/bridges attn-testkit run --backend sglang_state_side:NothingCommitted --mode target-verify
 
-Each replaces a method of SGLang's classes and hands on to it. Bugs 7 to 9 need snapshots, 14 an idle replay and 17 slots
-that lie apart: neither kit runs these classes with them, so they are left out. Importing this imports SGLang.
+Each replaces a method of SGLang's classes and hands on to it. Bugs 7 to 9 need snapshots, 14 an idle replay and 17
+slots that lie apart: neither kit runs these classes with them, so they are left out. Importing this imports SGLang.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
 from ..fields import Changes, Fields
 from ..rows import Verify
-from ..trees import chain
 from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
+from ..trees import chain
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 

@@ -155,7 +155,7 @@ class StateWatch:
         return self._pool.parts if self._places is None else tuple(part[self._places] for part in self._pool.parts)
 
     def _load(self) -> None:
-        """Put what the twin holds into the pool."""
+        """Put what the slots should hold into the pool."""
         if self._places is None:
             self._pool.memory.copy_(self._twin.memory)
             return
