@@ -21,8 +21,10 @@ from .emulation import (
     compiled_regions_run,
     emulated_cuda,
     is_active,
+    note_grids,
     note_launches,
     orderly_stream,
+    peak_above,
     scratch,
 )
 from .graphs.allocator import give_back_idle_memory
@@ -33,6 +35,7 @@ __all__ = [
     "NOTES_OF_LAUNCHES",
     "Environment",
     "compiled_regions_run",
+    "launch_grids",
     "missing_here",
     "resolve",
     "scratch",
@@ -117,6 +120,19 @@ class Environment:
                     yield
 
 
+@contextmanager
+def launch_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Yield a list that gets the kernel and the grid of each Triton launch inside the block; empty on a real device.
+
+    ``most``: an axis and the number of programs that the emulation runs there at most.
+    """
+    if not is_active():
+        yield []
+        return
+    with note_grids(most) as notes:
+        yield notes
+
+
 _cycles = 30_000_000
 
 
@@ -151,6 +167,20 @@ def side_stream() -> torch.cuda.Stream:
     if is_active():
         return orderly_stream()  # type: ignore[return-value]
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
+
+@contextmanager
+def memory_peak() -> Iterator[Callable[[], int]]:
+    """Follow allocations inside the block. The function gives the most bytes of device memory that were allocated
+    above those at its beginning.
+    """
+    if is_active():
+        with peak_above() as above:
+            yield above
+    else:
+        first = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        yield lambda: torch.cuda.max_memory_allocated() - first
 
 
 def resolve(name: str) -> Environment:

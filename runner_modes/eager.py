@@ -48,6 +48,20 @@ def run_eager(
 
     Raises ``RunError`` for whatever the backend raises.
     """
+    with harness.memory.step():
+        return _observed(harness, schedule, step, clock, pattern, label, ran_before, between)
+
+
+def _observed(
+    harness: ServerHarness,
+    schedule: Schedule,
+    step: Step,
+    clock: Clock,
+    pattern: str | None,
+    label: str,
+    ran_before: RanBefore,
+    between: Callable[[], None] | None,
+) -> Observation:
     driver = MODE_RUNNERS[schedule.case.mode]
     staged, sent, trace = _ran(harness, schedule, step, clock, pattern, label, between)
     with clock.phase("read back"), blame("read back", label):
@@ -80,7 +94,7 @@ def _ran(
         if ahead is not None:
             torch.cuda.synchronize()
         done_ahead = keep_device_busy(ahead is not None)
-    with clock.phase("eager"):
+    with clock.phase("eager"), harness.memory.peak("eager"):
         declared = harness.capabilities
         no_waits = not declared.needs_cpu_seq_lens and declared.server.eager_without_waits
         looked_at(harness, "plan", label, no_waits, partial(harness.backend.init_forward_metadata, batch))

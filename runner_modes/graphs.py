@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import Capabilities
-from attn_testkit.graphs.poison import churn, fill_with_poison
+from attn_testkit.graphs.poison import Canaries, churn, fill_with_poison
+from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step
 
 from .capture import ScheduleGraphs, capture_schedules
@@ -19,8 +21,9 @@ from .co_resident import CoResidentGraphs
 from .eager import eager_by_turns, run_eager
 from .harness import ServerHarness
 from .kept_state import KeptState
+from .memory_bounded import memory_bounded
 from .options import RunOptions
-from .replay import replay
+from .replay import fill_static, replay
 
 __all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "run_graphs"]
 
@@ -59,6 +62,10 @@ class GraphRun:
     """Attributes whose tensors the plan for some replay replaced. Empty unless the options ask for it."""
     restored: tuple[str, ...] = ()
     """Attributes whose tensors a forward changed, and that were restored. Empty unless the options ask for it."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Facts of device memory, as in ``CaseResult.memory``. Empty if options were given."""
+    unbounded: tuple[Finding, ...] = ()
+    """Finding of a replay that takes more memory each time."""
 
     def replay_of(self, step: Step) -> Observation | None:
         """The replay of a step; None if the run had none."""
@@ -92,12 +99,17 @@ def run_graphs(
 
     Raises ``RunError`` for whatever the backend raises.
     """
-    options = options or RunOptions()
+    evaluated, options = options is None, options or RunOptions()
     early = _before_graphs(harness, schedules[0], clock) if options.eager_steps else []
     pool = torch.cuda.graph_pool_handle()
     kept = KeptState(harness, options.restore_only) if options.restore_state else None
     captured = in_graphs(schedules, harness.capabilities)
-    graphs = capture_schedules(harness, captured, pool, clock)
+    with clock.phase("setup"):
+        gc.collect()  # a capture does it first, and what it frees is not the graphs'
+    with harness.memory.kept("graphs"), harness.memory.peak("capture"):
+        graphs = capture_schedules(
+            harness, captured, pool, clock, _filled_with_step if options.step_at_capture else None
+        )
     harness.captured()
     written = harness.written_at_capture()
     other = (
@@ -106,6 +118,12 @@ def run_graphs(
     seen, replaced = _replay_all(graphs, other, clock, options, kept)
     if len(schedules) > 1:
         seen += _modes_by_turns(graphs, schedules, clock, options)
+    memory: Mapping[str, int] = {}
+    unbounded: tuple[Finding, ...] = ()
+    if evaluated:
+        last = last_live(graphs[0].schedule)
+        again = partial(replay, graphs[0], last, Canaries([]), clock, options)
+        memory, unbounded = memory_bounded(harness, clock, again)
     return GraphRun(
         # Findings of replays are reported first.
         observed=(*seen, *early),
@@ -116,10 +134,16 @@ def run_graphs(
         allocated_in_capture=tuple(AllocatedInCapture(a.path, a.where) for each in graphs for a in each.allocated),
         replaced=replaced,
         restored=kept.changed if kept else (),
+        memory=memory,
+        unbounded=unbounded,
     )
 
 
 _Observed = list[tuple[Schedule, Observation]]
+
+
+def _filled_with_step(graphs: ScheduleGraphs) -> None:
+    fill_static(graphs, graphs.harness.load(graphs.schedule, graphs.schedule.steps[0]))
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:

@@ -43,6 +43,7 @@ from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
 from .indexing import IndexWatch, index_pool_for
+from .memory_use import MemoryUse
 from .state_pools import load_states, with_states
 from .tables import Tables
 
@@ -218,7 +219,8 @@ class ServerHarness:
             scratch(memory)  # padded rows may all be stored there
         strided = self.capabilities.server.takes_strided_heads
         self.model = Model(self.case, layers, self._tables.rows, self._tables.hidden, strided_heads=strided)
-        with no_mode_left():
+        self.memory = MemoryUse()
+        with self.memory.kept("persistent"), no_mode_left():
             self.backend = backend_class(self.context)
 
     def _next_rows(self, ids: torch.Tensor, trace: Trace) -> torch.Tensor:

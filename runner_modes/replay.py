@@ -54,6 +54,18 @@ def replay(
     Raises ``RunError`` for whatever the backend raises, a host sync in its plan included unless it declares
     ``needs_cpu_seq_lens``.
     """
+    with graphs.harness.memory.step():
+        return _observed(graphs, step, canaries, clock, options, between)
+
+
+def _observed(
+    graphs: ScheduleGraphs,
+    step: Step,
+    canaries: Canaries,
+    clock: Clock,
+    options: RunOptions,
+    between: Callable[[], None] | None,
+) -> Replayed:
     harness, label, bucket = graphs.harness, label_of(graphs, step), graphs.buckets[step.bucket]
     staged, replaced, copied_into = _replayed(graphs, step, clock, options, between)
     with clock.phase("read back"), blame("read back", label):
@@ -91,9 +103,10 @@ def _replayed(
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
-        looked_at(
-            harness, "plan for replay", label, no_waits, partial(harness.backend.init_forward_metadata_out_graph, view)
-        )
+        with harness.memory.plan():
+            plan = partial(harness.backend.init_forward_metadata_out_graph, view)
+            looked_at(harness, "plan for replay", label, no_waits, plan)
+            del plan
         replaced = watched.replaced()
         copied_into = watched.copy_into(replaced)
         with past_modes():

@@ -194,5 +194,16 @@ CHECKS = (
         evaluated_from=Stage.OBSERVED,
         run=lambda comparison, *_: inputs_unchanged(comparison.observed),
     ),
+    Check(
+        "memory-bounded",
+        "Steps of the same shape do not take more device memory each time. Memory may grow to its largest size, and "
+        "caches by shape may fill.",
+        "A list or dict that keeps a tensor of every step, a plan that keeps its predecessor, scratch that is "
+        "allocated again and not given back.",
+        "vLLM #26142; flashinfer #2139",
+        "`where` has the bytes per step, the backend's attribute that holds them, and in the emulation the line that "
+        "allocated them.",
+        evaluated_from=Stage.COMPLETED,
+    ),
 )
 """Checks in the order in which they are worth reading."""

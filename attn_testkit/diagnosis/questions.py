@@ -5,11 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ..families.family import Question
+import torch
+
+from ..checks import Comparison
+from ..families.expected import expect
+from ..families.family import Question, Supposition
 from ..families.table import family_of
 from .attended_keys import find_attended
 from .hints import Evidence, hints
+from .launch_grids import programs_of_nobody
 from .misrouted_rows import find_misrouted
+from .moved_columns import moved_columns
 from .rerun import Rerunner
 
 __all__ = ["Asked", "ask"]
@@ -31,7 +37,14 @@ class Asked:
 def ask(asked: Asked) -> Asked:
     """Put every question that the family of the case offers, and no other."""
     family = family_of(asked.evidence.schedule.case)
-    asked = replace(asked, texts=(*asked.texts, *_supposed(asked.evidence)))
+    evidence = asked.evidence
+    if asked.rerunner is not None and not evidence.comparison.right:
+        nobody = programs_of_nobody(asked.rerunner, evidence.schedule, evidence.step, in_graph=asked.in_graph)
+        if nobody:
+            # An experiment has shown it: whatever rows hold or attended to follows from that.
+            return replace(asked, texts=(*asked.texts, nobody))
+    found = _supposed(evidence) or _supposed_of_slots(asked)
+    asked = replace(asked, texts=(*asked.texts, *found))
     for question, put in _PUT.items():
         if question in family.questions:
             asked = put(asked)
@@ -43,18 +56,63 @@ def _supposed(evidence: Evidence) -> list[str]:
     comparison, expected = evidence.comparison, evidence.expected
     if not comparison.all_finite or comparison.right:
         return []
-    out, wrong = comparison.out.double(), comparison.wrong.any(-1)
-    for each in family_of(evidence.schedule.case).supposed(evidence.schedule, expected.data):
-        near = ((out - each.answer.out).abs() <= each.answer.limit).all(-1)
-        if bool(near[wrong].all()):
-            return [each.text]
-    return []
+    supposed = family_of(evidence.schedule.case).supposed(evidence.schedule, expected.data)
+    return next(([each.text] for each in supposed if _near(comparison, each)[comparison.wrong.any(-1)].all()), [])
+
+
+def _near(comparison: Comparison, supposed: Supposition) -> torch.Tensor:
+    """Heads of rows that are what the supposed backend gives, [L, T, Hq] bool."""
+    out, answer = comparison.out.double(), supposed.answer
+    near: torch.Tensor = (out - answer.out).abs() <= answer.limit
+    # Of a row without a key a backend has 0 / 0, or 0.
+    return (near | (answer.out.isnan() & (out.isnan() | (out == 0)))).all(-1)
+
+
+_FEWEST_ROWS = 2
+"""Fewest rows of layers that show a mistake about slots: a single one may be right for another reason."""
+
+
+def _supposed_of_slots(asked: Asked) -> list[str]:
+    """The only mistake that the family supposes and that gives the step's numbers with zeros in unowned slots.
+
+    Every row of a wrong layer has to be right for it, right ones too, if anything is known of it; the rest is NaN or
+    a number of memory that nobody owns. A mistake is not reported if another one gives the same numbers.
+    """
+    evidence, rerunner = asked.evidence, asked.rerunner
+    schedule, step = evidence.schedule, evidence.step
+    family = family_of(schedule.case)
+    if evidence.comparison.right or evidence.in_graph or rerunner is None:
+        return []
+    supposed = list(family.supposed_of_slots(schedule, evidence.expected.data, step))
+    observed = rerunner.eager(schedule, step, unowned=0.0) if supposed else None
+    if observed is None:
+        return []
+    comparison = Comparison(observed, expect(schedule, step))
+    texts = {each.text for each in supposed if _shown(comparison, each)}
+    wrong = comparison.wrong.any(-1)
+    if len(texts) != 1:
+        return []
+    others = family.supposed(schedule, evidence.expected.data)
+    return [] if any(_near(comparison, other)[wrong].all() for other in others) else list(texts)
+
+
+def _shown(comparison: Comparison, supposed: Supposition) -> bool:
+    """True if all known rows are those of the supposed backend, and half of the wrong ones or more are known. Rows of
+    zeros show nothing: whatever reads unowned slots gives them."""
+    known = supposed.answer.limit.isfinite().all(-1).all(-1)
+    wrong = comparison.wrong.flatten(2).any(-1)
+    known_in_wrong_layers = known & wrong.any(-1, keepdim=True)
+    if not _near(comparison, supposed).all(-1)[known_in_wrong_layers].all():
+        return False
+    telling = wrong & known & (supposed.answer.out.abs() > supposed.answer.limit).flatten(2).any(-1)
+    return int(telling.sum()) >= _FEWEST_ROWS and 2 * int((wrong & known).sum()) >= int(wrong.sum())
 
 
 def _attended_keys(asked: Asked) -> Asked:
-    if asked.rerunner is None:
-        return asked
     evidence = asked.evidence
+    # Probes name keys by the columns of the output: where columns are moved, they would name others.
+    if asked.rerunner is None or moved_columns(evidence.comparison) is not None:
+        return asked
     found = find_attended(asked.rerunner, evidence.schedule, evidence.comparison, in_graph=asked.in_graph)
     return replace(asked, evidence=replace(evidence, attended=found))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -33,10 +34,11 @@ _STRIDED = torch.strided
 class Registry:
     """Storages of one kind: place of allocation by identity.
 
-    `peak_bytes` is the most that was live whenever the program asked, since it last reset the peak.
+    `peak_bytes` is the most that was live since the program last reset the peak; before the first reset, the most
+    whenever the program asked. `made` counts the storages that were ever entered.
     """
 
-    __slots__ = ("_full_at", "_lock", "_walking", "_young", "entries", "peak_bytes")
+    __slots__ = ("_full_at", "_lock", "_unseen", "_walking", "_young", "entries", "made", "peak_bytes")
 
     def __init__(self) -> None:
         self.entries: dict[int, Spot | Site] = {}
@@ -44,7 +46,8 @@ class Registry:
         self._full_at = _YOUNG
         self._lock = threading.RLock()
         self._walking = False
-        self.peak_bytes = 0
+        self._unseen: int | None = None
+        self.made = self.peak_bytes = 0
 
     def add(self, storage: torch.UntypedStorage, skip: int = 0) -> None:
         """Enter a storage that is not known, allocated at the author's line that runs now.
@@ -53,6 +56,12 @@ class Registry:
         """
         key = keep_identity(storage)
         self.entries[key] = author_spot(skip + 1)
+        self.made += 1
+        if self._unseen is not None:
+            # The peak can only be passed once this many more bytes are allocated: only then is it worth a look.
+            self._unseen -= storage.nbytes()
+            if self._unseen < 0:
+                self.live_bytes()
         young = self._young
         young.append(key)
         if len(young) >= _YOUNG:
@@ -91,7 +100,28 @@ class Registry:
 
     def live_bytes(self) -> int:
         """Bytes in storages that still exist."""
-        return sum(storage.nbytes() for _, storage in self.live())
+        now = sum(storage.nbytes() for _, storage in self.live())
+        self.peak_bytes = max(self.peak_bytes, now)
+        if self._unseen is not None:
+            self._unseen = self.peak_bytes - now + (self.peak_bytes >> 8)
+        return now
+
+    def reset_peak(self) -> None:
+        """Begin a new peak at the bytes that are live now, and follow it with every allocation, within a 256th."""
+        self.peak_bytes = self._unseen = 0
+        self.live_bytes()
+
+    @contextmanager
+    def peak_above(self) -> Iterator[Callable[[], int]]:
+        """Follow the peak inside the block. The function gives the most bytes that were live above those at its
+        beginning."""
+        outer, was = self._unseen, self.peak_bytes
+        self.reset_peak()
+        first = self.peak_bytes
+        try:
+            yield lambda: max(self.peak_bytes, self.live_bytes()) - first
+        finally:
+            self._unseen, self.peak_bytes = outer, max(was, self.peak_bytes)
 
     def sites(self, keys: Iterable[int]) -> list[Site]:
         """The lines that allocated these storages. What was looked up is remembered: programs ask more than once."""

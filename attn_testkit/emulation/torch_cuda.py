@@ -132,20 +132,18 @@ def _set_rng_state(state: torch.Tensor, device: Any = None) -> None:
 
 def memory_allocated(device: Any = None) -> int:
     """Bytes of device memory that somebody refers to, of all threads."""
-    now = DEVICE.live_bytes()
-    DEVICE.peak_bytes = max(DEVICE.peak_bytes, now)
-    return now
+    return DEVICE.live_bytes()
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """The most bytes that any of these functions saw since the last reset; what came and went unseen is not in it."""
+    """The most bytes that were live since the last reset; before it, the most that any of these functions saw."""
     memory_allocated()
     return DEVICE.peak_bytes
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
     """Begin a new peak, at the bytes that are live now."""
-    DEVICE.peak_bytes = DEVICE.live_bytes()
+    DEVICE.reset_peak()
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
@@ -158,6 +156,7 @@ def memory_stats(device: Any = None) -> dict[str, int]:
             stats[f"{kind}.{pool}.current"], stats[f"{kind}.{pool}.peak"] = now, peak
         for kind in ("allocation", "segment", "active"):
             stats[f"{kind}.{pool}.current"] = count
+        stats[f"allocation.{pool}.allocated"] = DEVICE.made
     return {**stats, "num_alloc_retries": 0, "num_ooms": 0}
 
 

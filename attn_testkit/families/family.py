@@ -182,6 +182,10 @@ def _nothing_supposed(schedule: Schedule, data: StepData) -> Iterator[Suppositio
     yield from ()
 
 
+def _nothing_supposed_of_slots(schedule: Schedule, data: StepData, step: Step) -> Iterator[Supposition]:
+    yield from ()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Family:
     """One family of layers.
@@ -207,6 +211,9 @@ class Family:
     """Questions that diagnosis may ask. It asks no other."""
     supposed: Callable[[Schedule, StepData], Iterator[Supposition]] = _nothing_supposed
     """(schedule, data): what backends with usual mistakes would give, the likeliest first."""
+    supposed_of_slots: Callable[[Schedule, StepData, Step], Iterator[Supposition]] = _nothing_supposed_of_slots
+    """(schedule, data, step): the same for mistakes that read slots of others, over memory whose unowned slots hold
+    zeros. The limit of a row of which nothing is known is infinite. The answer of a row without a key is NaN."""
     poisoned: str = "unowned slots"
     """Memory that holds NaN and must not be read, in the plural: for the text of a failure."""
     reads: str = "reads-own-kv"

@@ -101,6 +101,47 @@ class PositionsTakenForSlots(SparseParent):
 
 
 @fault(
+    slug="slots-taken-for-positions",
+    source="general; sglang (PAGED and RAGGED top-k), zml #808",
+    modes=tuple(set(_ALL) - {ForwardMode.DRAFT_DECODE}),
+    checks=("matches-oracle", "finite", "reads-own-kv"),
+)
+class SlotsTakenForPositions(SparseParent):
+    """The page table is read again: an index that is a slot is used as a position, and dropped behind the length."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        eager=set(_ALL) - {ForwardMode.DRAFT_DECODE},
+        graph=set(_ALL) - {ForwardMode.DRAFT_DECODE},
+        sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots"),
+    )
+
+    @override
+    def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return (selected >= 0) & (selected < plan.kv_lens[self.request_of_row(selected, plan)][:, None])
+
+    @override
+    def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().slots(selected.clamp(max=plan.slot_table.shape[1] - 1), plan)
+
+
+@fault(
+    slug="lengths-not-clipped-to-top-k",
+    source="general; sglang (dsa_cache_seqlens_int32, which is min(keys, top-k)), sglang #31128",
+    modes=_ALL,
+    checks=("matches-oracle", "reads-own-kv", "finite"),
+)
+class LengthsNotClippedToTopK(SparseParent):
+    """A row walks as many indices as it may see keys, so those of the next rows are attended too."""
+
+    @override
+    def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        step = torch.arange(self.context.max_context_len, device=selected.device)
+        at = torch.arange(len(selected), device=selected.device)[:, None] * selected.shape[1] + step
+        there = (step < self.keys_seen(selected, plan)[:, None]) & (at < selected.numel())
+        return torch.where(there, selected.flatten()[at.clamp(max=selected.numel() - 1)], -1)
+
+
+@fault(
     slug="count-of-keys-from-lengths",
     source="flashinfer #5095 (#5075)",
     modes=_ALL,

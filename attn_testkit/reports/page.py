@@ -154,6 +154,14 @@ def shares(sizes: Sequence[int], most: int = MOST_IN_FULL, of_each: int = MOST_O
     return given
 
 
+def size_text(count: int) -> str:
+    """Bytes for a table: ``512 B``, ``1.5 KiB``, ``20.0 MiB``."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(count) >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
 def age_words(age: Age | None) -> str:
     """An age in words: ``new tonight``, ``red since 2026-11-14, 5 nights``; empty if no earlier night is known."""
     if age is None:
@@ -205,6 +213,8 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "slowest": sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
         "matrices": check_matrices(runs),
         "rows": tally,
+        "memory_rows": [row for row in tally if row.memory],
+        "size_text": size_text,
         "not_declared": not_declared_lines(report.header.not_declared),
         "diagnosed": any(row.diagnosis for row in tally),
         "row_seconds": sum(row.seconds + row.diagnosis for row in tally),

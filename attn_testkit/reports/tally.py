@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..results.case_result import RAN, CaseResult, Status, emulated_parts
 from ..results.names import MODES
@@ -33,6 +33,8 @@ class Row:
     """The device: ``CUDA``, or what was emulated."""
     note: str = ""
     """The reason why a whole mode did not run."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """The largest value of each fact of ``CaseResult.memory``."""
 
     @property
     def planned(self) -> int:
@@ -88,6 +90,7 @@ def _row(key: tuple[str, str, str], group: Sequence[CaseResult]) -> Row:
         diagnosis=sum(result.seconds.get(DIAGNOSIS, 0.0) for result in group),
         ran_on=where_it_ran(group),
         note="; ".join(dict.fromkeys(notes)),
+        memory={name: max(r.memory.get(name, 0) for r in group) for r in group for name in r.memory},
     )
 
 

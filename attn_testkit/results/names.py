@@ -34,6 +34,7 @@ CHECK_IDS = (
     "reads-own-kv",
     "writes-own-kv",
     "inputs-unchanged",
+    "memory-bounded",
     "reads-own-state",
     "writes-own-state",
     "verify-keeps-state",

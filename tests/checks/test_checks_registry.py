@@ -42,6 +42,7 @@ def test_ids_are_those_that_records_and_known_failures_name() -> None:
         "reads-own-kv",
         "writes-own-kv",
         "inputs-unchanged",
+        "memory-bounded",
         "reads-own-state",
         "writes-own-state",
         "verify-keeps-state",

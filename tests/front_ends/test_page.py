@@ -25,6 +25,7 @@ from attn_testkit.reports.page import (
     dtype_of,
     issue_splits,
     shares,
+    size_text,
 )
 from attn_testkit.reports.render import html_page, markdown_summary
 from attn_testkit.results.case_result import CaseResult, Status
@@ -383,3 +384,23 @@ def test_the_age_of_a_failure_in_words(age, words):
 )
 def test_the_dtype_of_a_case_is_read_from_its_id(case, dtype):
     assert dtype_of(case) == dtype
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1024, "1.0 KiB"), ((1 << 20) - 1, "1024.0 KiB"), (1 << 20, "1.0 MiB"),
+     (3 << 29, "1.5 GiB"), (-2048, "-2.0 KiB")],
+)  # fmt: skip
+def test_bytes_in_words(count: int, text: str) -> None:
+    assert size_text(count) == text
+
+
+def test_memory_of_a_mode_is_the_largest_of_its_case_runs_and_growth_is_marked() -> None:
+    small = of(Status.PASSED, memory={"persistent": 2048, "peak": 5 << 20, "growth": 0})
+    large = of(Status.FAILED, case="decode-b", memory={"persistent": 4096, "growth": 512})
+    page = html_page(nights.night([small, large, of(Status.PASSED, case="decode-c")]))
+    (row,) = re.findall(r'id="memory".*?<tbody>(.*?)</tbody>', page, re.DOTALL)
+    assert re.findall(r'<td class="([^"]*)">([^<]*)</td>', row) == [
+        ("num", "4.0 KiB"), ("num", ""), ("num", "5.0 MiB"), ("num bad-number", "512 B"), ("num", "")
+    ]  # fmt: skip
+    assert 'id="memory"' not in html_page(nights.night([PASSED]))

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from attn_testkit.runner_modes.errors import RunError
 from attn_testkit.runner_modes.graphs import GraphRun
+from attn_testkit.runner_modes.memory_use import MemoryUse
 from attn_testkit.runner_modes.messages import RunCase, RunRecord
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
@@ -37,7 +38,9 @@ class Notes:
     def harness(self, backend_class: Any, schedules: Any, device: Any, *, declared: Any = None) -> Any:
         if self.error:
             raise self.error
-        self.made.append(Of(schedules=list(schedules), device=device, backend=None, context=None, compiled=[]))
+        self.made.append(
+            Of(schedules=list(schedules), device=device, backend=None, context=None, compiled=[], memory=MemoryUse())
+        )
         return self.made[-1]
 
     def run_eager(

@@ -185,7 +185,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     if state is None:
         return {}
     drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS if name != "rollback"}
-    rows, changes = so_far["rows"], Changes()
+    rows, changes = so_far["rows"], dict[str, Any]()
     if isinstance(rows, Verify):
         branches = rows.tree.topk > 1
         if branches and so_far["heads"].family not in state.trees:

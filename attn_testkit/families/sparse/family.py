@@ -20,6 +20,7 @@ from ..softmax.packed_rows import misread_rows
 from .data import attended_by, make_sparse_data
 from .index_scores import best_keys
 from .memory import SPARSE_POOL
+from .misread_indices import supposed_of_slots
 
 __all__ = ["SPARSE"]
 
@@ -107,6 +108,7 @@ SPARSE = Family(
     memory=SPARSE_POOL,
     answer=answer,
     supposed=_supposed,
+    supposed_of_slots=supposed_of_slots,
     poisoned="unowned slots and keys that no row selects",
     unread="keys that no row selects",
     with_unread_finite=lambda step: replace(step, index=0, part_of=None),

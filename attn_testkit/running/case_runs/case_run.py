@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from ...checks.failures import LOST_HINT, context_lost, first_line, from_excepti
 from ...checks.lossless import GeneratedTokens
 from ...checks.observation import Observation
 from ...contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
-from ...environment import Environment, compiled_regions_run, missing_here
+from ...environment import Environment, compiled_regions_run, launch_grids, missing_here
 from ...graphs.compilers import make_room, room_left
 from ...results.finding import Finding
 from ...results.names import NO_ROOM, NOT_COMPILED
@@ -32,6 +33,7 @@ from ...runner_modes.graphs import GraphRun, run_graphs
 from ...runner_modes.greedy_loop import run_loop
 from ...runner_modes.harness import ServerHarness
 from ...runner_modes.hook_answers import kernels_of
+from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import DTYPES
 from ...steps.greedy_loop import loop_modes, make_loop
@@ -292,6 +294,7 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
     seen = [run_eager(harness, schedule, step, drive.clock, ran_before="instances" if beside else "", between=between)]
     # Right after it, not after another step: state that alternates from step to step would have its first value again.
     seen.append(run_eager(harness, schedule, step, drive.clock, label="the same eager step again", ran_before="steps"))
+    grows = harness.memory.grown > 0
     # A chunk's prefix is what the chunk before it wrote.
     seen += [
         run_eager(harness, schedule, chunk, drive.clock, label=f"{chunk.label}, eager", ran_before="steps")
@@ -312,9 +315,15 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
         own = [(each, each.steps[0]) for each in drive.schedules]
         seen += eager_by_turns(harness, own, drive.clock, ("modes in turn", "modes in turn, again"))
     drive.findings += compiles_once(harness, schedule, drive.clock)
+    memory: Mapping[str, int] = dict(harness.memory.facts)
+    if grows:
+        memory, unbounded = memory_bounded(
+            harness, drive.clock, partial(run_eager, harness, schedule, step, drive.clock)
+        )
+        drive.findings += unbounded
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, declared)
-    return RunRecord(records=drive.records(seen))
+    return RunRecord(records=drive.records(seen), memory=memory)
 
 
 def _run_graph(backend_class: type[AttentionBackend], drive: _CaseRun, environment: Environment) -> RunRecord:
@@ -324,6 +333,7 @@ def _run_graph(backend_class: type[AttentionBackend], drive: _CaseRun, environme
     if not drive.declared.eager:
         with drive.clock.phase("setup"):
             drive.findings += refuses_undeclared(backend_class, drive.schedules[0], harness.context, drive.declared)
+    drive.findings += run.unbounded
     return replace(_found(run, drive.schedules), records=drive.records([observed for _, observed in run.observed]))
 
 
@@ -369,6 +379,7 @@ def _found(run: GraphRun, schedules: Sequence[Schedule]) -> RunRecord:
         allocated_in_capture=tuple((each.path, each.where) for each in run.allocated_in_capture),
         replaced=run.replaced,
         restored=run.restored,
+        memory=run.memory,
     )
 
 
@@ -384,7 +395,11 @@ def rerun(
     drive = _CaseRun([schedule], declared)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
-        with environment.active(request.fill, controlled=True), gradients_off(schedule.case):
+        with (
+            environment.active(request.fill, controlled=True),
+            launch_grids(request.options.most_programs) as grids,
+            gradients_off(schedule.case),
+        ):
             harness = ServerHarness(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
             )
@@ -402,4 +417,5 @@ def rerun(
             raise
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         return RunRecord(lost=_lost_context(cause, environment))
-    return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))
+    kinds = tuple(dict.fromkeys(grids))
+    return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED), grids=kinds)

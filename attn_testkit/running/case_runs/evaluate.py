@@ -464,6 +464,7 @@ def _result(
         device=device,
         kernels=outcome.record.kernels,
         launches=outcome.record.launches,
+        memory=outcome.record.memory,
         reason=reason,
         hints=outcome.record.notes,
     )
