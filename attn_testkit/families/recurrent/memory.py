@@ -203,10 +203,9 @@ class StateWatch:
 
     def clear(self) -> None:
         """Do the work of ``Watch.clear``."""
-        with past_modes():
-            self._fill(math.nan)
-            self._load()
-            self.clear_page_0()
+        self._fill(math.nan)
+        self._load()
+        self.clear_page_0()
 
     def clear_page_0(self) -> None:
         """Fill slot 0 with zeros."""

@@ -292,13 +292,20 @@ def _taps(data: StateStepData, request: int) -> torch.Tensor:
     return torch.tensor([path[-width:] for path in paths])
 
 
+def _rows(data: StateStepData, request: int, count: int, first: int) -> slice | list[int]:
+    """Rows of the batch that lead to what is behind ``count`` rows of a request, whose first one is ``first``."""
+    if not data.trees:
+        return slice(first, first + count)
+    return [first + row for row in data.path(request, count)]
+
+
 def _window_behind(data: StateStepData, rows: Sequence[int]) -> torch.Tensor:
     """[L, B, C, W - 1] behind so many rows of each request: copies of its last inputs."""
     before = start_of(data).windows
     width, first = before.shape[-1], 0
     found = torch.empty_like(before)
     for request, (new, count) in enumerate(zip(data.news, rows, strict=True)):
-        inputs = data.q[:, [first + row for row in data.path(request, count)]]
+        inputs = data.q[:, _rows(data, request, count, first)]
         every = torch.cat([before[:, request], inputs.transpose(1, 2)], -1)
         found[:, request] = every[..., every.shape[-1] - width :]
         first += new
@@ -316,7 +323,7 @@ def _windows(data: StateStepData) -> torch.Tensor:
         if columns and end.has_window:
             # A slot for each node: one window holds the inputs that the window behind any node consists of.
             rows = data.news[end.request] if nodes > 1 else end.rows
-            inputs = data.q[:, [int(starts[end.request]) + row for row in data.path(end.request, rows)]]
+            inputs = data.q[:, _rows(data, end.request, rows, int(starts[end.request]))]
             every = torch.cat([before[:, end.request], inputs.transpose(1, 2)], -1)
             found[:, index] = every[..., every.shape[-1] - columns :]
     return found
