@@ -151,7 +151,7 @@ def _run(backend: str, folder: str, *options: str) -> list[dict[str, Any]]:
     out = Path(folder) / "run.json"
     command = [sys.executable, "-m", "attn_testkit", "run", "--backend", backend, "--device", "cpu", "--json", str(out)]
     wanted = [*command, "--tier", "smoke", "--diagnose", "none", *options]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests" / "bridges")))
+    path = os.pathsep.join((str(ROOT / "tests" / "bridges"), os.environ.get("PYTHONPATH", "")))
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
     # Results of the bug before it must not count again.
     out.unlink(missing_ok=True)

@@ -136,6 +136,10 @@ def test_slots_of_a_big_pool_lie_at_both_of_its_ends() -> None:
     assert len(set(places.tolist())) == len(places) == count
     assert (places * elements >= 1 << 31).sum() == (count - 1) // 2
     assert state_places(usual).tolist() == list(range(state_pool_slots(usual)))
+    for step in big.steps:
+        far = places[make_state_data(big, step).slots] * elements >= 1 << 31
+        assert far.any() == bool(step.requests)
+        assert far.all() == (step.bs < 2)
 
 
 @pytest.mark.parametrize(("backend", "status"), [(StateParent, "passed"), (OffsetOfASlotIn32Bits, "failed")])

@@ -217,7 +217,8 @@ _ELEMENTS = 1 << 31
 def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     """Slots of each row of the request table, [rows + 1, slots of a row] int32; 0 for row 0.
 
-    The first slot of no live request is its row of the table or its place in the batch. Rows of no live request name
+    The first slot of no live request is its row of the table or its place in the batch. In a big pool a batch has slots
+    at both ends. Rows of no live request name
     slots of others, as stale entries do. Steps that continue each other have one table.
     """
     whole = step.part_of[0] if step.part_of else step
@@ -229,9 +230,16 @@ def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     others = [{row, place, len(own) - 1 - place} for place, row in enumerate(own)]
     for _ in range(256):
         table[1:] = rng.permutation(rows * count + _SPARE_SLOTS)[: rows * count].reshape(rows, count) + 1
-        if not any(table[row, 0] in taken for row, taken in zip(own, others, strict=True)):
+        taken_for_slot = any(table[row, 0] in taken for row, taken in zip(own, others, strict=True))
+        if not taken_for_slot and (not shape_of(schedule.case).big or _at_both_ends(schedule, table[own, 0])):
             break
     return table
+
+
+def _at_both_ends(schedule: Schedule, slots: npt.NDArray[np.int32]) -> bool:
+    """True if a slot of a batch is at the far end of a big pool, and another, if there is one, at its beginning."""
+    far = slots > state_pool_slots(schedule) // 2
+    return not len(slots) or bool(far.any() and (len(slots) == 1 or not far.all()))
 
 
 _SPARE_SLOTS = 2
