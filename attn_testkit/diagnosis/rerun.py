@@ -67,6 +67,7 @@ class Rerunner:
         restore_only: str = "",
         width_at_capture: bool = False,
         contiguous_heads: bool = False,
+        programs_in_order: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """Run all graphs, replays only; None if it raised."""
@@ -79,6 +80,7 @@ class Rerunner:
             restore_only=restore_only,
             width_at_capture=width_at_capture,
             contiguous_heads=contiguous_heads,
+            programs_in_order=programs_in_order,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)
