@@ -133,10 +133,12 @@ class StreamOrder:
         Call it with function modes off.
         """
         self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
+        self.copies.device_writes(target.data_ptr(), target.data_ptr() + len(before))
 
     def holds_back_at(self, storage: StorageWeakRef, first: int, before: bytes, stream: int, what: str) -> None:
         """Hold back a replay's copy to the memory of `storage` from the address `first` on."""
         self.arrivals.hold_at(storage, first, before, stream, self._epochs.get(stream, 1), what)
+        self.copies.device_writes(first, first + len(before))
 
     def host_touches(self, access: Access, what: str) -> None:
         """Note that the host reads or writes memory. Raises EmulationError like ``ArrivingCopies.refuse``."""
