@@ -21,6 +21,7 @@ from .emulation import (
     compiled_regions_run,
     emulated_cuda,
     is_active,
+    note_grids,
     note_launches,
     orderly_stream,
     peak_above,
@@ -34,6 +35,7 @@ __all__ = [
     "NOTES_OF_LAUNCHES",
     "Environment",
     "compiled_regions_run",
+    "launch_grids",
     "missing_here",
     "resolve",
     "scratch",
@@ -117,6 +119,19 @@ class Environment:
                 dirty_fresh_memory(fill)
                 with fresh_memory(fill) if controlled else nullcontext():
                     yield
+
+
+@contextmanager
+def launch_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Yield a list that gets the kernel and the grid of each Triton launch inside the block; empty on a real device.
+
+    ``most``: an axis and the number of programs that the emulation runs there at most.
+    """
+    if not is_active():
+        yield []
+        return
+    with note_grids(most) as notes:
+        yield notes
 
 
 _cycles = 30_000_000

@@ -167,11 +167,10 @@ def captured_batch(
     mode: ForwardMode,
     bs: int,
     width: int,
-    fill: int,
     spec: SpecInput | None,
     extends: Mapping[str, Any],
 ) -> ForwardBatch:
-    """The dummy batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, all padding.
+    """The batch of a bucket of ``bs`` requests of ``width`` rows: slices of the static buffers, which are all padding.
 
     ``extends``: fields that the mode replaces or adds.
     """
@@ -186,7 +185,7 @@ def captured_batch(
         "group_cache_locs": static.by_group(tokens),
         "positions": static.positions[:tokens],
         "seq_lens_cpu": static.seq_lens_cpu[:bs] if mirrors else None,
-        "seq_lens_sum": bs * fill if mirrors else None,
+        "seq_lens_sum": int(static.host["seq_lens"][:bs].sum()) if mirrors else None,
         "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
         "state": captured_states(harness.context, static, mode, bs),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,11 +108,16 @@ def blocks_held(harness: ServerHarness) -> dict[str, tuple[int, int]]:
 
 
 def capture_schedules(
-    harness: ServerHarness, schedules: Sequence[Schedule], pool: Any, clock: Clock
+    harness: ServerHarness,
+    schedules: Sequence[Schedule],
+    pool: Any,
+    clock: Clock,
+    filled: Callable[[ScheduleGraphs], None] | None = None,
 ) -> tuple[ScheduleGraphs, ...]:
     """Initialize the backend's graph state for all schedules, then capture every bucket of each, largest first.
 
-    ``pool``: the memory pool of all graphs. Raises ``RunError``.
+    ``pool``: the memory pool of all graphs. ``filled`` is called with each schedule before its captures, to fill the
+    static inputs, which are those of a dummy batch. Raises ``RunError``.
     """
     harness.prepare_capture()
     with clock.phase("capture"):
@@ -125,15 +130,23 @@ def capture_schedules(
     cases = [(each.case, each.max_bs) for each in schedules]
     static = [make_static_inputs(harness, case.width, bs, fill, case.rows_at_once) for case, bs in cases]
     return tuple(
-        _capture_schedule(harness, schedule, inputs, fill, pool, clock)
+        _capture_schedule(harness, schedule, inputs, fill, pool, clock, filled)
         for schedule, inputs in zip(schedules, static, strict=True)
     )
 
 
 def _capture_schedule(
-    harness: ServerHarness, schedule: Schedule, static: StaticInputs, fill: int, pool: Any, clock: Clock
+    harness: ServerHarness,
+    schedule: Schedule,
+    static: StaticInputs,
+    fill: int,
+    pool: Any,
+    clock: Clock,
+    filled: Callable[[ScheduleGraphs], None] | None,
 ) -> ScheduleGraphs:
     buckets: dict[int, Bucket] = {}
+    if filled is not None:
+        filled(ScheduleGraphs(harness, schedule, static, fill, buckets))
     for bs in schedule.buckets:
         with clock.phase("capture"):
             # Servers warm up once to three times. A backend that allocates on a later run does so in the first bucket.
@@ -149,7 +162,7 @@ def _capture_bucket(
     label, deterministic = f"bucket {bs}{mode_suffix(harness, schedule)}", harness.capabilities.deterministic
     spec = driver.captured_spec(harness, static, bs, case.width)
     extends = driver.captured_extends(harness, static, bs, case.width, fill)
-    batch = captured_batch(harness, static, case.mode, bs, case.width, fill, spec, extends)
+    batch = captured_batch(harness, static, case.mode, bs, case.width, spec, extends)
     with blame("plan for capture", label):
         backend.init_forward_metadata_out_graph(batch, in_capture=True)
 

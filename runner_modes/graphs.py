@@ -23,7 +23,7 @@ from .harness import ServerHarness
 from .kept_state import KeptState
 from .memory_bounded import memory_bounded
 from .options import RunOptions
-from .replay import replay
+from .replay import fill_static, replay
 
 __all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "run_graphs"]
 
@@ -107,7 +107,9 @@ def run_graphs(
     with clock.phase("setup"):
         gc.collect()  # a capture does it first, and what it frees is not the graphs'
     with harness.memory.kept("graphs"), harness.memory.peak("capture"):
-        graphs = capture_schedules(harness, captured, pool, clock)
+        graphs = capture_schedules(
+            harness, captured, pool, clock, _filled_with_step if options.step_at_capture else None
+        )
     harness.captured()
     written = harness.written_at_capture()
     other = (
@@ -138,6 +140,10 @@ def run_graphs(
 
 
 _Observed = list[tuple[Schedule, Observation]]
+
+
+def _filled_with_step(graphs: ScheduleGraphs) -> None:
+    fill_static(graphs, graphs.harness.load(graphs.schedule, graphs.schedule.steps[0]))
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:

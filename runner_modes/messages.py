@@ -111,6 +111,8 @@ class RunRecord:
     """Changes in the process by importing a part of a server at its first use."""
     launches: int | None = None
     """Launches of kernels that are not torch's; None if they could not be counted."""
+    grids: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    """Kernel and grid of each kind of emulated Triton launch. Empty unless diagnosis asked for the run."""
     memory: Mapping[str, int] = field(default_factory=dict)
     """Facts of device memory, as in ``CaseResult.memory``."""
     generated: GeneratedTokens | None = None

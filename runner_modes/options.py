@@ -29,6 +29,12 @@ class RunOptions:
     """Restore only the tensor of this attribute, with ``restore_state``."""
     width_at_capture: bool = False
     """Set ``num_tokens_per_req`` at capture even with ``takes_unset_width``. Question: is the graph right then?"""
+    step_at_capture: bool = False
+    """Capture with the inputs of the schedule's first step instead of a dummy batch. Question: is its replay right
+    then, so that the graph keeps a value of its capture?"""
+    most_programs: tuple[int, int] | None = None
+    """Axis of a launch's grid, and number of programs that emulated Triton kernels have there at most. Question: is the
+    step right then, so that programs that belong to nobody spoil it?"""
     contiguous_heads: bool = False
     """Make heads of new k and v contiguous even with ``takes_strided_heads``. Question: is the step right then?"""
     programs_in_order: bool = False

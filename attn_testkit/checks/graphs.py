@@ -146,8 +146,8 @@ CHECKS = (
         "A replay uses nothing of the batch it was captured with: lengths, widths, slots, mask, maximum length.",
         "A Python number fixed in a kernel launch, a plan that is not redone, strides of another layout.",
         "sglang #21987, #27545; vLLM #42444; rtp-llm #378",
-        "Eager mode and the plan are correct, so the graph still uses a value from capture time. `attended` says "
-        "which KV tokens were read; a length in the hint is usually that of the capture.",
+        "Eager mode is correct. The hint says if the replay is right in a graph that was captured with the same batch: "
+        "then the graph keeps a value of its capture. `attended` says which KV tokens were read.",
         evaluated_from=Stage.REPLAYED,
         applies=in_graphs,
         behind_outputs=True,

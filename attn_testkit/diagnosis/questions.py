@@ -13,7 +13,9 @@ from ..families.family import Question, Supposition
 from ..families.table import family_of
 from .attended_keys import find_attended
 from .hints import Evidence, hints
+from .launch_grids import programs_of_nobody
 from .misrouted_rows import find_misrouted
+from .moved_columns import moved_columns
 from .rerun import Rerunner
 
 __all__ = ["Asked", "ask"]
@@ -35,7 +37,13 @@ class Asked:
 def ask(asked: Asked) -> Asked:
     """Put every question that the family of the case offers, and no other."""
     family = family_of(asked.evidence.schedule.case)
-    found = _supposed(asked.evidence) or _supposed_of_slots(asked)
+    evidence = asked.evidence
+    if asked.rerunner is not None and not evidence.comparison.right:
+        nobody = programs_of_nobody(asked.rerunner, evidence.schedule, evidence.step, in_graph=asked.in_graph)
+        if nobody:
+            # An experiment has shown it: whatever rows hold or attended to follows from that.
+            return replace(asked, texts=(*asked.texts, nobody))
+    found = _supposed(evidence) or _supposed_of_slots(asked)
     asked = replace(asked, texts=(*asked.texts, *found))
     for question, put in _PUT.items():
         if question in family.questions:
@@ -101,9 +109,10 @@ def _shown(comparison: Comparison, supposed: Supposition) -> bool:
 
 
 def _attended_keys(asked: Asked) -> Asked:
-    if asked.rerunner is None:
-        return asked
     evidence = asked.evidence
+    # Probes name keys by the columns of the output: where columns are moved, they would name others.
+    if asked.rerunner is None or moved_columns(evidence.comparison) is not None:
+        return asked
     found = find_attended(asked.rerunner, evidence.schedule, evidence.comparison, in_graph=asked.in_graph)
     return replace(asked, evidence=replace(evidence, attended=found))
 

@@ -30,6 +30,10 @@ class Rerunner:
         declared: Callable[[Case], bool] = lambda case: True,
     ) -> None:
         self._drive, self.environment, self._eager_modes = drive, environment, eager_modes
+        self.grids: set[tuple[str, tuple[int, ...]]] = set()
+        """Kernel and grid of the emulated Triton launches of all runs so far."""
+        self.last_grids: tuple[tuple[str, tuple[int, ...]], ...] = ()
+        """Launches of the last run likewise, in their order."""
         self.declared = declared
         """True if the backend declares what a case needs: only such cases are run."""
 
@@ -45,12 +49,13 @@ class Rerunner:
         unowned: float | None = None,
         pattern: str | None = None,
         contiguous_heads: bool = False,
+        most_programs: tuple[int, int] | None = None,
         fill: int = POISON,
     ) -> Observation | None:
         """Run one eager step; None if it raised, or if the mode does not run eagerly."""
         if not self.runs_eagerly(schedule):
             return None
-        options = RunOptions(pattern=pattern, contiguous_heads=contiguous_heads)
+        options = RunOptions(pattern=pattern, contiguous_heads=contiguous_heads, most_programs=most_programs)
         request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
         return None if answer is None else answer[1][0]
@@ -66,6 +71,8 @@ class Rerunner:
         restore_state: bool = False,
         restore_only: str = "",
         width_at_capture: bool = False,
+        step_at_capture: bool = False,
+        most_programs: tuple[int, int] | None = None,
         contiguous_heads: bool = False,
         programs_in_order: bool = False,
         fill: int = POISON,
@@ -79,6 +86,8 @@ class Rerunner:
             restore_state=restore_state,
             restore_only=restore_only,
             width_at_capture=width_at_capture,
+            step_at_capture=step_at_capture,
+            most_programs=most_programs,
             contiguous_heads=contiguous_heads,
             programs_in_order=programs_in_order,
             eager_steps=False,
@@ -98,6 +107,8 @@ class Rerunner:
     def _ask(self, request: Rerun, step_of: Callable[[str], Step]) -> tuple[RunRecord, list[Observation]] | None:
         """Replace the copies of steps that were sent by the judge's own steps: answers are found by identity."""
         run_record = self._drive(request)
+        self.last_grids = run_record.grids
+        self.grids.update(run_record.grids)
         if not run_record.records:
             return None
         return run_record, [

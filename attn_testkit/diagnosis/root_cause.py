@@ -8,6 +8,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 * is it right when its tensors are restored before each replay?  then a counter is not reset: the hint names it
 * is it right when no row is padding?                             ``padding-inert``
 * is it right when it is the only replay of the only bucket?      ``buckets-independent``
+* is it right when the graph is captured with the same batch?     then the graph keeps a value of its capture
 * is an eager step right on a fresh instance?                     ``steps-independent``
 * is a step whose K and V are stored right when they are not yet? then k and v were read
 * is an eager first step wrong in the same rows when it is run again?  if not: a race
@@ -30,6 +31,7 @@ from ..families.table import family_of
 from ..results.finding import Finding
 from ..runner_modes.graphs import GraphRun
 from ..steps.schedule import Schedule, Step
+from .capture_values import OVERFLOWS, keeps_capture_values, reason_of_a_replay
 from .changed_case import ChangedCases
 from .figures import error_map, key_map
 from .hints import Evidence
@@ -70,13 +72,14 @@ def explain_numeric(
         right_with_zeros=why == f"{_finite_with_zeros(schedule)}, and right",
         computes_nan=check == "finite" and not why,
         reads_foreign=check == family_of(schedule.case).reads,
+        of_capture=keeps_capture_values(why),
         changed=_changed_cases(rerunner, schedule, comparison) if wrong_in_eager else None,
     )
     asked = ask(Asked(evidence, None if by_itself else rerunner, in_graph))
     attended = asked.evidence.attended
     lines = [text for text in (why, *asked.texts) if text]
     # If an experiment has shown the cause, the attended tokens follow from it.
-    most = 1 if check in _SHOWN or why == _NO_OTHER_MODE or why.startswith(_NOT_RESET) else _MOST_HINTS
+    most = 1 if check in _SHOWN or why in (_NO_OTHER_MODE, OVERFLOWS) or why.startswith(_NOT_RESET) else _MOST_HINTS
     if why == _finite_with_zeros(schedule):
         # This hint repeats the check. The others say where that slot was read.
         lines = [*lines[1:most], why]
@@ -370,10 +373,7 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
         in_order = rerunner.graph(schedule, programs_in_order=True)
         if in_order is not None and _right(_evaluated(schedule, in_order.replay_of(step))):
             return _NOTHING_ELSE, _ORDER_OF_PROGRAMS
-    return (
-        _NOTHING_ELSE,
-        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right",
-    )
+    return _NOTHING_ELSE, reason_of_a_replay(rerunner, _alone(schedule, step, step.bucket))
 
 
 def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) -> str:

@@ -28,7 +28,7 @@ from attn_testkit.emulation.errors import (
     StrayAccessError,
 )
 from attn_testkit.emulation.installation import compiled_regions_run
-from attn_testkit.emulation.launch_log import note_launches
+from attn_testkit.emulation.launch_log import note_grids, note_launches
 from attn_testkit.emulation.policy import LIMITS, Policy
 from attn_testkit.emulation.session import is_active
 from attn_testkit.emulation.streams import orderly_stream
@@ -49,6 +49,7 @@ __all__ = [
     "compiled_regions_run",
     "emulated_cuda",
     "is_active",
+    "note_grids",
     "note_launches",
     "orderly_stream",
     "peak_above",

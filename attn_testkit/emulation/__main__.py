@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "--device",
         choices=("quick", "late"),
         default="quick",
-        help="Whether an event is done when first asked.",
+        help="Answer of an event that is asked for the first time.",
     )
     run.add_argument("--fill", default="0xFF", help="Byte of uninitialized memory, or none.")
     notes = commands.add_parser("compile", help="Compile launches that were noted in a folder.")

@@ -15,9 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
+from attn_testkit.emulation import session
 from attn_testkit.emulation.private import disable_functions
 
-__all__ = ["LaunchLog", "LaunchNote", "Unsupported", "note_launches", "read_notes"]
+__all__ = ["LaunchLog", "LaunchNote", "Unsupported", "note_grids", "note_launches", "read_notes"]
 
 _ALIGNMENT = 16
 
@@ -80,6 +81,36 @@ class LaunchLog:
             if self.folder is not None:
                 with (self.folder / f"{os.getpid()}.jsonl").open("a", encoding="utf-8") as file:
                     file.write(key + "\n")
+
+
+@contextmanager
+def note_grids(most: tuple[int, int] | None = None) -> Iterator[list[tuple[str, tuple[int, ...]]]]:
+    """Yield a list that gets the kernel and the grid of each launch inside the block.
+
+    ``most``: an axis and a number of programs: no launch has more there. Requires an active emulation.
+    """
+    current, notes = session.require(), list[tuple[str, tuple[int, ...]]]()
+    before = current.launched
+
+    def launched(executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if before is not None:
+            before(executor, args, kwargs)
+        grid = executor.grid
+
+        def cut(arguments: dict[str, Any]) -> tuple[int, ...]:
+            sizes = tuple(int(size) for size in (grid(arguments) if callable(grid) else grid))
+            notes.append((executor.fn.__name__, sizes))
+            if most is None:
+                return sizes
+            return tuple(min(size, most[1]) if axis == most[0] else size for axis, size in enumerate(sizes))
+
+        executor.grid = cut
+
+    current.launched = launched
+    try:
+        yield notes
+    finally:
+        current.launched = before
 
 
 @functools.cache

@@ -65,8 +65,7 @@ class PendingCopies:
                 self.pending[i] = copy._replace(changed=True)
 
     def device_writes(self, first: int, end: int) -> None:
-        """A copy of the device will write memory, after those that read it: what is there then is no write of the
-        host."""
+        """Note that a copy of the device will write memory, after those that read it: the host did not write it."""
         self.pending = [
             copy
             for copy in self.pending

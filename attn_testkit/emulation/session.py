@@ -159,7 +159,7 @@ class Session:
             order.holds_back(target, before, self.stream.cuda_stream, self.operation or "Tensor.copy_")
 
     def says_done(self, work: Mapping[int, int], asked: bool) -> bool:
-        """What `query()` answers about work: a late device is not done when it is first asked."""
+        """True if `query()` answers that work is done: a late device is not done when it is first asked."""
         late = self.policy.late and not asked and self.order is not None and not self.order.host_knows(work)
         return not late
 

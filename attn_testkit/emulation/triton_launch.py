@@ -128,7 +128,7 @@ def _launch_of(
 
 
 def _may_still_run(current: session.Session) -> Any:
-    """What the last launch of the stream wrote, if nothing else was launched since."""
+    """Memory that the last launch of the stream wrote; None if something else was launched since."""
     stream, operations, written = current.before or (0, -1, None)
     return written if (stream, operations) == (current.stream.cuda_stream, current.operations) else None
 

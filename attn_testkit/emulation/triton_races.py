@@ -108,7 +108,7 @@ class _Memory:
 
 @dataclass(frozen=True)
 class Written:
-    """What a launch wrote. It holds no memory of the program."""
+    """Addresses that a launch wrote. It keeps no memory of the program alive."""
 
     kernel: str
     memories: tuple[tuple[int, int, Mapping[int, _Shadow]], ...]
@@ -331,7 +331,7 @@ class Races:
         )
 
     def written(self) -> Written:
-        """What the launch wrote."""
+        """Addresses that the launch wrote."""
         return Written(self.kernel, tuple((each.start, each.stop, each.shadows) for each in self._memories))
 
     def _check_wait(self, memory: _Memory, addresses: Array, size: int, does: str) -> None:

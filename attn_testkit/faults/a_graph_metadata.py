@@ -85,7 +85,7 @@ class Fp8SchedMetaFreshTensors(PlannedBackend):
     modes=_DECODE,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class PlanKernelNotRecorded(PlannedBackend):
     """The first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph."""
@@ -126,7 +126,7 @@ class PlanNotRefreshedBeforeReplay(PlannedBackend):
     modes=_DECODE,
     executions=_GRAPH,
     checks=("replay-follows-batch", "output-written"),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
     modelled="a request whose tiles never all come keeps its unfinished partial result, where the kernel hung",
 )
 class ReplayPageCountMismatch(CountingBackend):
@@ -165,7 +165,7 @@ class SplitCountGrowsPastCapture(PlannedBackend):
     modes=_ALL,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="request 0 is right and all others are wrong|in eager it is right",
+    hint="request 0 is right and all others are wrong|only the graph is wrong|value from capture time",
 )
 class RowStrideFromLiveBatchMax(PlannedBackend):
     """Rows of a flat page list are laid out by the longest live request; the captured kernel has full width."""
@@ -252,7 +252,7 @@ class ReplayBucketRecomputed(PlannedBackend):
     modes=_DECODE,
     executions=_GRAPH,
     checks=("replay-follows-batch", "reads-own-kv"),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class FrozenKvStepOffsetBaked(PlannedBackend):
     """The recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written."""
@@ -295,7 +295,7 @@ class GridCoversTheCaptureLengths(PlannedBackend):
     modes=_V1 + _V2,
     executions=_GRAPH,
     checks=("replay-follows-batch", "matches-oracle"),
-    hint="before the window|in eager it is right",
+    hint="before the window|only the graph is wrong|value from capture time",
     modelled="with one pool for all layers the missing indices show as a missing window",
 )
 class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
@@ -312,7 +312,7 @@ class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
     modes=_VERIFY,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="tree mask|in eager it is right",
+    hint="tree mask|only the graph is wrong|value from capture time",
 )
 class TreeMaskOfTheCapture(PlannedBackend):
     """Lengths and pages are refreshed at replay, and the mask buffer is not."""
@@ -329,7 +329,7 @@ class TreeMaskOfTheCapture(PlannedBackend):
     modes=_ALL,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
     """A replay copies as many page-table columns as the capture batch used."""

@@ -54,7 +54,7 @@ class DraftExtendQlensSeededOnce(PlannedBackend):
     modes=_V2,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class QoStrideStepsPlusOne(FixedStrideBackend):
     """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows per request."""
@@ -94,7 +94,7 @@ class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
     modes=_ALL,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class CaptureZeroesQueryStartLoc(PlannedBackend):
     """A shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them."""
@@ -111,7 +111,7 @@ class CaptureZeroesQueryStartLoc(PlannedBackend):
     modes=_V1,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="rows are packed|in eager it is right",
+    hint="rows are packed|only the graph is wrong|value from capture time",
 )
 class HostCumsumInsideCapturedForward(PlannedBackend):
     """The captured forward sums query lengths on the host into pinned memory; a replay re-runs only the copy."""

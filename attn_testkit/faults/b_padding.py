@@ -40,7 +40,7 @@ class PadFillUnderflowsUniformWidth(WorkListBackend):
     modes=_DECODE,
     executions=_GRAPH,
     checks=("padding-inert", "replay-follows-batch"),
-    hint="bucket of exactly|padded rows|in eager it is right",
+    hint="bucket of exactly|padded rows|only the graph is wrong|value from capture time",
     modelled="the last entry is the length of the work list; upstream the negative length faulted",
 )
 class PadIndptrTailRunsBackwards(WorkListBackend):
@@ -131,7 +131,7 @@ class SlotsTailStale(MetadataForLiveRowsOnly):
     modes=_V1,
     executions=_GRAPH,
     checks=("replay-follows-batch", "padding-inert"),
-    hint="in eager it is right|bucket of exactly",
+    hint="only the graph is wrong|value from capture time|bucket of exactly",
     modelled="the last real row gets its successor's result",
 )
 class QLongerThanCuSeqlens(PlannedBackend):
@@ -150,7 +150,7 @@ class QLongerThanCuSeqlens(PlannedBackend):
     modes=_V1,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="rows are packed|KV tokens are missing|in eager it is right",
+    hint="rows are packed|KV tokens are missing|only the graph is wrong|value from capture time",
 )
 class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
     """Rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot."""
@@ -218,7 +218,7 @@ class AllZeroLensScheduler(PlannedBackend):
     modes=_V1 + _V2,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="KV tokens are right, of|KV tokens are missing|in eager it is right",
+    hint="KV tokens are right, of|KV tokens are missing|only the graph is wrong|value from capture time",
 )
 class PiecewiseCropDropsPrefix(PlannedBackend):
     """Keys are cropped to the number of query rows to drop padding, which drops the rest of the keys."""

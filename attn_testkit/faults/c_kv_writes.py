@@ -44,7 +44,7 @@ class PadSlotMinusOneHitsLastSlot(PlannedBackend):
     source="sglang #32477, #35351, #36003, #36207",
     modes=_ALL,
     checks=("reads-own-kv", "finite"),
-    hint="of another owner|zeros instead of NaN|in eager it is right",
+    hint="of another owner|zeros instead of NaN|only the graph is wrong|value from capture time",
 )
 class PaddingSinkSlotGetsNan(PlannedBackend):
     """Page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked."""
@@ -95,7 +95,7 @@ class PaddingWritesThroughStaleRows(PlannedBackend):
     modes=_VERIFY,
     executions=_GRAPH,
     checks=("writes-own-kv", "replay-follows-batch"),
-    hint="K and V|in eager it is right",
+    hint="K and V|only the graph is wrong|value from capture time",
 )
 class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
     """Write positions of drafts were computed by a host loop and frozen at capture: replays scatter to those."""
@@ -259,7 +259,7 @@ class NewKeysAttendedButNotStored(DenseBackend):
     modes=_DECODE,
     executions=_GRAPH,
     checks=("writes-own-kv", "replay-follows-batch"),
-    hint="K and V|in eager it is right",
+    hint="K and V|only the graph is wrong|value from capture time",
 )
 class StoresOneHeadTooFew(PlannedBackend):
     """The captured store is launched for one KV head too few."""

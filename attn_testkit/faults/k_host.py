@@ -24,7 +24,7 @@ _NEEDS_HOST = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
     modes=_VERIFY + _V1 + _V2,
     executions=_GRAPH,
     checks=("replay-follows-batch", "buckets-independent"),
-    hint="in eager it is right|alone",
+    hint="only the graph is wrong|value from capture time|alone",
     modelled="the backend keeps the older lengths itself, where the runner's pinned buffer did",
 )
 class StaleCpuMirrorSizesPageTable(PlannedBackend):

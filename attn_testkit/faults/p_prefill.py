@@ -180,7 +180,7 @@ class NewRowsStoredOverThePrefix(PlannedBackend):
     modes=_EXTEND,
     executions=_GRAPH,
     checks=("replay-follows-batch",),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class PrefixLengthsOfTheCapture(PlannedBackend):
     """The captured launch takes prefixes from the host's list, which at capture are all 0."""

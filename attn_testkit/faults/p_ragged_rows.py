@@ -179,7 +179,7 @@ class PromptRowsBehindTheTiles(PlannedBackend):
     modes=_EXTEND,
     executions=_GRAPH,
     checks=("replay-follows-batch", "output-written"),
-    hint="in eager it is right",
+    hint="only the graph is wrong|value from capture time",
 )
 class GridDependsOnQoContents(PlannedBackend):
     """The grid has the tiles of 16 rows of the captured requests; with another distribution of rows a replay needs

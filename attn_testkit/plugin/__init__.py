@@ -55,6 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
         selected_by=plugin_options.selected_by(config),
         shard=shard,
         planned=pickled_plan(_workerinput(config).get("attn_plan")),
+        judge_place=_workerinput(config).get("attn_judge", ""),
     )
     config.stash[SESSION] = state
     if _is_worker(config):

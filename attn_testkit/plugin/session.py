@@ -80,6 +80,8 @@ class Session:
     """The part of the case-runs that this session runs; None for all."""
     planned: Plan | None = None
     """The controller's plan, on a worker of xdist."""
+    judge_place: str = ""
+    """The place of the judge that the controller's has forked, on a worker of xdist."""
     prepared: Prepared | None = None
     header: RunHeader | None = None
     due: dict[str, Item] = field(default_factory=dict)
@@ -123,8 +125,16 @@ class Session:
         """The judge's process, started on first use."""
         if self._judge is None:
             options = Options(timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose)
-            self._judge = JudgeProcess(options, self.request.device)
+            self._judge = JudgeProcess(options, self.request.device, place=self.judge_place)
         return self._judge
+
+    def judge_for_worker(self) -> str:
+        """The place of a judge for a worker of xdist that starts; empty text if it has to start its own."""
+        try:
+            return self._judge.for_worker() if isinstance(self._judge, JudgeProcess) else ""
+        except JudgeError:
+            self._drop_judge()
+            return ""
 
     def run(self, item: Item) -> CaseResult:
         """The result of one case-run, whatever the backend does."""

@@ -30,11 +30,12 @@ class XdistHooks:
         self._slots = GpuSlots(visible_gpus(os.environ) if shared else ())
 
     def pytest_configure_node(self, node: Any) -> None:
-        """Give a worker that starts its GPU and the plan."""
+        """Give a worker that starts its GPU, the plan, and the place of its judge."""
         worker = node.gateway.id
         node.workerinput["attn_gpu"] = self._slots.take(worker)
         prepared = self._session.prepared
         node.workerinput["attn_plan"] = pickle.dumps(prepared.plan) if prepared else b""
+        node.workerinput["attn_judge"] = self._session.judge_for_worker() if prepared else ""
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """Free the GPU of a worker that ended, and take what it has seen."""

@@ -209,6 +209,7 @@ _ABOUT_A_ROW = re.compile(r"requests? \d")
 
 RESTATES_THE_CHECK = (
     "the graph still uses a value from capture time",
+    "only the graph is wrong",
     "with zeros instead of NaN in ",
     "with numbers instead of NaN in ",
     "as the only replay of the only bucket it is right",

@@ -15,10 +15,6 @@ from attn_testkit.results.case_result import Status, emulated_parts
 from attn_testkit.results.failure_text import format_failure
 from attn_testkit.results.names import NOT_COMPILED
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch's own, where it imports Inductor
-    from attn_testkit.examples.flex import FlexBackend
-
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 MODES = [
@@ -31,10 +27,20 @@ MODES = [
 ]
 
 
+@pytest.fixture(scope="module", autouse=True)
+def inductor() -> None:
+    """Import it here, and not when each worker of xdist collects: it takes 2 s."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch's own
+        import attn_testkit.examples.flex  # noqa: F401
+
+
 @pytest.mark.parametrize("case", MODES)
 @pytest.mark.parametrize("execution", ["eager", "graph"])
 def test_flex_attention_passes_and_says_that_nothing_was_compiled(case: str, execution: str) -> None:
-    results = check_backend(FlexBackend, device="cpu", executions=[execution], cases=(case,))
+    results = check_backend(
+        "attn_testkit.examples.flex:FlexBackend", device="cpu", executions=[execution], cases=(case,)
+    )
     (result,) = (each for each in results if each.case)
     assert result.status is Status.PASSED, format_failure(result)
     assert result.kernels == NOT_COMPILED

@@ -47,7 +47,9 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, copied."""
+    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, copied, captured."""
+
+    grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def __init__(self, step: Step, **answers: object) -> None:
         self.step, self.answers, self.questions = step, answers, list[str]()
@@ -73,6 +75,7 @@ class Asked:
         *,
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
+        step_at_capture: bool = False,
         fill: int = POISON,
         unowned: Any = None,
         **_: Any,
@@ -87,6 +90,9 @@ class Asked:
             name = "calm"
         if copy_into_replaced:
             name = "copied"
+        if step_at_capture:
+            assert schedule.buckets == (self.step.bucket,)
+            name = "captured"
         if fill == OTHER_FILL:
             name = "fill"
         if unowned == 0.0:
@@ -196,7 +202,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         {"calm": "right"},
         "replay-follows-batch",
         "at a replay; eager mode is right",
-        "in eager it is right",
+        "only the graph is wrong, even if it is captured with this batch",
     ),
     (
         "born, and still wrong",
@@ -204,7 +210,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         {"calm allocated": 1},
         "replay-follows-batch",
         "at a replay",
-        "in eager it is right",
+        "only the graph is wrong, even if it is captured with this batch",
     ),
     (
         "the only replay",
@@ -236,7 +242,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         {"copied": "wrong"},
         "replay-follows-batch",
         "at a replay",
-        "in eager it is right",
+        "only the graph is wrong, even if it is captured with this batch",
     ),
     (
         "padding",
@@ -246,17 +252,41 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         "without padded rows it is right",
         f"in a bucket of exactly {PADDED.bs} it",
     ),
-    ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "in eager it is right"),
-    ("padding, no answer", PADDED, {"exact": None}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "even if it is captured with"),
+    (
+        "padding, no answer",
+        PADDED,
+        {"exact": None},
+        "replay-follows-batch",
+        "at a replay",
+        "even if it is captured with",
+    ),
+    (
+        "captured with it",
+        PADDED,
+        {"captured": "right"},
+        "replay-follows-batch",
+        "at a replay",
+        "with this batch, it is",
+    ),
+    (
+        "not captured with it",
+        FULL,
+        {"captured": None},
+        "replay-follows-batch",
+        "at a replay",
+        "wrong: probably a value",
+    ),
+    ("no replay of it", FULL, {"captured": "empty"}, "replay-follows-batch", "at a replay", "wrong: probably a value"),
     (
         "no answers",
         PADDED,
         {"graph": None, "calm": None, "alone": None},
         "replay-follows-batch",
         "at a replay",
-        "in eager",
+        "only the graph is wrong, even if",
     ),
-    ("no replays", FULL, {"alone": "empty"}, "replay-follows-batch", "at a replay", "in eager it is right"),
+    ("no replays", FULL, {"alone": "empty"}, "replay-follows-batch", "at a replay", "even if it is captured with"),
     ("wrong in eager too", FULL, {"eager": "wrong", "graph": "right"}, "matches-oracle", "request 0 is off", ""),
     ("no eager run", FULL, {"eager": None, "graph": "right"}, "matches-oracle", "request 0 is off", ""),
 ]
@@ -446,7 +476,7 @@ def test_without_an_eager_run_a_replay_is_blamed_on_what_replays_alone_show(
     finding, questions = explained(check, PADDED, value, replay=True, **{"graphs alone": True, **answers})
     assert finding.check == found
     assert hint in finding.hint if hint else not finding.hint
-    assert "in eager it is right" not in finding.hint
+    assert "only the graph is wrong" not in finding.hint
     assert not {"eager", "stored"} & set(questions)
     assert nothing_attended["swapped"] is (None if found == "buckets-independent" else True)
     assert nothing_attended["evidence"].in_graph is (found == "padding-inert")

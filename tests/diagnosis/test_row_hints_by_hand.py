@@ -43,6 +43,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "rows": [],
         "passed": [],
         "in_graph": False,
+        "of_capture": None,
         "misrouted": (),
         "schedule": Of(case=case()),
         "attended": None,
@@ -477,8 +478,8 @@ def test_a_few_dims_say_nothing() -> None:
 
 
 def test_a_length_from_which_on_replays_are_wrong() -> None:
-    def reported(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True) -> str:
-        return batch.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph))
+    def reported(lens: list[int], wrong: list[int], passed: Any = (), in_graph: bool = True, **more: Any) -> str:
+        return batch.length_threshold(evidence(lens, wrong, passed=passed, in_graph=in_graph, **more))
 
     def read(**elsewhere: float) -> str:
         asked = Of(elsewhere=elsewhere, used=frozenset({0}), wanted=frozenset({0, 1}))
@@ -492,6 +493,8 @@ def test_a_length_from_which_on_replays_are_wrong() -> None:
     assert batch.length_threshold(evidence([1, 9], [1], in_graph=True, attended=more)) != ""
     assert reported([3, 9], [1]).endswith("requests of up to 3 KV tokens are right, of 9 and more are wrong")
     assert reported([3, 9], [1], in_graph=False) == ""
+    assert "of the captured batch" in reported([3, 9], [1], of_capture=True)
+    assert "of the captured batch" not in reported([3, 9], [1]) + reported([3, 9], [1], of_capture=False)
     assert reported([3, 9], [0]) == ""
     assert reported([3, 3], [1]) == ""
     assert reported([9], [0]) == ""

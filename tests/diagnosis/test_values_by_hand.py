@@ -50,7 +50,8 @@ def test_rows_of_zeros_are_computed_by_nothing_and_the_text_says_how_far_that_go
     assert nothing_computed(evidence(out)).startswith(
         "the wrong rows were never computed (they are all zeros): probably a grid or"
     )
-    assert "captured batch" in nothing_computed(evidence(out, in_graph=True))
+    assert "captured batch" in nothing_computed(evidence(out, in_graph=True, of_capture=True))
+    assert "does not follow the batch" in nothing_computed(evidence(out, in_graph=True, of_capture=False))
     assert "nothing was computed, the output is all zeros, in every layer: a choice" in nothing_computed(
         evidence(torch.zeros_like(out))
     )

@@ -81,8 +81,8 @@ def stale(number: int) -> Finding:
         f"request {number % 4} differs from the oracle, {900 + number}x over the limit at a replay, and is right in "
         "eager",
         where=f"out[layer 0, request {number % 4}, head 0, dim 0] = nan, want 0.4477",
-        hint="the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is "
-        "right\n"
+        hint="the graph still uses a value from capture time (a length, stride, grid size or pointer): captured with "
+        "this batch, it is right\n"
         "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
         f"requests of up to {number} KV tokens are right, of {number + 5} and more are wrong",
         step=f"replay {number % 6} of 8 (own batch), bucket 4, 3 live",

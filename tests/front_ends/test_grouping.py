@@ -121,7 +121,8 @@ def test_causes_say_of_each_failure_whether_it_is_the_first_of_its_cause():
 
 def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_all_there_is():
     why = (
-        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right"
+        "the graph still uses a value from capture time (a length, stride, grid size or pointer): captured with this "
+        "batch, it is right"
     )
     check = {"check": "replay-follows-batch"}
     assert causes(failed(wrong(f"{why}\nonly replays with padded rows are wrong", **check))) == [
@@ -135,7 +136,9 @@ def test_a_hint_that_only_says_why_the_check_is_blamed_is_no_cause_unless_it_is_
 @pytest.mark.parametrize(
     "why",
     [
-        "the graph still uses a value from capture time (a length, stride, grid size or pointer): in eager it is right",
+        "the graph still uses a value from capture time (a length, stride, grid size or pointer): captured with this "
+        "batch, it is right",
+        "only the graph is wrong, even if it is captured with this batch: look at what is the same in every capture",
         "with zeros instead of NaN in unowned slots the result is finite",
         "with zeros instead of NaN in unowned slots and keys that no row selects the result is finite, and right",
         "as the only replay of the only bucket it is right",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -13,6 +14,8 @@ from fake_runner import ISSUE, crash_record, known
 
 from attn_testkit.reports.record import read_report, schema
 from attn_testkit.results.case_result import Status
+from attn_testkit.running.planning.request import Request
+from attn_testkit.running.processes.judge_process import JudgeProcess
 
 HERE = Path(__file__).parent
 SUITE = ("--pyargs", "attn_testkit.suite")
@@ -370,3 +373,32 @@ def test_the_real_suite_runs_from_an_empty_directory(pytester):
     assert report.exit_code == 0
     found.assert_outcomes(passed=report.header.planned)
     assert report.header.planned > 4
+
+
+IN_WORKERS = """
+import os
+import attn_testkit.running.processes.judge_process as judge_process
+def refuse(*_):
+    raise AssertionError("a worker of xdist")
+if "PYTEST_XDIST_WORKER" in os.environ:
+    judge_process._fresh = judge_process.JudgeProcess.plan = refuse
+"""
+
+
+def test_workers_of_xdist_neither_plan_nor_import_torch_and_run_what_was_planned_once(pytester):
+    pytester.makeconftest(IN_WORKERS)
+    named = "decode-mqa8-d64-bf16-p16-k3-shuffled-gauss-b4prod"
+    args = ("--attn-backend=torch_native", "--attn-device=cpu", "--attn-execution=eager", "--attn-report=out.json")
+    cases = ("--attn-case=decode-m?a*", f"--attn-case={named}")
+    found = pytester.runpytest_subprocess(*SUITE, "-n2", *args, *cases, timeout=300)
+    assert found.ret == 0
+    results = [result for result in read_report(pytester.path / "out.json").results if result.case]
+    request = Request(
+        ("torch_native",), executions=("eager",), device="cpu", cases=("decode-m?a*", named), counts_tier=True
+    )
+    with contextlib.closing(JudgeProcess(device="cpu")) as judge:
+        planned = [item.case for item in judge.plan(request).items]
+    assert sorted(result.case for result in results) == sorted(planned)
+    assert named in planned
+    assert len(planned) > 4
+    assert {result.status for result in results} == {Status.PASSED}

@@ -38,7 +38,9 @@ class PageTableTransform(TorchNativeSparseBackend):
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """Score with torch, and select with FlashInfer."""
         scores, lengths = self.scored(q_index, weights, plan)
-        return self.best(scores, lengths.clamp(min=0).to(torch.int32), self.request_of_row(q_index, plan), plan)
+        # The last request's count goes on in rows of padding, beyond the scores: the kernels would read there.
+        lengths = lengths.clamp(min=0, max=scores.shape[1]).to(torch.int32)
+        return self.best(scores, lengths, self.request_of_row(q_index, plan), plan)
 
     def best(
         self, scores: torch.Tensor, lengths: torch.Tensor, request: torch.Tensor, plan: KernelPlan

@@ -22,18 +22,17 @@ from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
+from attn_testkit.running.processes import judge_of_worker
+
 PLACE = "ATTN_WARM_JUDGES"
 """Variable with the path of the socket."""
-_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON", "ATEN_", "KMP_", "LD_", "MALLOC_")
 _GIVEN = ("PYTHONPATH", "PYTHONWARNINGS")
-"""Read at the start too, and carried out by a fork."""
+"""Read at the start, and carried out by a fork."""
 
 
 def settings(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables that must be the same in a fork: its interpreter and its libraries have read them."""
-    return {
-        name: value for name, value in environment.items() if name.startswith(_READ_AT_START) and name not in _GIVEN
-    }
+    return judge_of_worker.settings(environment, _GIVEN)
 
 
 class Forked:

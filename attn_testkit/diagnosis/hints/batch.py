@@ -114,8 +114,9 @@ def length_threshold(e: Evidence) -> str:
         return ""  # it reads all that it should and more
     if max(right) == 1 and e.attended is not None and e.attended.used == {0}:
         return ""  # the length of a capture, which ``key_range`` names
+    whose = "of the captured batch" if e.of_capture else "that does not follow the batch"
     return (
-        "the graph probably still uses a maximum length, a grid or a number of splits of the captured batch: "
+        f"the graph probably still uses a maximum length, a grid or a number of splits {whose}: "
         f"requests of up to {max(right)} KV tokens are right, of {min(wrong)} and more are wrong"
     )
 

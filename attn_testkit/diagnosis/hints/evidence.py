@@ -72,6 +72,8 @@ class Evidence:
     """True if the result is finite with zeros instead of NaN in unowned slots."""
     right_with_zeros: bool = False
     """True if that result is right too."""
+    of_capture: bool | None = None
+    """True if a replay is right once its graph is captured with the same batch, False if it is wrong then, too."""
     changed: ChangedCases | None = None
     """Runs of other cases, if the step is wrong on a fresh instance in eager mode."""
 

@@ -94,7 +94,7 @@ def _not_stored_yet(m: _Missing) -> str | None:
 
 
 def _as_captured(m: _Missing) -> str | None:
-    if m.attended.used != {0} or m.request.new != 1 or not m.e.observed.replay:
+    if m.attended.used != {0} or m.request.new != 1 or not m.e.observed.replay or m.e.of_capture is False:
         return None
     return (
         "only KV token 0 is attended to, as if the length were 1, as at capture: probably a replay does not update "
@@ -204,9 +204,10 @@ def _cut_off(m: _Missing) -> str | None:
             )
         return "the KV tokens of the last page are missing"
     if e.in_graph:
+        since = "was fixed when it was captured" if e.of_capture else "does not follow the batch"
         return (
             f"the last {_are(count)} missing, only in the graph: probably a length, a maximum length or a grid that "
-            "was fixed when it was captured"
+            f"{since}"
         )
     text = f"the last {_are(count)} missing: probably seq_lens of this mode, or an end that is off by {count}"
     alike = [i for i, length in enumerate(e.lens) if i != attended.request and -(-length // page) * page == first]

@@ -100,11 +100,13 @@ def nothing_computed(e: Evidence) -> str:
             "the weights of the KV splits are lost, as in exp of a log-sum-exp without subtracting the larger one, or "
             "nothing merges the splits: the result of merge_state is all zeros"
         )
+    whose = "of the captured batch" if e.of_capture else "that does not follow the batch"
     if zero.all() and e.in_graph and e.observed.replay and not any(seen.replay for seen in e.passed):
+        captured = f", or a grid or a number of tiles {whose}"
         return (
             "nothing was computed, the output is all zeros, in every layer, and no replay of the case is right: "
             "probably a counter, a semaphore or a work list that a warm-up or an earlier launch leaves used up and no "
-            "replay resets, or a grid or a number of tiles of the captured batch"
+            f"replay resets{captured}"
         )
     if zero.all() and e.passed:
         lone = ": here one new row, and no KV token before it" if e.lens == [1] else ""
@@ -121,7 +123,7 @@ def nothing_computed(e: Evidence) -> str:
     if e.in_graph:
         return (
             "the wrong rows were never computed (they are all zeros): the graph probably still uses a grid, a number "
-            "of tiles or a work list of the captured batch"
+            f"of tiles or a work list {whose}"
         )
     return (
         "the wrong rows were never computed (they are all zeros): probably a grid or a number of tiles that is too "

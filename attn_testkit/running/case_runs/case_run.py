@@ -20,7 +20,7 @@ from ...checks.failures import LOST_HINT, context_lost, first_line, from_excepti
 from ...checks.lossless import GeneratedTokens
 from ...checks.observation import Observation
 from ...contract import AttentionBackend, Capabilities, Execution, ForwardMode, Unsupported
-from ...environment import Environment, compiled_regions_run, missing_here
+from ...environment import Environment, compiled_regions_run, launch_grids, missing_here
 from ...graphs.compilers import make_room, room_left
 from ...results.finding import Finding
 from ...results.names import NO_ROOM, NOT_COMPILED
@@ -393,7 +393,11 @@ def rerun(
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
         last_first = request.step is None and not request.options.programs_in_order
-        with environment.active(request.fill, controlled=True, last_first=last_first), gradients_off(schedule.case):
+        with (
+            environment.active(request.fill, controlled=True, last_first=last_first),
+            launch_grids(request.options.most_programs) as grids,
+            gradients_off(schedule.case),
+        ):
             harness = ServerHarness(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
             )
@@ -411,4 +415,5 @@ def rerun(
             raise
         cause = error.__cause__ if isinstance(error, RunError) and error.__cause__ else error
         return RunRecord(lost=_lost_context(cause, environment))
-    return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED))
+    kinds = tuple(dict.fromkeys(grids))
+    return replace(found, records=drive.records(seen), stage=int(Stage.COMPLETED), grids=kinds)

@@ -13,17 +13,19 @@ import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...registry import UsageError
 from ...results.case_result import CaseResult
 from ..planning.request import Item, Judge, Options, Plan, Request
+from . import judge_of_worker
 from .forking import fork_off
 from .gpus import visible_gpus
 
@@ -54,18 +56,13 @@ class JudgeError(Exception):
 class JudgeProcess:
     """A ``request.Judge`` behind a pipe. Used by one thread."""
 
-    def __init__(self, options: Options | None = None, device: str = "auto") -> None:
-        """``device``: what the run will ask for, as far as it is known."""
-        self._connection, theirs = Pipe()
-        os.set_inheritable(theirs.fileno(), True)
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _BOOT, json.dumps(search_path()), str(theirs.fileno()), RUNNER],
-            stdin=subprocess.DEVNULL,
-            pass_fds=[theirs.fileno()],
-            env=_environment(device),
-            start_new_session=True,  # Ctrl-C reaches only the front end, which then ends the judge
-        )
-        theirs.close()
+    def __init__(self, options: Options | None = None, device: str = "auto", *, place: str = "") -> None:
+        """``device``: what the run will ask for, as far as it is known. ``place``: where a judge waits that was forked
+        for this process (``for_worker``); without one, and where it has ended, a fresh interpreter is started.
+        """
+        self._process: subprocess.Popen[bytes] | judge_of_worker.Forked
+        forked = judge_of_worker.connect(place, search_path(), _environment(device)) if place else None
+        self._connection, self._process = forked or _fresh(device)
         self.note: Callable[[str], None] = lambda text: None
         """Called with what goes on between two results."""
         self._send(options or Options())
@@ -93,6 +90,14 @@ class JudgeProcess:
         self._send(("device", device))
         name: str = self._receive("device")
         return name
+
+    def for_worker(self) -> str:
+        """Have a judge forked for another front end: its ``place``, or empty text. It ends with this one."""
+        if RUNNER != _LOOP:
+            return ""  # what is forked has imported that one
+        self._send(("fork",))
+        place: str = self._receive("fork")
+        return place
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come. One that is given up before its end takes the judge along."""
@@ -148,7 +153,23 @@ class JudgeProcess:
             self._process.wait(_PATIENCE)
         self.close()
         code = self._process.returncode
-        return JudgeError(f"the judge's process ended with exit code {code}; its output is printed above")
+        how = "" if code is None else f" with exit code {code}"
+        return JudgeError(f"the judge's process ended{how}; its output is printed above")
+
+
+def _fresh(device: str) -> tuple[Connection, subprocess.Popen[bytes]]:
+    """Start the judge in a fresh interpreter; returns a pipe to it, and its process."""
+    connection, theirs = Pipe()
+    os.set_inheritable(theirs.fileno(), True)
+    process = subprocess.Popen(
+        [sys.executable, "-c", _BOOT, json.dumps(search_path()), str(theirs.fileno()), RUNNER],
+        stdin=subprocess.DEVNULL,
+        pass_fds=[theirs.fileno()],
+        env=_environment(device),
+        start_new_session=True,  # Ctrl-C reaches only the front end, which then ends the judge
+    )
+    theirs.close()
+    return connection, process
 
 
 def judge_for(options: Options, device: str = "auto") -> Judge:
@@ -179,16 +200,27 @@ def _environment(device: str) -> dict[str, str]:
 
 
 def _serve() -> None:
-    """The judge's side."""
+    """The judge's side, in a fresh interpreter."""
     # A worker or a package may print; the front end's stdout is for results.
     os.dup2(2, 1)
     connection = Connection(int(sys.argv[2]))
     os.set_inheritable(connection.fileno(), False)
+    _serve_runner(connection, sys.argv[3])
+
+
+def serve(_: Connection, listening: socket.socket) -> None:
+    """The judge's side, in a process that was forked for a worker of xdist."""
+    if connection := judge_of_worker.accepted(listening):
+        _serve_runner(connection, _LOOP)
+
+
+def _serve_runner(connection: Connection, runner_module: str) -> NoReturn:
+    """Answer what comes until the pipe is closed."""
     try:
-        if sys.argv[3] == _LOOP:
+        if runner_module == _LOOP:
             fork_off()
         options: Options = connection.recv()
-        runner = importlib.import_module(sys.argv[3]).Runner(options)
+        runner = importlib.import_module(runner_module).Runner(options)
         runner.note = partial(_send_note, connection)
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))
@@ -204,6 +236,7 @@ def _serve() -> None:
         if not ending:
             ending.append(True)
             runner.close()
+            judge_of_worker.end()
             os._exit(0)
 
     signal.signal(signal.SIGTERM, stop)
@@ -237,6 +270,8 @@ def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> No
             connection.send(("device", runner.device_name(*values)))
         elif kind == "capabilities":
             connection.send(("capabilities", runner.declared(*values)))
+        elif kind == "fork":
+            connection.send(("fork", judge_of_worker.start()))
         else:
             connection.send(("declared", runner.capabilities_lines(*values)))
     except UsageError as error:

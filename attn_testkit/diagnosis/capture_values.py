@@ -1,0 +1,64 @@
+"""Experiment for a replay that is wrong by itself: it is run again in a graph that was captured with the same batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ..cases.server_variants import variant_of
+from ..checks import Comparison
+from ..contract import ForwardMode
+from ..families.expected import expect
+from ..steps.schedule import Schedule, make_schedule
+from .changed_case import FEATURES
+from .rerun import Rerunner
+
+__all__ = ["OVERFLOWS", "keeps_capture_values", "reason_of_a_replay"]
+
+OVERFLOWS = (
+    "an address overflows 32 bits, only in the graph, since a slot or a page times a stride takes 64 (.to(tl.int64), "
+    "int64_t): right if the KV pool is small, and wrong if it has elements beyond 2^31"
+)
+
+_OF_CAPTURE = (
+    "the graph still uses a value from capture time (a length, stride, grid size or pointer): captured with this "
+    "batch, it is right"
+)
+_NOT_OF_CAPTURE = (
+    "only the graph is wrong, even if it is captured with this batch: look at what is the same in every capture (a "
+    "maximum, a grid, an offset, a stride), at the plan for a replay, and at padded rows"
+)
+_UNKNOWN = (
+    "only the graph is wrong: probably a value from capture time (a length, stride, grid size or pointer), or the plan "
+    "for a replay"
+)
+
+
+def reason_of_a_replay(rerunner: Rerunner, alone: Schedule) -> str:
+    """Reason of a replay that is right in eager mode. ``alone``: a schedule that has only its step, in its bucket."""
+    if variant_of(alone.case).pool_elements and _right_in_a_small_pool(rerunner, alone):
+        return OVERFLOWS
+    # A batch of prompts is captured with counts of its own.
+    run = None if alone.case.mode is ForwardMode.EXTEND else rerunner.graph(alone, step_at_capture=True)
+    observed = run.observed[-1][1] if run is not None and run.observed else None
+    if observed is None:
+        return _UNKNOWN
+    return _OF_CAPTURE if Comparison(observed, expect(alone, observed.step)).right else _NOT_OF_CAPTURE
+
+
+def _right_in_a_small_pool(rerunner: Rerunner, alone: Schedule) -> bool:
+    """True if the first step of the case is wrong in a graph, and right in one with a small pool."""
+    right = []
+    for case in (alone.case, FEATURES["big pool"](alone.case)):
+        if not rerunner.declared(case):
+            return False
+        schedule = make_schedule(case, alone.numerics)
+        step = schedule.steps[0]
+        run = rerunner.graph(replace(schedule, buckets=(step.bucket,), steps=(step,)))
+        observed = run.observed[-1][1] if run is not None and run.observed else None
+        right.append(observed is not None and Comparison(observed, expect(schedule, step)).right)
+    return right == [False, True]
+
+
+def keeps_capture_values(reason: str) -> bool | None:
+    """Answer of the experiment that gave ``reason``; None if there was none."""
+    return {_OF_CAPTURE: True, _NOT_OF_CAPTURE: False}.get(reason)

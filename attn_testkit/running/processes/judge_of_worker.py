@@ -1,0 +1,180 @@
+"""The judge of a pytest worker: a fork of what the controller's judge forks its own workers from.
+
+Each worker of xdist has a judge, and a fresh interpreter takes 1.5 s of a core to import torch and the kit. So the
+controller's judge has one forked for each of them (``start``). It has met no candidate and holds no expected value, and
+waits at a socket for its worker (``connect``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import multiprocessing.process
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
+
+from .child import Child
+
+__all__ = ["Forked", "accepted", "connect", "end", "settings", "start"]
+
+_SERVE = "attn_testkit.running.processes.judge_process"
+"""Module whose ``serve`` the process runs."""
+_PATIENCE = 60.0
+"""Seconds for a process to be forked and to take what the worker sends, on a busy machine."""
+_GRACE = 5.0
+_READ_AT_START = ("PYTHON", "OMP_", "MKL_", "OPENBLAS_", "TORCH", "TRITON", "ATEN_", "KMP_", "LD_", "MALLOC_")
+_GIVEN = ("PYTHONPATH",)
+"""Read at the start too, and handed over as ``sys.path``."""
+_started: list[tuple[Child, str]] = []
+"""Processes of this judge, with the folders of their sockets."""
+
+
+def settings(environment: Mapping[str, str], given: Sequence[str] = _GIVEN) -> dict[str, str]:
+    """Variables that must be the same in a fork: its interpreter and its libraries have read them.
+
+    ``given``: those that are handed over.
+    """
+    return {name: value for name, value in environment.items() if name.startswith(_READ_AT_START) and name not in given}
+
+
+def start() -> str:
+    """Have a judge forked, in the controller's judge; the path of its socket, or empty text if none can be."""
+    if not hasattr(os, "pidfd_open"):
+        return ""
+    folder = tempfile.mkdtemp(prefix="attn-testkit-judge-")
+    place = f"{folder}/socket"
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+            listening.bind(place)
+            listening.listen(1)
+            _started.append((Child(_SERVE, listening, grace=_GRACE), folder))
+    except (OSError, EOFError):
+        _remove(folder)
+        return ""
+    return place
+
+
+def end() -> None:
+    """End every process that ``start`` made: xdist workers end before their controller does."""
+    for child, _ in _started:
+        child.end()
+    for child, folder in _started:
+        child.close()
+        _remove(folder)
+    _started.clear()
+
+
+def _remove(folder: str) -> None:
+    for remove, path in ((os.unlink, f"{folder}/socket"), (os.rmdir, folder)):
+        with contextlib.suppress(OSError):
+            remove(path)
+
+
+class Forked:
+    """A process that is not a child, as ``subprocess.Popen`` has one that is. Its exit code is unknown."""
+
+    returncode: int | None = None
+
+    def __init__(self, pid: int) -> None:
+        """Raises ``OSError`` for a process that has ended."""
+        self.pid = pid
+        # An id may be that of another process later, and this cannot.
+        self._file = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """0 if it has ended, else None."""
+        return self._ended(0.0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Return when it has ended. Raises ``subprocess.TimeoutExpired``."""
+        if self._ended(timeout) is None:
+            raise subprocess.TimeoutExpired("a forked judge", timeout or 0.0)
+        return 0
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless it has ended."""
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._file, number)
+
+    def kill(self) -> None:
+        """End it at once."""
+        self.send_signal(signal.SIGKILL)
+
+    def _ended(self, timeout: float | None) -> int | None:
+        return 0 if select.select([self._file], [], [], timeout)[0] else None
+
+    def __del__(self) -> None:
+        if hasattr(self, "_file"):
+            os.close(self._file)
+
+
+def connect(place: str, path: Sequence[str], environment: Mapping[str, str]) -> tuple[Connection, Forked] | None:
+    """Connect to the judge that waits there: a pipe to it, and its process. None where there is none, or where a fresh
+    interpreter would differ from it. It serves one front end.
+    """
+    given = json.dumps({"path": [*path], "environment": dict(environment), "folder": os.getcwd()}).encode()
+    client = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        client.settimeout(_PATIENCE)
+        client.connect(place)
+        socket.send_fds(client, [len(given).to_bytes(8, "big")], [2])
+        client.sendall(given)
+        pid = int.from_bytes(_exactly(client, 8), "big")
+        process = Forked(pid) if pid else None
+    except OSError:
+        process = None
+    if process is None:
+        client.close()
+        return None
+    client.settimeout(None)
+    return Connection(client.detach()), process
+
+
+def _exactly(connection: socket.socket, count: int) -> bytes:
+    """Receive so many bytes. Raises ``OSError`` where the other end is gone."""
+    found = b""
+    while len(found) < count:
+        some = connection.recv(count - len(found))
+        if not some:
+            raise ConnectionResetError("the other end is gone")
+        found += some
+    return found
+
+
+def accepted(listening: socket.socket) -> Connection | None:
+    """Wait for the front end, and become what a fresh interpreter of its would be: path, environment, folder, output.
+
+    None where that cannot be, or the front end is gone.
+    """
+    # As in lane_process.py: it starts processes.
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    connection, _ = listening.accept()
+    listening.close()
+    connection.settimeout(_PATIENCE)
+    try:
+        length, files, _, _ = socket.recv_fds(connection, 8, 1)
+        given = json.loads(_exactly(connection, int.from_bytes(length, "big")))
+        if settings(given["environment"]) != settings(os.environ):
+            connection.sendall(bytes(8))
+            return None
+        for number in (1, 2):
+            os.dup2(files[0], number)
+        os.close(files[0])
+        os.environ.clear()
+        os.environ.update(given["environment"])
+        os.chdir(given["folder"])
+        multiprocessing.process.ORIGINAL_DIR = given["folder"]  # type: ignore[attr-defined]
+        sys.path[:] = given["path"]
+        connection.sendall(os.getpid().to_bytes(8, "big"))
+    except OSError:
+        return None
+    connection.settimeout(None)
+    return Connection(connection.detach())
