@@ -113,7 +113,7 @@ def _may_wait(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
     if any(isinstance(node, ast.While) for node in ast.walk(tree)):
         return True
     known = inspect.getclosurevars(function)
-    called = [{**known.globals, **known.nonlocals}.get(name) for name in names]
+    called: list[Any] = [{**known.globals, **known.nonlocals}.get(name) for name in names]
     inner = [each.fn for each in called if type(each).__name__ == "InterpretedFunction" and each.fn not in seen]
     return any(_may_wait(each, seen | {function}) for each in inner)
 
