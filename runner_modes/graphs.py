@@ -23,7 +23,7 @@ from .harness import ServerHarness
 from .kept_state import KeptState
 from .memory_bounded import memory_bounded
 from .options import RunOptions
-from .replay import fill_static, replay
+from .replay import fill_static, replay, view_of
 
 __all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "run_graphs"]
 
@@ -143,7 +143,10 @@ _Observed = list[tuple[Schedule, Observation]]
 
 
 def _filled_with_step(graphs: ScheduleGraphs) -> None:
-    fill_static(graphs, graphs.harness.load(graphs.schedule, graphs.schedule.steps[0]))
+    staged = graphs.harness.load(graphs.schedule, graphs.schedule.steps[0])
+    fill_static(graphs, staged)
+    # It also fills the backend's own buffer of masks.
+    view_of(graphs, staged)
 
 
 def _before_graphs(harness: ServerHarness, schedule: Schedule, clock: Clock) -> _Observed:

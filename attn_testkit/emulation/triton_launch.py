@@ -93,6 +93,7 @@ def _launch_of(
                 touched = _account_of(executor, given)
                 current = session.require()
                 before = _may_still_run(current) if kwargs.get("launch_pdl") else None
+                current.before = None  # gives its memory back before as much is taken again
                 races = stack.enter_context(
                     triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched, current.policy, before)
                 )
@@ -111,6 +112,8 @@ def _launch_of(
             stock(self, *args, **kwargs)
             return
         _refuse_wrong_floats(module, self)
+        if programs is not None and callable(self.grid):
+            args, kwargs = _sized(programs, self, args, kwargs)
         with disable_functions():
             pointers = _pointers((*args, *kwargs.values()))
             _refuse_host_pointers(self, pointers)
@@ -131,6 +134,23 @@ def _may_still_run(current: session.Session) -> Any:
     """Memory that the last launch of the stream wrote; None if something else was launched since."""
     stream, operations, written = current.before or (0, -1, None)
     return written if (stream, operations) == (current.stream.cuda_stream, current.operations) else None
+
+
+def _sized(
+    programs: triton_programs.Programs, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Call the grid's function, and return the arguments of the launch.
+
+    On a GPU it gets the arguments by name, and what it puts into that dict is launched: vLLM's and SGLang's
+    ``causal_conv1d_fn`` exchange two pointers there.
+    """
+    given = programs.bind(executor.fn, args, kwargs)
+    held = dict(given)
+    executor.grid = _Grid(tuple(executor.grid(given)), executor.fn.__name__)
+    changed = {name: value for name, value in given.items() if value is not held.get(name)}
+    if not changed:
+        return args, kwargs
+    return (), {**dict(zip(executor.arg_names, args, strict=False)), **kwargs, **changed}
 
 
 def _account_of(executor: Any, given: dict[str, Tensor]) -> triton_bounds.Touched | None:
@@ -190,7 +210,7 @@ class _Grid:
 
     def __init__(self, grid: Any, kernel: str) -> None:
         self._grid, self._kernel = grid, kernel
-        self.value: tuple[int, ...] = () if callable(grid) else tuple(grid)
+        self.value: tuple[int, ...] = () if callable(grid) else tuple(int(size) for size in grid)
 
     def __call__(self, arguments: dict[str, Any]) -> tuple[int, ...]:
         if callable(self._grid):

@@ -71,12 +71,20 @@ class Programs:
         """(object, attribute, replacement) for calls that are recorded outside the interpreter's builder."""
         return triton_language.replacements(self._module, self._twins)
 
+    def bind(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a kernel by name, defaults included, without the options of a compiler."""
+        return self._kernel(function).bind(args, kwargs)
+
+    def _kernel(self, function: Any) -> _Kernel:
+        kernel = self._kernels.get(function)
+        if kernel is None:
+            kernel = self._kernels[function] = _Kernel(function)
+        return kernel
+
     def launch(self, executor: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Launch like `GridExecutor.__call__`, for arguments on the host and without hooks."""
         module, builder = self._module, self._module.interpreter_builder
-        kernel = self._kernels.get(executor.fn)
-        if kernel is None:
-            kernel = self._kernels[executor.fn] = _Kernel(executor.fn)
+        kernel = self._kernel(executor.fn)
         given = _given(module, kernel.bind(args, kwargs), frozenset(executor.constexprs))
         grid = executor.grid(given.by_name) if callable(executor.grid) else executor.grid
         assert len(grid) <= 3, "grid must have at most 3 dimensions"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import fnmatch
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 import sys
 from pathlib import Path
@@ -19,9 +21,11 @@ from attn_testkit.bridges.vllm.capabilities import CAPABILITIES, OF_VLLM, Bridge
 from attn_testkit.bridges.vllm.versions import SUPPORTED
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.declared import not_declared
-from attn_testkit.contract import Capabilities, server_conventions
+from attn_testkit.catalogue.tiers import generate
+from attn_testkit.contract import Capabilities, ForwardMode, server_conventions
 from attn_testkit.registry import BackendNotFound, load_backend
 from attn_testkit.running.planning.known_failures import KnownFailure, load_known
+from attn_testkit.steps.schedule import make_schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -92,9 +96,25 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
     assert isinstance(made, Capabilities)
     assert made.graph <= made.eager
     # What is the model runner's is said of all.
-    assert made.kv_layouts == {"custom"}
-    assert made.server.with_changes(takes_none_kv=False, drafts_without_prefix=False) == server_conventions.VLLM
+    if declared.state_layer:
+        changed = {"takes_out": True, "eager_without_waits": True, "drafts_without_prefix": False}
+        assert made.server.with_changes(**changed) == server_conventions.VLLM
+    else:
+        assert made.kv_layouts == {"custom"}
+        assert made.server.with_changes(takes_none_kv=False, drafts_without_prefix=False) == server_conventions.VLLM
     assert made.max_topk == 1, "CommonAttentionMetadata has no mask and no tree"
+
+
+@pytest.mark.parametrize("name", [name for name, declared in CAPABILITIES.items() if declared.state_layer])
+def test_every_case_of_a_class_with_states_has_the_conventions_that_it_declares(name: str) -> None:
+    declared = CAPABILITIES[name].capabilities
+    for mode in sorted(declared.eager):
+        cases = list(generate(declared, mode, "core"))
+        assert cases
+        assert not [case.id for case in cases if not_declared(declared, case)]
+        rolled_back = {case.state.rollback for case in cases if case.state and case.tree is not None}
+        assert rolled_back == ({"slots"} if mode is ForwardMode.TARGET_VERIFY else set())
+        assert {case.state.padded_index for case in cases if case.state} == {0}, "the null block"
 
 
 def test_groups_are_merged_by_a_flag_alone() -> None:
@@ -126,7 +146,9 @@ def test_a_variable_that_vllm_has_read_already_is_not_set_behind_its_back(monkey
 
 def known_failures_of(backend: str) -> list[KnownFailure]:
     known = load_known(ROOT / "ci" / "servers" / "known_failures_vllm.toml")
-    assert {each.backend for each in known} == {"vllm:flex_merged", "vllm:triton_mla", "vllm_wider:LseInFloat32"}
+    assert {each.backend for each in known} == {
+        "vllm:bailing", "vllm:flex_merged", "vllm:gdn", "vllm:linear", "vllm:triton_mla", "vllm_wider:LseInFloat32",
+    }  # fmt: skip
     return [each for each in known if each.backend == backend]
 
 
@@ -148,6 +170,27 @@ def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> No
     assert (case.dtype, case.data, case.kv_splits) == ("fp16", "negative", "whole")
     assert known.execution == "", "eager and in graphs"
     assert known.checks == ("log-sum-exp", "matches-oracle")
+
+
+@pytest.mark.parametrize("name", ["bailing", "linear"])
+def test_known_failures_of_linear_attention_are_prefills_with_a_decay_that_continue_a_request(name: str) -> None:
+    known = known_failures_of(f"vllm:{name}")
+    assert {each.checks for each in known} == {("matches-oracle",)}
+    declared = CAPABILITIES[name].capabilities
+    assert declared.state is not None
+    assert declared.state.fresh == {"zeroed"}, "a fresh prompt of one token reads what its block held"
+    failing = set[str]()
+    for case in generate(declared, ForwardMode.EXTEND, "core"):
+        schedule = make_schedule(case)
+        ran = (schedule.steps[0], schedule.second)  # of an eager case-run
+        steps = [[(request.prefix, request.new) for request in step.requests] for step in ran]
+        # Leading requests of one row are decodes.
+        prefills = [list(itertools.dropwhile(lambda each: each[1] == 1, requests)) for requests in steps]
+        continues = any(prefix > 0 or new > 256 for requests in prefills for prefix, new in requests)
+        if continues and case.data in ("mild_decay", "strong_decay", "like_keys"):
+            failing.add(case.id)
+        assert (case.id in failing) == any(fnmatch.fnmatch(case.id, each.cases) for each in known), case.id
+    assert failing
 
 
 VLLM = importlib.util.find_spec("vllm")

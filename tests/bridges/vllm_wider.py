@@ -8,6 +8,7 @@ Importing this imports vLLM.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 from typing import Any
 
 import torch
@@ -27,3 +28,35 @@ class LseInFloat32(TritonMLA):
     def forward_return_lse(self, *args: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
         out, lse = super().forward_return_lse(*args, **named)
         return out, lse.float()
+
+
+Bailing: Any = backend_class("bailing")
+Linear: Any = backend_class("linear")
+
+
+def _with_flags(kind: Any) -> Any:
+    """Capabilities with slots of fresh requests as their former owners left them: in vLLM nobody clears a block."""
+    return kind.capabilities.with_changes(state=dataclasses.replace(kind.capabilities.state, fresh=frozenset({"flag"})))
+
+
+class BailingFresh(Bailing):
+    """A fresh prompt of one token is taken for a decode: ``--mode extend`` fails."""
+
+    capabilities = _with_flags(Bailing)
+
+
+class LinearFresh(Linear):
+    """The same in MiniMax's layers."""
+
+    capabilities = _with_flags(Linear)
+
+
+class BailingOfRunnerV2(Bailing):
+    """The acceptance counts that model runner V2 gives, which is the default: none for this builder.
+
+    ``--mode target-verify`` fails.
+    """
+
+    @property
+    def counts(self) -> Any:
+        return importlib.import_module("vllm.v1.worker.gpu.model_states.mamba_hybrid").MambaHybridAttnMetadata

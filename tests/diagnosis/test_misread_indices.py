@@ -21,6 +21,7 @@ from attn_testkit.faults.s_selected_keys import (
     MinusOneClampedToSlotZero,
     PositionsTakenForSlots,
     SelectionIgnored,
+    SelectionOfTheRowBefore,
     SlotsTakenForPositions,
     SortedSelectionAssumed,
     StaleIndicesBehindTheCount,
@@ -33,7 +34,15 @@ VERIFY = "target-verify-mqa4-d64-bf16-p16-k40.9.100-chain4-shuffled-gauss-sel16{
 EXTEND = "extend-mqa4-d64-bf16-p16-k40.9-n20a30.10-chunks2-shuffled-gauss-sel16{}-b3prod"
 MLA = "draft-extend-v2-mla16-d64r32-bf16-p16-k40.9-n4a4.2-shuffled-gauss-sel16{}-b2prod"
 
-NAMED = ("used as slots", "slots already", "not clipped to top-k", "in a row of `selected` is", "min(top-k, keys)")
+NAMED = (
+    "of the row before",
+    "of the row after",
+    "used as slots",
+    "slots already",
+    "not clipped to top-k",
+    "in a row of `selected` is",
+    "min(top-k, keys)",
+)
 
 
 def hint_of(backend: type, case_id: str) -> str:
@@ -49,6 +58,8 @@ def hint_of(backend: type, case_id: str) -> str:
         (SlotsTakenForPositions, MLA.format("slotsholes"), "slots already"),
         (LengthsNotClippedToTopK, DECODE, "not clipped to top-k: a row walks as many indices"),
         (LengthsNotClippedToTopK, EXTEND.format("holes"), "those behind its 16 are the next row's"),
+        (SelectionOfTheRowBefore, DECODE, "a row uses the selection of the row before it"),
+        (SelectionOfTheRowBefore, VERIFY.format(""), "a row uses the selection of the row before it"),
         (CountOfKeysFromLengths, VERIFY.format(""), "min(top-k, keys) indices, so -1 among them is attended as key 0"),
     ],
 )

@@ -25,6 +25,7 @@ from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
 PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
+NAN = replace(PADDED, padding="nan")
 FULL = next(step for step in SCHEDULE.steps if step.bucket == step.bs)
 
 Answer = Callable[[Rerun], Any]
@@ -48,7 +49,7 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, copied, captured, in order."""
+    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured, in order."""
 
     grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
@@ -89,6 +90,7 @@ class Asked:
             assert len(schedule.steps) == 1
             assert schedule.buckets == (only.bucket,)
             name = "exact" if only.bucket == only.bs != self.step.bucket else "alone"
+            name = "served" if only.padding != self.step.padding else name
         if not poison_allocated:
             name = "calm"
         if copy_into_replaced:
@@ -257,6 +259,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         "without padded rows it is right",
         f"in a bucket of exactly {PADDED.bs} it",
     ),
+    ("padding that a bucket leaves out", NAN, {"served": "right"}, "replay-follows-batch", "at a replay", "even if"),
     ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "even if it is captured with"),
     (
         "padding, no answer",
@@ -336,7 +339,7 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     assert ("a pattern of the keys" in found.hint) is not says_it_all
     assert headline in found.headline
     assert found.hint.startswith(hint) or hint in found.hint
-    assert ("exact" in questions) is (step is PADDED)
+    assert ("exact" in questions) is (step.bs < step.bucket)
     in_graph = answers.get("eager", "right") == "right"
     by_itself = check == "buckets-independent"
     assert nothing_attended.get("attended") == (None if by_itself else in_graph)
@@ -384,6 +387,8 @@ FINITE = "with zeros instead of NaN in unowned slots the result is finite"
         (FULL, {"zeros": None}, "finite", ""),
         (STORED, {"stored": "right"}, "finite", "with save_kv_cache=False k and v hold NaN"),
         (STORED, {"stored": "wrong", "zeros": "right"}, "reads-own-kv", "with zeros"),
+        (STORED, {"stored": "wrong", "zeros": "nan"}, "finite", "with save_kv_cache=False k and v hold NaN"),
+        (STORED, {"stored": "nan", "zeros": "nan"}, "finite", ""),
         (FULL, {"stored": "right", "zeros": "nan"}, "finite", ""),
     ],
 )

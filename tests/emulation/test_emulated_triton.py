@@ -113,6 +113,21 @@ def test_a_grid_that_a_gpu_would_refuse_is_refused(capture):
         assert triton_launch._Grid(grid, "add")({}) == grid
 
 
+def test_what_a_grid_puts_into_its_arguments_is_launched_and_captured(capture):
+    given, used = zeros(), zeros()
+
+    def grid(meta):
+        assert meta["x"] is given, "as on a GPU: the tensor, not a pointer of the interpreter"
+        meta["x"] = used
+        return (1,)
+
+    kernels.add[grid](given, 1.0, N=8)
+    assert (given.tolist(), used.tolist()) == ([0] * 8, [1] * 8)
+    graph, _ = capture(lambda: kernels.add[grid](given, 1.0, N=8))
+    graph.replay()
+    assert (given.tolist(), used.tolist()) == ([0] * 8, [2] * 8)
+
+
 def test_freed_memory_of_a_launch_is_an_error(capture):
     inputs = [zeros()]
     graph, _ = capture(lambda: kernels.add[(1,)](inputs[0], 1.0, N=8))

@@ -36,7 +36,7 @@ def backend_class(name: str) -> type[AttentionBackend]:
     from . import imports
 
     machine = imports.prepare(declared)
-    from .driver import make_backend
+    from .classes import make_backend
 
     made: type[AttentionBackend] = make_backend(name, declared, machine)
     return made

@@ -14,6 +14,7 @@ from attn_testkit.contract import VLLM, LogSumExp, Requires, Sparse
 
 from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
+from .state_capabilities import LINES_OF_STATES
 
 __all__ = ["CAPABILITIES", "OF_VLLM", "BridgeCapabilities"]
 
@@ -29,6 +30,8 @@ class BridgeCapabilities(bridged.BridgeCapabilities):
     stores them."""
     compiled_module: str = ""
     """Compiled module without which the class does not run on a GPU."""
+    state_layer: str = ""
+    """Class of layers that keep a recurrent state; ``registered`` is then a name of ``MambaAttentionBackendEnum``."""
     one_kv_group: bool = False
     """``--disable-hybrid-kv-cache-manager``: windowed layers share a KV group, and so metadata, with the others."""
     capture_sizes: tuple[int, ...] = ()
@@ -72,6 +75,17 @@ _RUNNER = (
     *(Line(f"server.{name}", getattr(VLLM, name), place) for name, place in _CONVENTIONS.items()),
 )
 """Capabilities of the model runner, and so of every backend."""
+
+_STATES_RUNNER = tuple(line for line in _RUNNER if line.capability not in ("kv_layouts", "server.takes_out"))
+"""Capabilities of the model runner for layers without KV cache. They write into their own output."""
+_WINDOWS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
+"""Windows [C, columns], as the kit has them; by default vLLM's are turned."""
+
+
+def _of_states(name: str, registered: str, layer: str, environment: Mapping[str, str]) -> BridgeCapabilities:
+    lines = (*LINES_OF_STATES[name], *_STATES_RUNNER)
+    return BridgeCapabilities(registered, lines, state_layer=layer, environment=environment)
+
 
 _LAYERS_DIFFER = (
     Line("kv_groups", True, f"{_PLANNING}:get_kv_cache_groups"),
@@ -250,6 +264,10 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
         compiled_store=True,
         one_kv_group=True,
     ),
+    "gdn": _of_states("gdn", "GDN_ATTN", "QwenGatedDeltaNetAttention", _WINDOWS_FIRST),
+    "mamba2": _of_states("mamba2", "MAMBA2", "MambaMixer2", _WINDOWS_FIRST),
+    "bailing": _of_states("bailing", "LINEAR", "BailingMoELinearAttention", {}),
+    "linear": _of_states("linear", "LINEAR", "MiniMaxText01LinearAttention", {}),
 }
 """Name after ``vllm:`` -> declared capabilities."""
 

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import torch
 from vllm.forward_context import ForwardContext, override_forward_context
 from vllm.model_executor.layers.attention.attention import unified_attention_with_output, unified_kv_cache_update
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.gpu.attn_utils import build_attn_metadata, build_slot_mappings_by_layer
 
 from attn_testkit.contract import (
@@ -22,17 +21,15 @@ from attn_testkit.contract import (
     KVSplit,
 )
 
-from ..capabilities import class_of
 from ..rows import as_projected
 from . import pools
 from .capabilities import BridgeCapabilities
 from .config import make_config
 from .groups import make_groups
-from .imports import STABLE, Machine
 from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
 
-__all__ = ["VLLMBackend", "make_backend"]
+__all__ = ["VLLMBackend", "VLLMLatentBackend"]
 
 _KEPT = "vllm"
 """Key of ``ForwardBatch.extras``: layer name -> metadata, which all forwards of the batch are given."""
@@ -195,26 +192,3 @@ class VLLMLatentBackend(VLLMBackend):
                 (rows[..., :rank], rows[..., rank:]), cache, metadata, of_vllm
             )
         return found
-
-
-def make_backend(name: str, declared: BridgeCapabilities, machine: Machine) -> type[AttentionBackend]:
-    """The class for one of the names of ``declared.CLAIMS``."""
-    parent = VLLMLatentBackend if "mla" in declared.capabilities.families else VLLMBackend
-    kernels = "real"
-    if declared.compiled_store and (machine.without_gpu or STABLE in machine.missing):
-        kernels = "stores"
-    if machine.without_gpu and declared.compiled_kernel:
-        kernels = "emulated"
-    notes = [f"{module} does not load ({why})" for module, why in machine.missing.items() if module == STABLE]
-    if notes:
-        notes = [f"{notes[0]}: {_STORES_IN_TORCH if declared.compiled_store else _CALLS_NONE}"]
-    absent = machine.missing.get(declared.compiled_module, "")
-    real = AttentionBackendEnum[declared.registered].get_class()
-    return class_of(
-        parent, "VLLM", name, declared, kernels, real=real, notes=tuple(notes),
-        not_here=f"{declared.compiled_module} does not load: {absent}" if absent else "",
-    )  # fmt: skip
-
-
-_STORES_IN_TORCH = "torch stores new keys and values in its place"
-_CALLS_NONE = "this class calls nothing of it"

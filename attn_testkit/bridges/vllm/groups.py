@@ -10,7 +10,7 @@ from vllm.v1.core.kv_cache_planning import get_kv_cache_groups
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.attn_utils import init_attn_backend
 
-from attn_testkit.contract import BackendContext, KVGroup
+from attn_testkit.contract import BackendContext, KVGroup, StateLayer
 
 from .layers import name_of
 
@@ -33,14 +33,16 @@ def make_groups(config: Any, context: BackendContext, layers: dict[str, Any], bl
     """Group the layers as the engine does, and make builders as the model runner does.
 
     Layers that have their own block table in the kit have one in vLLM: there, too, many layers of one kind are
-    several groups.
+    several groups. Layers with a state have groups of their own.
     """
     found: list[tuple[Any, KVGroup]] = []
     with set_current_vllm_config(config):
         for group in context.groups:
-            names = [name_of(layer) for layer in context.layers if layer.layer_id in group.layer_ids]
-            specs = {name: layers[name].get_kv_cache_spec(config) for name in names}
-            found.extend((planned, group) for planned in get_kv_cache_groups(config, specs))
+            held = [layer for layer in context.layers if layer.layer_id in group.layer_ids]
+            for states in (False, True):
+                names = [name_of(layer) for layer in held if isinstance(layer, StateLayer) is states]
+                specs = {name: layers[name].get_kv_cache_spec(config) for name in names}
+                found.extend((planned, group) for planned in get_kv_cache_groups(config, specs))
         whole = KVCacheConfig(blocks, [], [planned for planned, _ in found])
         builders, _, _ = init_attn_backend(whole, config, context.device)
     return Groups(whole, builders, tuple(group for _, group in found))

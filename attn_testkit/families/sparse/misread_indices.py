@@ -25,6 +25,7 @@ _POSITIONS_AS_SLOTS = (
     "indices are used as slots of the pool, but they are positions, which the request table maps to slots"
 )
 _SLOTS_AS_POSITIONS = "indices are looked up in the request table as if they were positions, but they are slots already"
+_OF_NEIGHBOR = "a row uses the selection of the row {} it"
 _NOT_CLIPPED = (
     "lengths are not clipped to top-k: a row walks as many indices as it has keys, and those behind its {topk} are the "
     "next row's"
@@ -101,6 +102,13 @@ def _misread(rows: _Rows, *, branches: bool) -> Iterator[tuple[str, torch.Tensor
     counted = torch.where((selected >= 0) | (column < rows.keys), first_keys, -1)
     for text, indices in ((_FIRST_KEY.format(name=name), first_keys), (_COUNTED.format(name=name), counted)):
         yield text, indices if rows.slots else rows.looked_up(indices)
+    for back, which in ((1, "before"), (-1, "after")):
+        shifted = selected.roll(back, 1)
+        # The row that the first or last one reads is not known: there may be rows of padding.
+        shifted[:, 0 if back > 0 else -1] = -2
+        for most in (None,) if rows.slots else limits:
+            found = shifted if rows.slots else rows.looked_up(shifted, most).masked_fill(shifted == -2, -2)
+            yield _OF_NEIGHBOR.format(which), found
     for count in (rows.keys, rows.seen):
         walked = _walked(selected, count)
         for indices in (walked, torch.where(walked == -1, 0, walked)):
