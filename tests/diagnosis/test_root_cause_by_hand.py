@@ -49,7 +49,8 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured, in order."""
+    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured,
+    in order."""
 
     grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
