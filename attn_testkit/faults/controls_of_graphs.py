@@ -12,6 +12,7 @@ from .a_warm_ups import EagerPlanWaits
 from .b_finite_padding import FinitePaddingBackend
 from .builds import CountedRunsBackend
 from .catalogue import control
+from .j_branches import StoresOnASideStream
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
 from .parent import PlannedBackend
 
@@ -125,3 +126,12 @@ class PlansSharedByModes(SharedPlans):
 @control("finite-padding")
 class FinitePadding(FinitePaddingBackend):
     """Rows of no request hold finite numbers, for servers that quantize all rows with one scale."""
+
+
+@control("stores-on-a-side-stream")
+class StoresOnTheSide(StoresOnASideStream):
+    """New keys are stored on another stream, a branch in captures, and the forward waits for it before it gathers."""
+
+    capabilities = StoresOnASideStream.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "target-verify"}
+    )
