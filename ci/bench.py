@@ -1,5 +1,5 @@
-"""Cost of a run: its start, its lists of cases, its memory, case-runs, checked replays and eager steps per second,
-and time by phase.
+"""Cost of a run: its start, its lists of cases, its memory, checked replays, layer-steps and eager steps per second,
+and time by phase; of a small case of each mode, and of every ``--core-every``-th case-run of core.
 
     python ci/bench.py --backend torch_native --device cpu --json before.json
     python ci/bench.py --backend torch_native --device cpu --against before.json
@@ -59,6 +59,9 @@ _KIT = (f"{os.sep}attn_testkit{os.sep}", f"{os.sep}runner_modes{os.sep}")
 )
 @click.option("--device", default="auto", show_default=True, metavar="auto|cuda|cpu")
 @click.option("--seconds", default=3.0, show_default=True, help="Measuring time for each row.")
+@click.option(
+    "--core-every", default=0, metavar="N", help="Also run every Nth case-run of core with graphs, once; 0: none."
+)
 @click.option("--in-process", is_flag=True, help="Without the processes that a run has: no start, no memory.")
 @click.option("--profile", is_flag=True, help="Show where CPU time goes. Implies --in-process.")
 @click.option("--json", "json_file", type=click.Path(path_type=Path), metavar="FILE", help="Keep the figures.")
@@ -72,6 +75,7 @@ def main(
     backends: tuple[str, ...],
     device: str,
     seconds: float,
+    core_every: int,
     in_process: bool,
     profile: bool,
     json_file: Path | None,
@@ -82,7 +86,7 @@ def main(
     # The tensors are tiny, and waiting threads spin.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     console = Console(width=None if os.isatty(1) else 180)
-    how = _How(device, seconds, in_process or profile, profile, before)
+    how = _How(device, seconds, core_every, in_process or profile, profile, before)
     measured = [_of_backend(backend, how, console) for backend in backends]
     record = Record(
         measured[0].machine,
@@ -110,6 +114,8 @@ class _How:
     device: str
     seconds: float
     """Measuring time per row."""
+    core_every: int
+    """Distance of the case-runs of core that are measured together; 0: none are."""
     in_process: bool
     profile: bool
     before: Record | None
@@ -144,13 +150,23 @@ def _of_backend(backend: str, how: _How, console: Console) -> Record:
                 if sampler is not None:
                     _print_parts(console, sampler, judge, plan, item, how.seconds)
                     _print_profile(console, judge, plan, item)
+        sample = [item for item in plan.items if item.execution == "graph"][:: how.core_every] if how.core_every else []
+        of_sample = _together(judge, plan, sample) if sample else None
         if isinstance(judge, JudgeProcess):
             start |= _lists(judge.capabilities(plan.candidates[0], device))
-    steps = _steps(plan, list(found))
-    rows = (
+    steps = _steps(plan, [*found, *sample])
+    rows = [
         Row(backend, item.mode, item.execution, 1000 * each, 1000 * cpu, *(n / each for n in steps[item]), phases)
         for item, (each, cpu, phases) in found.items()
-    )
+    ]
+    if of_sample is not None:
+        each, cpu, phases = of_sample
+        counts = (sum(numbers) / len(sample) for numbers in zip(*(steps[item] for item in sample), strict=True))
+        rows.append(
+            Row(
+                backend, f"{len(sample)} of core", "graph", 1000 * each, 1000 * cpu, *(n / each for n in counts), phases
+            )
+        )
     return Record(
         here,
         {"kit": plan.header.kit, **plan.header.versions},
@@ -198,21 +214,36 @@ def _measured(judge: Judge, plan: Plan, item: Item, seconds: float) -> tuple[flo
     return each, (_cpu_seconds(judge) - cpu) / count, {name: 1000 * value / count for name, value in spent.items()}
 
 
-def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int]]:
-    """Replays and eager steps per case-run of each item, counted in a worker's results: all of them are evaluated."""
+def _together(judge: Judge, plan: Plan, items: Sequence[Item]) -> tuple[float, float, dict[str, float]]:
+    """What ``_measured`` returns, of case-runs that differ, each run once: what is cached is no longer found."""
+    spent: dict[str, float] = defaultdict(float)
+    start, cpu = time.perf_counter(), _cpu_seconds(judge)
+    for result in judge.run(plan, items):
+        for name, value in result.seconds.items():
+            spent[name] += value
+    count = len(items)
+    each = (time.perf_counter() - start) / count
+    return each, (_cpu_seconds(judge) - cpu) / count, {name: 1000 * value / count for name, value in spent.items()}
+
+
+def _steps(plan: Plan, items: Sequence[Item]) -> dict[Item, tuple[int, int, int]]:
+    """Replays, eager steps and layer-steps per case-run of each item, counted in a worker's results: all of them are
+    evaluated. A layer-step is one layer of one step.
+    """
     from attn_testkit.runner_modes.messages import RunCase
 
+    from attn_testkit.cases.case import parse_case
     from attn_testkit.contract import Execution
     from attn_testkit.environment import resolve
     from attn_testkit.running.processes.worker_process import Worker
 
     resolve(plan.device).prepare_process()
-    counts: dict[Item, tuple[int, int]] = {}
+    counts: dict[Item, tuple[int, int, int]] = {}
     with contextlib.closing(Worker(plan.candidates[0], plan.device, timeout_s=300.0)) as worker:
         for item in items:
             records = worker.drive(RunCase(item.case, Execution(item.execution))).records
             replays = sum(record.replay for record in records)
-            counts[item] = replays, len(records) - replays
+            counts[item] = replays, len(records) - replays, len(records) * parse_case(item.case).layers.count
     return counts
 
 
@@ -279,11 +310,14 @@ def _size(pid: int) -> float:
 def _print(console: Console, record: Record) -> None:
     versions = [f"{name} {record.versions[name]}" for name in ("kit", "torch", "triton") if name in record.versions]
     console.print(", ".join((*record.machine.values(), *versions)))
-    table = Table("backend", "mode", "execution", "runs/s", "ms each", "CPU ms", "replays/s", "eager steps/s", *PHASES)
+    table = Table("backend", "mode", "execution", "runs/s", "ms each", "CPU ms", "replays/s", "eager steps/s",
+                  "layer-steps/s", *PHASES)  # fmt: skip
     for row in record.rows:
         cells = [f"{row.phases_ms.get(phase, 0.0):.2f}" for phase in PHASES]
         rates = [f"{1000 / row.case_run_ms:.1f}", f"{row.case_run_ms:.1f}", f"{row.cpu_ms:.1f}"]
-        rates += [f"{rate:.0f}" if rate else "" for rate in (row.replays_per_s, row.eager_steps_per_s)]
+        rates += [
+            f"{rate:.0f}" if rate else "" for rate in (row.replays_per_s, row.eager_steps_per_s, row.layer_steps_per_s)
+        ]
         table.add_row(row.backend, row.mode, row.execution, *rates, *cells)
     console.print(table)
     for name, value in record.start_s.items():

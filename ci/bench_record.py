@@ -14,7 +14,7 @@ __all__ = [
     "OtherMachine", "Record", "Row", "changed_versions", "check_same", "compared", "machine", "read", "tenths", "write"
 ]  # fmt: skip
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 class OtherMachine(Exception):
@@ -36,6 +36,8 @@ class Row:
     """Checked replays per second; 0 in eager."""
     eager_steps_per_s: float
     """Checked eager steps per second; a graph case-run has some too."""
+    layer_steps_per_s: float
+    """Checked layers of replays and eager steps per second."""
     phases_ms: Mapping[str, float]
     """Wall time of one case-run by phase."""
 

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..contract import Execution, ForwardMode
+from .dimensions.data_pattern import DATA
 from .fields import Fields
+from .layers import TURNS
 from .renamed_words import FIRST_NAMES, first_written
 
 __all__ = ["CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "chosen", "derived", "shallow_depth"]
@@ -53,13 +55,14 @@ def shallow_depth(case: Fields) -> int:
 
 
 def _one_layer_has_it(case: Fields) -> bool:
-    return case.window >= 0 and case.layer_windows != "same"
+    return case.window >= 0 and case.layer_windows != "same" and not case.layers.varied and case.layers.count > 1
 
 
 def _others_may_have_one(case: Fields) -> bool:
-    return case.window >= 0 and case.layer_windows == "any"
+    return case.window >= 0 and case.layer_windows == "any" and not case.layers.varied and case.layers.count > 1
 
 
+_LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(TURNS))
 CONTIGUOUS = 1
 """The value of ``qkv-memory`` that makes q, k and v their own tensors."""
 
@@ -93,7 +96,19 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         "capped-layer",
         "the layer with the soft cap; every second one from it on has it",
         (Value("layer 0"), Value("layer 1")),
-        lambda case: case.logit_cap > 0,
+        lambda case: case.logit_cap > 0 and not case.layers.varied and case.layers.count > 1,
+    ),
+    DerivedParameter(
+        "narrowest-layer",
+        "the layer with the case's window; those after it have none, then wider ones",
+        _LAYERS_IN_WORDS,
+        lambda case: case.layers.varied and case.window >= 0,
+    ),
+    DerivedParameter(
+        "richest-layer",
+        "the layer with soft cap and sinks; after it one has the cap, one neither, and one sinks",
+        _LAYERS_IN_WORDS,
+        lambda case: case.layers.varied and (case.logit_cap > 0 or case.sinks),
     ),
     # If a request fills the context, the context need not be whole pages.
     DerivedParameter(
@@ -120,6 +135,12 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("forwards from the case's"), Value("backwards")),
         lambda case: case.padding != "small",
         Execution.GRAPH,
+    ),
+    DerivedParameter(
+        "data-turns",
+        "data of the steps from step 2 on: the case's, gauss, shifted and one_hot in turn",
+        (Value("forwards from the case's"), Value("backwards")),
+        lambda case: case.data in DATA,
     ),
     # Draft-extend v2 has a row for every node of the target's tree, and a branching tree has more nodes than S + 1: a
     # stride of S + 1 is right only for chains (sglang #27545).

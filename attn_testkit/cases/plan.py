@@ -24,3 +24,7 @@ class Plan:
     """Extend: new tokens of each request. Empty elsewhere."""
     follows: bool = False
     """Extend: the next chunk of the step before it: the same requests, whose prefix is what they had and were given."""
+    layout: str = ""
+    """Order of its slots. Empty: that of its turn (``steps/variety.py``), here and in ``padding`` and ``data``."""
+    padding: str = ""
+    data: str = ""

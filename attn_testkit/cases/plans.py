@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from .combined_steps import combined_plans
 from .dimensions.dimension import OnSteps
 from .dimensions.table import DIMENSIONS
 from .fields import Fields
@@ -51,14 +52,16 @@ def make_plans(case: Fields, rng: np.random.Generator) -> tuple[tuple[int, ...],
         ),
         Plan("other bucket, padded", small, others(max(1, small - 1), lambda k: k + 1)),
     ]
+    combined = combined_plans(case, buckets, plans)
     if case.padding == "small":
         plans = [_filled_up(plan, rng) for plan in plans]
+        combined = [_filled_up(plan, rng) for plan in combined]
     elsewhere = plans[4].prefixes
     rotated = [Plan("same lengths, other requests", big, elsewhere, rotated=0)]
     if len(set(elsewhere)) > 1:
         rotated.append(Plan("lengths in another order", big, elsewhere[1:] + elsewhere[:1], rotated=1))
     oversized = Plan("more requests than any graph", big + 2, others(big + 2, lambda k: k // 3 + 2))
-    plans = [*plans[:5], *rotated, *plans[5:], oversized]
+    plans = [*plans[:5], *rotated, *plans[5:], *combined, oversized]
     for dimension in DIMENSIONS:
         for meaning in dimension.apply:
             plans = meaning.plans(case, plans) if isinstance(meaning, OnSteps) else plans

@@ -7,6 +7,8 @@ is half a minute for the triples of ``full``; here numpy counts for all of them 
 
 from __future__ import annotations
 
+import random
+from collections.abc import Collection
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
@@ -23,16 +25,26 @@ Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int32]
 
 
-def covering_array(sizes: tuple[int, ...], strength: int, salt: str) -> list[list[int]]:
+def covering_array(
+    sizes: tuple[int, ...],
+    strength: int,
+    salt: str,
+    unpaired: Collection[tuple[int, int]] = (),
+    most: int | None = None,
+) -> list[list[int]]:
     """Rows of indices into dimensions of ``sizes`` values, in which any ``strength`` dimensions have all combinations.
 
-    ``strength``: 2 or 3. ``salt``: other rows for the same sizes.
+    ``strength``: 2 or 3. ``salt``: other rows for the same sizes. ``unpaired``: dimensions, by their numbers, whose
+    values need not meet. A dimension without a pair has all of its values as often, in no order. ``most``: only so many
+    of the first rows.
     """
     # A value has a serial number over all dimensions, a combination is a tuple of them, ascending.
     firsts = np.cumsum([0, *sizes])
     serials = [np.arange(first, first + size) for first, size in zip(firsts.tolist(), sizes, strict=False)]
     every = [
-        np.stack(np.meshgrid(*some, indexing="ij")).reshape(strength, -1) for some in combinations(serials, strength)
+        np.stack(np.meshgrid(*[serials[each] for each in some], indexing="ij")).reshape(strength, -1)
+        for some in combinations(range(len(sizes)), strength)
+        if not any(pair in unpaired for pair in combinations(some, 2))
     ]
     order: Ints = np.concatenate(every, axis=1)
     order = order[:, np.argsort(_hashes(order, salt), kind="stable")]
@@ -41,13 +53,19 @@ def covering_array(sizes: tuple[int, ...], strength: int, salt: str) -> list[lis
         missing[tuple(order[axis] for axis in axes)] = 1
     flat = np.ravel_multi_index(tuple(order), missing.shape)
     dimension_of = np.repeat(np.arange(len(sizes)), sizes)
-    rows = []
-    while order.size:
+    rows: list[list[int]] = []
+    while order.size and len(rows) != most:
         row = _row(order, dimension_of, missing, firsts)
         rows.append((row - firsts[:-1]).tolist())
         missing[np.ix_(*[row] * strength)] = 0
         left = np.flatnonzero(missing.ravel().take(flat))
         order, flat = order.take(left, axis=1), flat.take(left)
+    for number, size in enumerate(sizes):
+        if all(tuple(sorted((number, other))) in unpaired for other in range(len(sizes)) if other != number):
+            draws = random.Random(f"{salt} {number}")
+            turns = [value for _ in range(0, len(rows), size) for value in draws.sample(range(size), size)]
+            for found, value in zip(rows, turns, strict=False):
+                found[number] = value
     return rows
 
 

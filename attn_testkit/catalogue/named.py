@@ -14,7 +14,7 @@ from ..cases.head_layouts import alike
 from ..cases.rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
-from .layer_options import with_options
+from .layer_options import takes_window, with_options
 
 __all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
 
@@ -22,6 +22,8 @@ MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
 _BIG_TREE = Tree(tuple(max(0, (node - 1) // 3) for node in range(1, 40)))
 """40 nodes: more than fit a 32-bit word of a packed mask."""
+_CHUNKS_PAST = 7
+"""Window, if it is declared, that is shorter than a chunk of a prompt."""
 
 
 def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
@@ -154,6 +156,13 @@ def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     new = tuple(min(n, declared.max_extend_tokens) for n in (page + 1, 2, 1))
     prefixes = (2 * page, 2 * page + 1, page)
     yield small.of_requests(prefixes, padded=1, rows=Extend(new, room_for(new), chunks=3), layout="shared")
+    window = max(declared.windows.smallest, _CHUNKS_PAST)
+    if takes_window(declared, small) and window + 2 <= declared.max_extend_tokens:
+        # Chunks as long as each other, of which only the first begins inside the window: lengths that are equal if
+        # clamped to it, and rows that see other numbers of keys (vLLM #47766). All chunks of one prompt are equal.
+        yield small.of_requests(
+            (1,), rows=Extend((window + 2,), window + 2, chunks=3), window=window, layer_windows="one"
+        )
 
 
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:

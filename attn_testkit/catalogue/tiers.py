@@ -1,8 +1,9 @@
 """Cases that a tier tries: a covering array over what a backend declares, and a few named cases in addition.
 
-``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. Dimensions
-hold only declared values, and of long capabilities only some of them. From core on the other values get a small case
-each (``cases_for_uncovered.py``); values that no case covers are named (``not_covered.py``).
+``smoke`` meets every value of every dimension once, ``core`` every pair of values, ``full`` every triple. An instance
+has several values of some dimensions, in its layers and its replays (``Columns.inside``): core pairs them there.
+Dimensions hold only declared values, and of long capabilities only some of them. From core on the other values get a
+small case each (``cases_for_uncovered.py``); values that no case covers are named (``not_covered.py``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
+from itertools import combinations
 from typing import Any
 
 from cachetools import LRUCache, cached
@@ -91,7 +93,10 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
     if any(not values for values in (*dimensions.values(), declared.kv_layouts)):
         return ()
     strength = min(TIERS[tier], len(names))
-    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, mode.value)
+    unpaired = _unpaired(tuple(names)) if tier == "core" else frozenset[tuple[int, int]]()
+    # With other rows two derived parameters have values that never meet.
+    salt = f"{mode.value} 1" if tier == "core" else mode.value
+    rows = _rows(tuple(len(dimensions[name]) for name in names), strength, salt, unpaired)
     cases: dict[str, Case] = {}
     for row in rows:
         built = _build(declared, mode, {name: dimensions[name][i] for name, i in zip(names, row, strict=True)})
@@ -99,14 +104,14 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
         case = nearest_declared(declared, built.with_seed(seed))
         if within_declared(declared, case):
             cases.setdefault(case.id, case)
+    bases = _first_of_all_pairs(declared, mode, dimensions, seed) if tier == "core" else []
+    bases = bases or list(cases.values())
     if cases:
-        for named in named_cases(declared, mode, tier, named_from(mode, list(cases.values()))):
+        for named in named_cases(declared, mode, tier, named_from(mode, bases)):
             case = nearest_declared(declared, named.with_seed(seed))
             if within_declared(declared, case):
                 cases.setdefault(case.id, case)
-    base = (
-        smallest_of(declared, without_options_of(declared, named_from(mode, list(cases.values())))) if cases else None
-    )
+    base = smallest_of(declared, without_options_of(declared, named_from(mode, bases))) if cases else None
     if cases and tier != "smoke":
         found = list(cases.values())
         small = cases_for_uncovered(
@@ -118,6 +123,26 @@ def generate(declared: Capabilities, mode: ForwardMode, tier: str, seed: int = 0
         if within_declared(declared, case):
             cases.setdefault(case.id, case)
     return tuple(cases.values())
+
+
+_BASES = 8
+"""Rows out of which the base of the named cases is taken."""
+
+
+def _first_of_all_pairs(
+    declared: Capabilities, mode: ForwardMode, columns: Mapping[str, Sequence[Any]], seed: int
+) -> list[Case]:
+    """The first cases of an array that pairs all columns, which made cases of core were made of before instances had
+    several values: their ids stay what they are.
+    """
+    names = [name for name in columns if name != "layers"]
+    found = []
+    for row in covering_array(tuple(len(columns[name]) for name in names), TIERS["core"], mode.value, most=_BASES):
+        built = _build(declared, mode, {name: columns[name][i] for name, i in zip(names, row, strict=True)})
+        case = nearest_declared(declared, built.with_seed(seed))
+        if within_declared(declared, case):
+            found.append(case)
+    return found
 
 
 def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> Iterator[Case]:
@@ -150,9 +175,22 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
 
 
 @cached(LRUCache(256), condition=threading.Condition())
-def _rows(sizes: tuple[int, ...], strength: int, salt: str) -> list[list[int]]:
+def _rows(sizes: tuple[int, ...], strength: int, salt: str, unpaired: frozenset[tuple[int, int]]) -> list[list[int]]:
     """A covering array over dimensions of so many values, as indices. Many backends differ in nothing else."""
-    return covering_array(sizes, strength, salt) if strength > 1 else _once(sizes)
+    return covering_array(sizes, strength, salt, unpaired) if strength > 1 else _once(sizes)
+
+
+def _unpaired(names: tuple[str, ...]) -> frozenset[tuple[int, int]]:
+    """Columns whose values need not meet, by their numbers: an instance has several values of one of them."""
+    inside: dict[str, Sequence[str]] = {}
+    for dimension in DIMENSIONS:
+        if not isinstance(dimension.values, Without):
+            inside |= dimension.values.inside
+    return frozenset(
+        (at, later)
+        for (at, one), (later, other) in combinations(enumerate(names), 2)
+        if (one in inside or other in inside) and other not in inside.get(one, ()) and one not in inside.get(other, ())
+    )
 
 
 def _once(sizes: Sequence[int]) -> list[list[int]]:

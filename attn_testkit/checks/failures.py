@@ -127,7 +127,8 @@ def _classify(
             f"{_WITHOUT_WAITS[phase]} waits for the device: {message}",
             "needs_cpu_seq_lens is False: keep lengths on the device, or declare needs_cpu_seq_lens=True to get "
             "seq_lens_cpu"
-            + ("" if phase == "plan for replay" else f", or {_MAY_WAIT} to allow the sync in eager mode"),
+            + ("" if phase == "plan for replay" else f", or {_MAY_WAIT} to allow the sync in eager mode")
+            + (": a forward that waits cannot be captured" if phase in _CAPTURED_TOO else ""),
         )
     if phase == "forward without k and v" and "NoneType" in message:
         return (
@@ -160,6 +161,8 @@ _WITHOUT_WAITS = {
     "forward without k and v": "an eager forward",
 }
 """Phases in which nothing may wait for the device if CPU lengths are not needed, in words."""
+_CAPTURED_TOO = ("forward", "forward without k and v")
+"""Phases that a graph captures too: no declaration allows a sync there."""
 
 _MAY_WAIT = "server=ServerConventions(eager_without_waits=False)"
 _NO_LENGTHS = "needs_cpu_seq_lens is False, so seq_lens_cpu, seq_lens_sum and the *_cpu lists"

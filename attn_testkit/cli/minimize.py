@@ -176,6 +176,8 @@ def _print(search: Search, header: RunHeader, ended: str) -> None:
         return
     odd = needs(search.case, search.minimal)
     click.echo(f"  needs    {'; '.join(map(str, odd)) or 'nothing: the minimal case fails'}")
+    if search.needs_steps_before:
+        click.echo(f"  before   {search.needs_steps_before} of {search.first.case} passes as the first step")
     click.echo(f"  minimal  {search.minimal.id} {'passes' if search.plain_passes else 'fails too'}")
     before = len(needs(parse_case(search.first.case), search.minimal))
     words = f"{ended}: from {before} non-default settings to {len(odd)}, in {search.runs} case-runs"

@@ -194,7 +194,7 @@ def _counted_at(
     """
     _, flat, _ = place
     case, step, counted = schedule.case, comparison.observed.step, comparison
-    if case.data != CODES:
+    if step.data != CODES:
         length = step.lens[int(comparison.expected.data.row_request[flat])]
         if -(-length // case.head_dim) <= _MAX_PASSES:
             return None

@@ -69,7 +69,7 @@ def find_misrouted(
     ``rerunner``: for a run with other numbers if all queries are alike; None: nothing is found then.
     ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
-    if schedule.case.data in _SAME_QUERIES:
+    if comparison.observed.step.data in _SAME_QUERIES:
         again = None if rerunner is None else _again(rerunner, schedule, comparison.observed.step, in_graph)
         if again is None:
             return ()

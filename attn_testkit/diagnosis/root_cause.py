@@ -164,11 +164,9 @@ def _alone(schedule: Schedule, step: Step, bucket: int) -> Schedule:
 
 def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str, str]:
     """Return check and reason of a NaN: read from k and v that are stored already, from unowned slots, or unknown."""
-    if step.stored and _right(_evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False)))):
-        return (
-            "finite",
-            "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is right",
-        )
+    given = _evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False))) if step.stored else None
+    if given is not None and given.right:
+        return "finite", f"{_STORED_NAN} right"
     if rerunner.runs_eagerly(schedule):
         again = rerunner.eager(schedule, step, unowned=0.0)
     else:
@@ -176,7 +174,8 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
         again = run.replay_of(step) if run else None
     calm = _evaluated(schedule, again)
     if calm is None or not calm.all_finite:
-        return "finite", ""
+        # A kernel that reads k and v in the place of q is wrong without NaN too, if the data show it.
+        return "finite", f"{_STORED_NAN} finite, and wrong" if given is not None and given.all_finite else ""
     family, finite = family_of(schedule.case), _finite_with_zeros(schedule)
     if family.unread and rerunner.runs_eagerly(schedule):
         own = family.with_unread_finite(step)
@@ -185,6 +184,9 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
             return family.reads, f"{_finite_with_numbers(family.unread)}{_MASKED_TOO_LATE if calm_own.right else ''}"
         finite = _finite_with_zeros(schedule, "unowned slots")
     return family.reads, f"{finite}, and right" if calm.right else finite
+
+
+_STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is"
 
 
 def _finite_with_zeros(schedule: Schedule, poisoned: str = "") -> str:
@@ -316,6 +318,11 @@ def _left_alone(first: Comparison, second: Comparison, fill: int) -> bool:
     return bool((first.unwritten.any(-1) & (filled | ~first.unwritten).all(-1)).any())
 
 
+_PADDED_ROWS_REACH_LIVE_ONES = (
+    "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "
+    "of the padded batch"
+)
+_RIGHT_AS_SERVERS_PAD = f"{_PADDED_ROWS_REACH_LIVE_ONES}: with a server's contents of padded rows it is right"
 _HEADLINE_ENDS = {
     "reads-own-kv": ": it read a slot of another owner",
     "reads-own-state": ": it read a slot of another owner, or that of a fresh request",
@@ -325,6 +332,7 @@ _HEADLINE_ENDS = {
     "steps-independent": ", after another step; on a fresh instance it is right",
     "captures-cleanly": ": it uses memory that was allocated in a capture",
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
+    _RIGHT_AS_SERVERS_PAD: "; with a server's contents of padded rows it is right",
     _NO_OTHER_INSTANCE: ", while a co-resident instance runs; without it, it is right",
     _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
 }
@@ -369,6 +377,18 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
         exact = rerunner.graph(_alone(schedule, step, least))
         if exact is not None and _right(_evaluated(schedule, _last(exact))):
             return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: in a bucket of exactly {least} it is right"
+    if rerunner.environment.emulated:
+        in_order = rerunner.graph(schedule, programs_in_order=True)
+        if in_order is not None and _right(_evaluated(schedule, in_order.replay_of(step))):
+            return _NOTHING_ELSE, _ORDER_OF_PROGRAMS
+    if step.padding != "prod" and step.tokens < step.bs * schedule.case.width:
+        # Rows of rejected tokens are padding in a bucket of the right size too.
+        calm = rerunner.graph(_alone(schedule, replace(step, padding="prod"), step.bucket))
+        if calm is not None and _right(_evaluated(schedule, _last(calm))):
+            return (
+                "padding-inert",
+                f"{_PADDED_ROWS_REACH_LIVE_ONES}: with a server's contents of padded rows it is right",
+            )
     return _NOTHING_ELSE, reason_of_a_replay(rerunner, _alone(schedule, step, step.bucket))
 
 
@@ -394,13 +414,14 @@ def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) ->
     )
 
 
+_ORDER_OF_PROGRAMS = (
+    "the result depends on the order in which the programs of a launch run: it is right if they run by number, as in "
+    "eager runs, and wrong if the last one runs first, as in this graph. A device takes any order: let no program rely "
+    "on what it finds in a counter, or write down whose place is whose"
+)
 _MOST_TENSORS = 3
 """Number of tensors that are restored one by one, and of those that a hint names."""
 _NOT_RESET = "a counter, a flag or a scratch buffer is not reset between replays"
-_PADDED_ROWS_REACH_LIVE_ONES = (
-    "data of padded rows reach real ones, by a sum, a maximum or a work list over all rows, or by offsets and counts "
-    "of the padded batch"
-)
 _AS_THE_ONLY_REPLAY = "as the only replay of the only bucket it is right"
 """Reason if the replays before it are the cause."""
 _OF_A_GRAPH = ("captures-cleanly", "addresses-stable", "padding-inert")

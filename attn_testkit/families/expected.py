@@ -89,7 +89,7 @@ def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
     rows = torch.from_numpy(np.cumsum([r.new for r in step.requests]) - 1) if schedule.case.mode.is_ragged() else None
     data = family_of(schedule.case).data(schedule, step, pattern)
     answer = _of(schedule, data, rows, given=schedule.new_rows_as_given and not step.stored)
-    return answer if (pattern or schedule.case.data) == CODES else replace(answer, key_sum=None, key_factor=None)
+    return answer if (pattern or step.data) == CODES else replace(answer, key_sum=None, key_factor=None)
 
 
 def _of(schedule: Schedule, data: StepData, rows: torch.Tensor | None, *, given: bool) -> _Answer:

@@ -31,7 +31,7 @@ class ZeroIsNone(DenseBackend):
     source="general; sglang's extend kernel, in which a window of 0 means no window",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="KV tokens before the window are visible",
+    hint="KV tokens before the window are visible|what it sees without a window",
 )
 class NarrowestWindowIsNone(DenseBackend):
     """Windows from 4 on are declared, and the kernel drops a window of 4: it tests for more than 4."""

@@ -198,7 +198,7 @@ class WindowCountedFromThePrefix(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="only layer 1",
+    hint="only layer 1|the window of another layer",
 )
 class WindowWrittenBack(DenseBackend):
     """The visibility of the windowed layer is written back, and the layers after it keep it."""

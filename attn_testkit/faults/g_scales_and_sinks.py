@@ -145,7 +145,7 @@ class SoftCapBeforeScale(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="only layer 1",
+    hint="only layer 1|soft cap of layer 0 in all layers",
 )
 class SoftCapOfFirstLayer(DenseBackend):
     """The cap is planned once with the first layer's, which has none."""
@@ -175,7 +175,7 @@ class SinkSwallowed(DenseBackend):
     source="general",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="only layer 1",
+    hint="only layer 1|sinks of layer 0 in all layers",
 )
 class SinksOfFirstLayer(DenseBackend):
     """Sinks are read once, from the first layer, and used for all."""

@@ -128,7 +128,7 @@ class PlanOutlivesLastLayer(PlannedBackend):
     source="general; models whose layers repeat",
     modes=_ALL,
     checks=("matches-oracle",),
-    hint="only layer 7",
+    hint="only layer 7|for only two layers, or alternates",
 )
 class SettingsOfTwoLayersByTurns(PlannedBackend):
     """Settings of a windowed and a full layer are used alternately: right for two layers, from any id."""

@@ -67,7 +67,7 @@ class V1PrefixFromFullWidth(DenseBackend):
     slug="v1-length-at-full-width",
     source="general",
     modes=_V1,
-    checks=("reads-own-kv",),
+    checks=("reads-own-kv", "matches-oracle"),
     hint="behind|stale|unowned|others",
 )
 class V1LengthAtFullWidth(DenseBackend):
@@ -171,7 +171,9 @@ class SiblingsShareASlot(DenseBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         position = batch.positions[: batch.batch_size * len(self.slots[0])].view(batch.batch_size, -1)
-        batch = replace(batch, out_cache_loc=self.slots.gather(1, position).view(-1))
+        by_position = self.slots.gather(1, position).view(-1)
+        # Padded rows stay in slot 0.
+        batch = replace(batch, out_cache_loc=torch.where(batch.out_cache_loc == 0, 0, by_position))
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
 

@@ -58,7 +58,7 @@ class SelectionOfFirstLayer(SparseParent):
     source="general; vLLM (decode kernels with next_n rows)",
     modes=_SEVERAL_ROWS,
     checks=("matches-oracle",),
-    hint="of its first row",
+    hint="of its first row|of the row before it in its request",
 )
 class OneSelectionPerRequest(SparseParent):
     """All rows of a request attend to the keys of its first row."""
@@ -211,7 +211,7 @@ class LastTileOfSelectionLost(SparseParent):
     slug="stale-indices-behind-the-count",
     source="tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2",
     modes=_ALL,
-    checks=("matches-oracle", "finite", "steps-independent"),
+    checks=("matches-oracle", "finite", "steps-independent", "reads-own-kv"),
 )
 class StaleIndicesBehindTheCount(SparseParent):
     """A buffer of indices is made once; a row overwrites as many as it has, and attends what was there behind them."""

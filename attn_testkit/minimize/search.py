@@ -20,6 +20,7 @@ from ..cases.rows import Extend, room_for
 from ..catalogue.minimal import minimal_cases
 from ..contract import Capabilities
 from ..results.case_result import BAD, CaseResult, Status, failed_check
+from .failing_step import case_of_step, failing_step
 
 __all__ = ["DIMENSIONS", "Need", "Search", "TimeUp", "changed", "needs", "odd_dimensions"]
 
@@ -91,6 +92,8 @@ class Search:
     """The goal: the minimal case of its mode that passes."""
     plain_passes: bool = False
     """True if such a case is known; else ``minimal`` is the minimal case, which fails."""
+    needs_steps_before: str = ""
+    """The step that fails, if it passes where it is the first one; empty if it fails there too, or is the first."""
     _results: dict[str, CaseResult] = field(default_factory=dict)
     _begun: float = field(init=False)
 
@@ -112,6 +115,7 @@ class Search:
     def go_on(self) -> None:
         """Find the minimal case, then move the failing one toward it until nothing nearer fails in the same way."""
         self._find_plain()
+        self._begin_with_the_failing_step()
         while self._make_plain() | self._make_nearer() or self._make_plain_with_seeds():
             pass
 
@@ -124,6 +128,23 @@ class Search:
             if self.plain_passes:
                 return
         self.minimal = candidates[0]
+
+    def _begin_with_the_failing_step(self) -> None:
+        """Take the step that fails as the case's own batch, if it fails there too."""
+        assert self.first is not None
+        step = failing_step(self.case, self.first)
+        alone = case_of_step(self.case, step) if step else None
+        if step is None or alone is None or not_declared(self.declared, alone):
+            return
+        result = self._result(alone)
+        if self._fails_alike(result):
+            self.smallest = result
+        else:
+            self.needs_steps_before = f"{step.name} ({step.label})"
+
+    def _fails_alike(self, result: CaseResult) -> bool:
+        assert self.first is not None
+        return result.status in BAD and (self.any_failure or failed_check(result) == failed_check(self.first))
 
     def forget(self) -> None:
         """Return to the first case as the smallest."""
@@ -208,8 +229,7 @@ class Search:
         if case is None or self._cost(case) >= self._cost(self.case) or not_declared(self.declared, case):
             return False
         result = self._result(case)
-        assert self.first is not None
-        if result.status not in BAD or not (self.any_failure or failed_check(result) == failed_check(self.first)):
+        if not self._fails_alike(result):
             return False
         self.smallest = result
         return True

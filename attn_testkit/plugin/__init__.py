@@ -21,6 +21,7 @@ from .own_session import OWN_SESSION, OwnSession
 from .own_tests import MARK, OWN_TESTS, CaseRun, Check, OwnTests, cannot_run, parametrize, uncalled
 from .reporting import Run, complete, text_only
 from .session import SESSION, Session, pickled_plan
+from .shared_plans import SharedPlans
 
 if TYPE_CHECKING:
     from ..running.planning.request import Item
@@ -36,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "attn_mode(mode): the runner mode whose case-runs a test of the suite takes")
     config.addinivalue_line("markers", f"{MARK}(backend, ..., tier=...): one test per case-run, like conformance_cases")
     shard = plugin_options.shard(config)
-    config.stash[OWN_TESTS] = OwnTests(shard)
+    config.stash[OWN_TESTS] = OwnTests(shard, SharedPlans(_workerinput(config).get("attn_plans", "")))
     gpu = _workerinput(config).get("attn_gpu")
     if gpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu

@@ -22,6 +22,7 @@ from ..running.planning.request import Item, Judge, Options, Prepared, Request, 
 from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .reporting import OWN_RESULT, CaseFailed
+from .shared_plans import SharedPlans
 
 __all__ = [
     "MARK",
@@ -163,9 +164,10 @@ def _params(own: OwnTests, wanted: Wanted) -> Iterator[Param]:
 class OwnTests:
     """State that decorated tests of one pytest process share: a plan per request, and the judge's processes."""
 
-    def __init__(self, shard: Shard | None = None) -> None:
+    def __init__(self, shard: Shard | None = None, shared: SharedPlans | None = None) -> None:
         self.shard = shard
         """The part of their case-runs that this session makes tests of; None for all."""
+        self._shared = shared or SharedPlans()
         self.in_shard = (0, 0)
         """Number of tests that are case-runs of the shard, and of all shards; zeros without a shard."""
         self._judges: dict[tuple[Options, str], Judge] = {}
@@ -174,9 +176,11 @@ class OwnTests:
         """Node id of each test that called its case-run or had none that can run here, and the status."""
 
     def prepared(self, wanted: Wanted) -> Prepared:
-        """The plan, made once. Raises ``UsageError`` and ``JudgeError``."""
+        """The plan, made once for all workers of xdist. Raises ``UsageError`` and ``JudgeError``."""
         if wanted not in self._prepared:
-            self._prepared[wanted] = prepare(self._judge(wanted), wanted.request, wanted.known)
+            judge = self._judge(wanted)
+            plan = self._shared.plan(wanted.request, lambda: judge.plan(wanted.request))
+            self._prepared[wanted] = prepare(judge, wanted.request, wanted.known, plan)
         return self._prepared[wanted]
 
     def part(self, wanted: Wanted) -> Prepared:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -28,6 +29,7 @@ class XdistHooks:
         self._session, self._own = session, own
         shared = session.request.device in ("auto", "cuda") and bool(session.request.backends)
         self._slots = GpuSlots(visible_gpus(os.environ) if shared else ())
+        self._plans: tempfile.TemporaryDirectory[str] | None = None
 
     def pytest_configure_node(self, node: Any) -> None:
         """Give a worker that starts its GPU, the plan, and the place of its judge."""
@@ -35,7 +37,14 @@ class XdistHooks:
         node.workerinput["attn_gpu"] = self._slots.take(worker)
         prepared = self._session.prepared
         node.workerinput["attn_plan"] = pickle.dumps(prepared.plan) if prepared else b""
+        self._plans = self._plans or tempfile.TemporaryDirectory(prefix="attn-testkit-plans-")
+        node.workerinput["attn_plans"] = self._plans.name
         node.workerinput["attn_judge"] = self._session.judge_for_worker() if prepared else ""
+
+    def pytest_unconfigure(self) -> None:
+        """Remove the folder of plans."""
+        if self._plans is not None:
+            self._plans.cleanup()
 
     def pytest_testnodedown(self, node: Any, error: object) -> None:
         """Free the GPU of a worker that ended, and take what it has seen."""

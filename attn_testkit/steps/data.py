@@ -328,7 +328,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     kv_dtype = DTYPES[case.dtype if case.kv_dtype == "same" else case.kv_dtype]
     dv = case.head_dim
     longest, widest = max(step.lens), max(r.new for r in step.requests)
-    q, k, v = _drawn(schedule, step, pattern or case.data, rng)
+    q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
     k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
     packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None

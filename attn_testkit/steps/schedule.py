@@ -30,7 +30,7 @@ from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
 from .numerics import MODEL, Numerics
 from .rounds import accepted_before, accepted_nodes, rounds_before
-from .variety import layout_at, padding_at
+from .variety import data_at, layout_at, padding_at
 
 __all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
 
@@ -102,6 +102,8 @@ class Step:
     """Order of its tokens in the KV pool: one of ``LAYOUTS``."""
     padding: str = ""
     """Contents of the rows after its live ones: one of ``PADDINGS``."""
+    data: str = "gauss"
+    """Data pattern of its numbers: one of ``DATA_PATTERN``'s."""
     stored: bool = False
     """The pool holds the new keys and values already, and ``save_kv_cache`` is False: k and v are NaN, or None."""
     other_strides: bool = False
@@ -374,7 +376,7 @@ def _build_step(
     trees = _trees(case, index, count, depth, rng)
     lens = lens_of(case, replace(plan, new=news))
     shared = _shared_pages(case, plan.prefixes)
-    layout = layout_at(case, index)
+    layout = plan.layout or layout_at(case, index)
     pages = _pages_for(layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
     pool_rows = rng.permutation(rows)[:count] + 1
     requests = tuple(
@@ -393,7 +395,8 @@ def _build_step(
         requests = tuple(branched(request, case.draft, page) for request in requests)
     table = _table(requests, rows, ctx, (num_pages + 1) * page, rng)
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too,
-                layout=layout, padding=padding_at(case, index))  # fmt: skip
+                layout=layout, padding=plan.padding or padding_at(case, index),
+                data=plan.data or data_at(case, index))  # fmt: skip
 
 
 def branched(request: Request, draft: Draft, page: int) -> Request:

@@ -1,22 +1,32 @@
-"""Differences between replays of a case, in addition to lengths and numbers: order of slots, contents of padding.
+"""Differences between replays of a case, in addition to lengths and numbers: order of slots, contents of padding, data.
 
-A replay costs a tenth of a capture, so that one capture meets every layout and every padding, whichever the case names.
+A replay costs a tenth of a capture, so that one capture meets every layout and every padding, whichever the case names,
+and data that show a wrong key, even if the case names data that do not.
 The first two steps are as the case says: an eager run has the first, and a failure in them needs nothing else.
 """
 
 from __future__ import annotations
 
+from ..cases.dimensions.data_pattern import DATA, REVEALING
 from ..cases.dimensions.padding import PADDINGS
 from ..cases.dimensions.slot_order import LAYOUTS
 from ..cases.fields import Fields
 
-__all__ = ["layout_at", "padding_at"]
+__all__ = ["data_at", "layout_at", "padding_at"]
 
 _AS_NAMED = 2
 """Steps that are as the id says."""
 # Shared pages and rows that are filled up with live requests are decisions about whole steps.
 _LAYOUTS = tuple(layout for layout in LAYOUTS if layout != "shared")
 _PADDINGS = tuple(padding for padding in PADDINGS if padding != "small")
+
+
+def data_at(case: Fields, index: int) -> str:
+    """Data pattern of step ``index``. Patterns of the cases that are made for a magnitude, or count keys, stay."""
+    if case.data not in DATA or index < _AS_NAMED:
+        return case.data
+    values = (case.data, *(data for data in REVEALING if data != case.data))
+    return _turned(values, case.data, index, backwards=case.derived("data-turns") == 1)
 
 
 def layout_at(case: Fields, index: int) -> str:

@@ -6,12 +6,13 @@ from hypothesis import strategies as st
 from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import Case, Heads, parse_case
+from attn_testkit.cases.case import DATA, Case, Heads, parse_case
 from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.rows import Accepted, Decode, Verify
 from attn_testkit.cases.trees import Tree, chain
 from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.steps.schedule import make_schedule
 
 CAPABILITIES = TorchNativeBackend.capabilities
 
@@ -80,14 +81,18 @@ def test_an_unreadable_id_says_what_it_could_not_read(bad: str, message: str) ->
 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
 def test_core_meets_every_pair_of_declared_values(mode: ForwardMode) -> None:
-    cases = [case for case in generate(CAPABILITIES, mode, "core") if not came_later(case)]
+    cases = [c for c in generate(CAPABILITIES, mode, "core") if c.layers.varied or not came_later(c)]
     pages, layouts = (
         {c.page_size for c in cases if c.layout == "reversed"},
         {"contiguous", "shuffled", "interleaved", "reversed"},
     )
     assert len(pages) == 5
     assert pages >= {1, 16, 128}
-    assert {(c.page_size, c.layout) for c in cases} >= {(p, x) for p in pages for x in layouts}
+    replays = [(case, step) for case in cases for step in make_schedule(case).steps]
+    assert {(c.page_size, step.layout) for c, step in replays} >= {(p, x) for p in pages for x in layouts}
+    assert {(c.page_size, step.data) for c, step in replays} >= {(p, x) for p in pages for x in DATA}
+    batches = {(c.page_size, c.prefixes) for c in cases}
+    assert batches >= {(p, (300, 70, 12)) for p in pages} | {(p, (7, 7)) for p in pages}
     assert {(c.data, c.dtype) for c in cases} >= {(d, t) for d in ("gauss", "one_hot") for t in ("fp16", "bf16")}
     assert {c.padding for c in cases if c.bucket > c.bs} == {"prod", "nan", "stale", "small"}
 

@@ -91,7 +91,7 @@ def test_all_modes_of_a_mixed_case_have_its_layers() -> None:
 
 @pytest.mark.parametrize(
     ("word", "said"),
-    [("layers0from5", "number of layers is 0; expected"), ("layers4from0", "number of layers is 4; expected")],
+    [("layers0from5", "number of layers is 0; expected"), ("layers7from0", "number of layers is 7; expected")],
 )
 def test_no_layer_and_more_than_there_are_settings_for_are_refused(word: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):

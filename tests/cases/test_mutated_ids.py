@@ -95,7 +95,7 @@ BOUNDS = [
     ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-w{}-b1prod", "window", 0, 1 << 24),
     ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-b1prod-s{}", "seed", 1, 10**18 - 1),
     ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-cap{}-b1prod", "soft cap", 0, 999_999),
-    ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-layers{}from1-b1prod", "number of layers", 1, 3),
+    ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-layers{}from1-b1prod", "number of layers", 1, 6),
     ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-layers2from{}-b1prod", "id of the first layer", 0, 1 << 20),
     ("decode-mha2-d64-bf16-p16-k33-shuffled-gauss-lsetokens{}-b1prod", "number of KV splits", 2, 4096),
     ("target-verify-mha2-d64-bf16-p16-k33-chain{}-shuffled-gauss-b1prod", "nodes of the chain", 1, 4096),

@@ -23,6 +23,8 @@ from attn_testkit.catalogue.not_covered import DECLARED_VALUES, Value, describe_
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.examples import MinimalBackend
+from attn_testkit.steps.data import make_layers
+from attn_testkit.steps.schedule import make_schedule
 
 DECODE, VERIFY, V1, V2, EXTEND, DRAFT = ForwardMode
 TIERS_PAGE = Path(__file__).resolve().parents[2] / "docs" / "reference" / "running.md"
@@ -288,10 +290,15 @@ def test_small_cases_have_the_seed_of_the_others() -> None:
 
 
 def meets_every(strength: int, cases: list[Case]) -> bool:
-    """Whether every combination of so many values occurs, of values that occur."""
-    fields = ("dtype", "kv_dtype", "page_size", "layout", "data", "logit_cap", "sinks")
-    for names in itertools.combinations(fields, strength):
-        found = {tuple(getattr(one, name) for name in names) for one in cases}
+    """Whether every combination of so many values occurs, of values that occur, in a layer of a replay."""
+    replays = {
+        (one.dtype, one.kv_dtype, one.page_size, step.layout, step.data, layer.logit_cap, layer.sinks is not None)
+        for one in cases
+        for step in make_schedule(one).steps
+        for layer in make_layers(one)
+    }
+    for places in itertools.combinations(range(len(next(iter(replays)))), strength):
+        found = {tuple(replay[place] for place in places) for replay in replays}
         each = [{values[i] for values in found} for i in range(strength)]
         if len(found) < len(list(itertools.product(*each))):
             return False

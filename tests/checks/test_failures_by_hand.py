@@ -157,6 +157,15 @@ def test_what_was_raised_where_says_which_check_fails(
 
 
 @pytest.mark.parametrize(
+    ("phase", "captured"),
+    [("forward", True), ("forward without k and v", True), ("plan", False), ("plan for replay", False)],
+)
+def test_a_sync_of_what_a_graph_captures_too_is_said_to_stop_the_capture(phase: str, captured: bool) -> None:
+    found = from_exception(named("HostSyncError"), phase, "a step", needs_cpu_lengths=False)
+    assert found.hint.endswith(": a forward that waits cannot be captured") is captured
+
+
+@pytest.mark.parametrize(
     ("phase", "words"),
     [
         ("constructor", "the constructor"),

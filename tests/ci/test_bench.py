@@ -24,8 +24,8 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 def record(bench: ModuleType, **changes: Any) -> Any:
     rows = (
-        bench.Row("mine", "decode", "eager", 20.0, 30.0, 0.0, 150.0, {"eager": 12.5}),
-        bench.Row("mine", "decode", "graph", 80.0, 100.0, 112.5, 50.0, {"capture": 40.0, "replay": 8.0}),
+        bench.Row("mine", "decode", "eager", 20.0, 30.0, 0.0, 150.0, 300.0, {"eager": 12.5}),
+        bench.Row("mine", "decode", "graph", 80.0, 100.0, 112.5, 50.0, 325.0, {"capture": 40.0, "replay": 8.0}),
     )
     made = bench.Record(
         {"cpu": "A", "cores": "2"}, {"torch": "2.13.0"}, rows, {"mine: start to the plan": 3.0}, {"mine: judge": 200.0}
@@ -82,7 +82,7 @@ def test_a_step_is_named_from_a_tenth_of_the_time_on(bench: ModuleType) -> None:
     assert bench.tenths(spent, 0.0) == []
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}', '{"format": 1, "rows": [{}]}', '{"format": 1}'])
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"format": 0}', '{"format": 2, "rows": [{}]}', '{"format": 2}'])
 def test_what_is_no_record_is_said_so(bench: ModuleType, tmp_path: Path, text: str) -> None:
     path = tmp_path / "bench.json"
     path.write_text(text)
@@ -104,7 +104,7 @@ def test_the_command_refuses_a_file_that_is_no_record_before_it_measures(
 ) -> None:
     monkeypatch.syspath_prepend(str(CI))
     command = importlib.import_module("bench")
-    (tmp_path / "bench.json").write_text(json.dumps({"format": 1}))
+    (tmp_path / "bench.json").write_text(json.dumps({"format": 2}))
     done = CliRunner().invoke(command.main, ["--against", str(tmp_path / "bench.json")])
     assert done.exit_code == 1
     assert "is not a record of the bench" in done.output

@@ -13,6 +13,7 @@ from wrong_steps import assumed
 from attn_testkit.diagnosis.hints import hints
 from attn_testkit.diagnosis.hints.assumed_keys import rows_counted_by_heads, window_on_new_rows_alone
 from attn_testkit.diagnosis.hints.batch import length_threshold
+from attn_testkit.diagnosis.hints.columns import columns_moved
 from attn_testkit.diagnosis.hints.heads import some_dims, some_heads
 from attn_testkit.diagnosis.hints.keys import key_range, window_of_another_layer
 from attn_testkit.diagnosis.hints.rows import rows_of_others
@@ -246,7 +247,7 @@ def test_a_run_of_wrong_dims_is_a_tile_and_what_it_holds_is_named() -> None:
     out[..., 16:32] = out[..., 32:48]
     found = evidence(DECODE, out)
     assert some_dims(found).startswith("only dims 16..31 of 64 are wrong, and hold what dims 32..47 should: a tile of")
-    assert hints(found) == [some_dims(found)]
+    assert hints(found) == [columns_moved(found)], "every column is accounted for"
     out[..., 16:32] += 9.0
     assert some_dims(evidence(DECODE, out)).startswith(
         "only dims 16..31 of 64 are wrong: probably a tile of the head dim, when V"

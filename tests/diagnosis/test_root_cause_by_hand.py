@@ -18,12 +18,14 @@ from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import questions, root_cause
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
+from attn_testkit.environment import Environment
 from attn_testkit.families.expected import expect
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step, make_schedule
 
 SCHEDULE = make_schedule(parse_case("decode-gqa2x2-d32-fp32-p4-k3.9.6-shuffled-gauss-b4prod"))
 PADDED = next(step for step in SCHEDULE.steps if step.bucket > step.bs)
+NAN = replace(PADDED, padding="nan")
 FULL = next(step for step in SCHEDULE.steps if step.bucket == step.bs)
 
 Answer = Callable[[Rerun], Any]
@@ -47,12 +49,14 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, copied, captured."""
+    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured,
+    in order."""
 
     grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def __init__(self, step: Step, **answers: object) -> None:
         self.step, self.answers, self.questions = step, answers, list[str]()
+        self.environment = Environment(emulated="in order" in answers)
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
         return "graphs alone" not in self.answers
@@ -76,6 +80,7 @@ class Asked:
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
         step_at_capture: bool = False,
+        programs_in_order: bool = False,
         fill: int = POISON,
         unowned: Any = None,
         **_: Any,
@@ -86,6 +91,7 @@ class Asked:
             assert len(schedule.steps) == 1
             assert schedule.buckets == (only.bucket,)
             name = "exact" if only.bucket == only.bs != self.step.bucket else "alone"
+            name = "served" if only.padding != self.step.padding else name
         if not poison_allocated:
             name = "calm"
         if copy_into_replaced:
@@ -93,6 +99,8 @@ class Asked:
         if step_at_capture:
             assert schedule.buckets == (self.step.bucket,)
             name = "captured"
+        if programs_in_order:
+            name = "in order"
         if fill == OTHER_FILL:
             name = "fill"
         if unowned == 0.0:
@@ -252,6 +260,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         "without padded rows it is right",
         f"in a bucket of exactly {PADDED.bs} it",
     ),
+    ("padding that a bucket leaves out", NAN, {"served": "right"}, "replay-follows-batch", "at a replay", "even if"),
     ("padding, and still wrong", PADDED, {}, "replay-follows-batch", "at a replay", "even if it is captured with"),
     (
         "padding, no answer",
@@ -265,6 +274,22 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         "captured with it",
         PADDED,
         {"captured": "right"},
+        "replay-follows-batch",
+        "at a replay",
+        "with this batch, it is",
+    ),
+    (
+        "in the order of programs",
+        FULL,
+        {"in order": "right", "captured": "right"},
+        "replay-follows-batch",
+        "at a replay",
+        "order in which the programs of a launch run",
+    ),
+    (
+        "not in the order of programs",
+        FULL,
+        {"in order": "wrong", "captured": "right"},
         "replay-follows-batch",
         "at a replay",
         "with this batch, it is",
@@ -315,7 +340,7 @@ def test_a_wrong_replay_is_blamed_on_what_makes_it_right(
     assert ("a pattern of the keys" in found.hint) is not says_it_all
     assert headline in found.headline
     assert found.hint.startswith(hint) or hint in found.hint
-    assert ("exact" in questions) is (step is PADDED)
+    assert ("exact" in questions) is (step.bs < step.bucket)
     in_graph = answers.get("eager", "right") == "right"
     by_itself = check == "buckets-independent"
     assert nothing_attended.get("attended") == (None if by_itself else in_graph)
@@ -363,6 +388,8 @@ FINITE = "with zeros instead of NaN in unowned slots the result is finite"
         (FULL, {"zeros": None}, "finite", ""),
         (STORED, {"stored": "right"}, "finite", "with save_kv_cache=False k and v hold NaN"),
         (STORED, {"stored": "wrong", "zeros": "right"}, "reads-own-kv", "with zeros"),
+        (STORED, {"stored": "wrong", "zeros": "nan"}, "finite", "with save_kv_cache=False k and v hold NaN"),
+        (STORED, {"stored": "nan", "zeros": "nan"}, "finite", ""),
         (FULL, {"stored": "right", "zeros": "nan"}, "finite", ""),
     ],
 )

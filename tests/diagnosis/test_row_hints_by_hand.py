@@ -14,8 +14,9 @@ from attn_testkit.diagnosis.hints import batch, heads, keys, rows
 from attn_testkit.diagnosis.misrouted_rows import MisroutedRow
 
 
-def request(new: int = 1, prefix: int = 9, topk: int = 0) -> Any:
-    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None, shared=0)
+def request(new: int = 1, prefix: int = 9, topk: int = 0, first_page: int = 1) -> Any:
+    slots = torch.arange(new + prefix) + 4 * first_page
+    return Of(new=new, prefix=prefix, tree=Of(topk=topk) if topk else None, draft=None, shared=0, slots=slots)
 
 
 def case(**fields: Any) -> Any:
@@ -35,7 +36,9 @@ def case(**fields: Any) -> Any:
 
 def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None = None, **fields: Any) -> Any:  # noqa: B006
     requests = requests or [request(prefix=n - 1) for n in lens]
-    step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests))
+    schedule = fields.pop("schedule", Of(case=case()))
+    data = getattr(schedule.case, "data", "gauss")
+    step = Of(requests=requests, bs=len(requests), tokens=sum(r.new for r in requests), data=data)
     values = {
         "step": step,
         "lens": lens,
@@ -45,7 +48,7 @@ def evidence(lens: list[int], wrong: list[int] = [], requests: list[Any] | None 
         "in_graph": False,
         "of_capture": None,
         "misrouted": (),
-        "schedule": Of(case=case()),
+        "schedule": schedule,
         "attended": None,
         "before": None,
         "reads_foreign": False,
@@ -643,6 +646,19 @@ def test_where_the_weight_went(elsewhere: dict[str, float], used: Any, text: str
     found.misrouted = (mine(0, 0, 1, 0),)
     assert keys.elsewhere(found) == ""
     assert keys.elsewhere(evidence([5])) == ""
+
+
+@pytest.mark.parametrize(
+    ("first_page", "used", "size", "said"),
+    [(2, (), 4, True), (3, (), 4, False), (2, (0,), 4, False), (0, (), 1, False), (0, (), 16, True)],
+)
+def test_page_ids_may_be_taken_for_slots_if_all_are_slots_of_page_0(
+    first_page: int, used: Any, size: int, said: bool
+) -> None:
+    requests, schedule = [request(prefix=4, first_page=first_page)], Of(case=case(page_size=size))
+    found = of_keys(attended(used, range(5), elsewhere={"page0": 1.0}), requests, schedule=schedule)
+    assert keys.elsewhere(found).startswith("page 0 is read")
+    assert (f"a page id that is not multiplied by page_size ({size})" in keys.elsewhere(found)) is said
 
 
 def test_a_mask_that_comes_too_late() -> None:

@@ -20,6 +20,10 @@ CASES = [
     WINDOWED.format("bf16", "").replace("by8x4d32.8x2d64", "by4x2d32.8x4d64"),
     WINDOWED.format("bf16", "").replace("by8x4d32.8x2d64", "by8x2d64.4x1d32").replace("gqa2x4", "gqa4x2"),
 ]
+SOME_SINKS = [
+    WINDOWED.format("bf16", "").replace("from5by", "from5variedby") + seed for seed in ("", "-s1", "-s2", "-s3", "-s4")
+]
+"""Sinks in some of three layers only."""
 
 
 def answer(case: str) -> Expected:
@@ -27,7 +31,13 @@ def answer(case: str) -> Expected:
     return expect(schedule, schedule.steps[0])
 
 
-@pytest.mark.parametrize("case", CASES)
+def test_sinks_are_in_one_layer_or_two_of_three_and_in_the_first_of_some_cases_only() -> None:
+    have = [[layer.sinks is not None for layer in make_layers(parse_case(case))] for case in SOME_SINKS]
+    assert {sum(each) for each in have} == {1, 2}
+    assert {each[0] for each in have} == {True, False}
+
+
+@pytest.mark.parametrize("case", [*CASES, *SOME_SINKS])
 def test_each_layer_is_attention_with_its_own_heads_dim_and_scale_and_zeros_beside_it(case: str) -> None:
     found, maps = answer(case), parse_case(case).head_maps
     data = found.data
@@ -44,9 +54,11 @@ def test_each_layer_is_attention_with_its_own_heads_dim_and_scale_and_zeros_besi
                 logits = keys[request, seen, kv_head] @ queries[row, head] * layer.scaling
                 if layer.logit_cap:
                     logits = layer.logit_cap * torch.tanh(logits / layer.logit_cap)
-                assert layer.sinks is not None
-                with_sink = torch.cat([logits, layer.sinks[head : head + 1].double()])
-                want = torch.softmax(with_sink, 0)[:-1] @ values[request, seen, kv_head]
+                if layer.sinks is None:
+                    weights = torch.softmax(logits, 0)
+                else:
+                    weights = torch.softmax(torch.cat([logits, layer.sinks[head : head + 1].double()]), 0)[:-1]
+                want = weights @ values[request, seen, kv_head]
                 assert torch.allclose(own[row, head], want, rtol=1e-9, atol=1e-12)
 
 

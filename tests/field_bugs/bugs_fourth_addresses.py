@@ -146,7 +146,7 @@ class NarrowOffset(Known):
 @bug(
     "tpu-inference #3167",
     "extend-gqa3x2-d128-bf16-p64-k3.17-n5a4.5-shuffled-peaked-sink-b2prod",
-    of_a_tier="extend-gqa3x2-d128-bf16-p64-k3.133.33.17-n33a64.1.65.1-chunks3-shuffled-peaked-sink-b7prod",
+    of_a_tier="extend-gqa3x2-d64-bf16-p1-k7x2-n6a11.1-interleaved-one_hot-sink-b3prod",
 )
 class GroupPaddedSinks(Known):
     """Query heads are packed in groups of a power of two, sinks are not."""

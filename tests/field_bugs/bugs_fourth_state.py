@@ -91,7 +91,7 @@ class PlannedBeforePadding(Known):
 
 @bug(
     "vllm-ascend #15707",
-    "extend-gqa2x2-d128-bf16-p1-k32.128.64.16-n4a1x3.11-chunks3-reversed-peaked-b5stale",
+    "extend-gqa2x2-d64-bf16-p1-k1.2.5.9.14.2.30-n4a19.1.2.1x4-chunks3-contiguous-mean-b7prod",
     execution="graph",
 )
 class UniformByTotal(Known):

@@ -140,7 +140,7 @@ class VerifyLengthIsPrefix(Tiled):
         return seen & (index < (rows.position - rows.place)[:, None])
 
 
-@bug("vllm-xpu-kernels #168", "decode-gqa2x2-d64-bf16-p16-k32.128.64.16-reversed-mean-w4-b4prod")
+@bug("vllm-xpu-kernels #168", "decode-gqa2x2-d64-bf16-p1-k32.128.64.16-shuffled-negative-w11-b5stale")
 class WindowBlocksCountedFromItsLength(Tiled):
     """Blocks are counted from the window's length, not where it begins: the last one is dropped if it straddles."""
 

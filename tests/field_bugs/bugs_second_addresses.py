@@ -278,7 +278,12 @@ class RowBufferOneShort(Tiled):
             self.kept[batch.req_pool_indices[:bs].long()] = batch.seq_lens[:bs]
 
 
-@bug("vLLM #45844", "extend-gqa2x2-d64-bf16-p16-k7x2-n9a16.1-reversed-gauss-b2prod", "finite", execution="graph")
+@bug(
+    "vLLM #45844",
+    "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a8.1.9-chunks3-interleaved-negative-b3prod",
+    "finite",
+    execution="graph",
+)
 class ScratchOfOutputWidth(Tiled):
     """Scratch for partial sums is counted in bytes of the output, and they are floats: full steps reach statistics."""
 

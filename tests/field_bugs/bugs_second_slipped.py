@@ -79,7 +79,7 @@ class NaNAtSixteenPages(Tiled):
         return out.masked_fill(hit[:, None, None], torch.nan)
 
 
-@bug("sglang #23498", "extend-gqa2x2-d64-bf16-p16-k21-n1a1-interleaved-negative-b4prod", "completes")
+@bug("sglang #23498", "extend-gqa2x2-d64-bf16-p1-k0.1.8-n6a8.1.9-chunks3-interleaved-negative-b3prod", "completes")
 class ViewOfStridedRows(Tiled):
     """The cache writer flattens rows by ``view``."""
 

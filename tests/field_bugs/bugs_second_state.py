@@ -35,7 +35,7 @@ class FoldedHeadsReturnNothing(Tiled):
 
 @bug(
     "vLLM #47766",
-    "extend-gqa2x2-d64-bf16-p1-k7x2-n41a17.64-chunks3-shuffled-negative-w11one-b2prod",
+    "extend-gqa2x2-d64-bf16-p16-k1-n9a9-chunks3-contiguous-gauss-w7one-b1prod",
     "steps-independent",
 )
 class PlanKeptByClampedLengths(Tiled):

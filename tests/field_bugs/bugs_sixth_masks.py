@@ -20,7 +20,7 @@ _EXTENDS = Varlen.capabilities.with_changes(
 
 @bug(
     "vllm-ascend #3277",
-    "extend-gqa7x2-d128-bf16-p16-k21-n15a15-chunks3-interleaved-rising_logits-kvfp8e4m3-cap1.5-b4stale",
+    "extend-mha2-d128-bf16-p64-k3.133.33.17-n18a1x3.67-chunks3-contiguous-gauss-kvfp8e4m3-sink-b7prod",
 )
 class SeqLensOfDecodes(Varlen):
     """Where decodes stand before prompts, lengths are cut to those of the decodes, and prompts read them too."""
@@ -51,7 +51,7 @@ class KvLensAreQLens(Varlen):
         return cu.diff()
 
 
-@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p64-k32.128.64.16-n3a2.3.1.4-chunks3-shared-rising_logits-b5nan")
+@bug("TensorRT-LLM #12161", "extend-mla16-d512r64-bf16-p1-k32.128.64.16-n3a2.3.1.4-chunks3-shared-one_hot-b4prod")
 class PlanOfWholeBatch(Latent):
     """Requests of one row look up their tiles in a schedule of all requests, by their place among those of one row."""
 

@@ -131,7 +131,9 @@ class GroupOfFour(Tiled):
         return torch.where((head < 4)[None, :, None], out, torch.empty_like(out))
 
 
-@bug("mlc-llm #1889", "extend-mha2-d80-bf16-p1-k13-n7a7-chunks3-contiguous-one_hot-b2stale", "output-written")
+@bug(
+    "mlc-llm #1889", "extend-gqa4x2-d80-bf16-p16-k1100x2-n96a96x2-shuffled-gauss-layers1from0-b2prod", "output-written"
+)
 class PrefillTilesOf32(Tiled):
     """Prefill walks the head dim in whole tiles of 32: of 80, the last 16 are left out."""
 

@@ -56,6 +56,33 @@ def test_each_case_run_is_a_test_of_its_own_with_a_stable_id(own, workers):
         assert f"test_conformance[{execution}-decode-wrong-k1]" in text
 
 
+NOTES_PLANS = """
+real = judge_process.JudgeProcess.plan
+def plan(judge, request):
+    with open("planned", "a") as file:
+        file.write(f"{request.seed}\\n")
+    return real(judge, request)
+judge_process.JudgeProcess.plan = plan
+"""
+
+
+def test_workers_of_xdist_plan_a_request_once_for_all_of_them(own, pytester):
+    with (pytester.path / "conftest.py").open("a") as file:
+        file.write(NOTES_PLANS)
+    pytester.makepyfile(
+        test_other="""
+        import attn_testkit
+
+        @attn_testkit.conformance_cases('fake:ok,ok', seed=7)
+        def test_conformance(attn_case):
+            attn_case()
+        """
+    )
+    found = own("'fake:ok,ok'", "-n3")
+    found.assert_outcomes(passed=16, skipped=2)
+    assert sorted((pytester.path / "planned").read_text().split()) == ["0", "7"]
+
+
 @XDIST
 def test_a_failure_is_the_text_that_the_command_line_prints_and_no_traceback(own, workers):
     found = own("'fake:wrong', modes=['decode'], executions=['graph']", *workers)

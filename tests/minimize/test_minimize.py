@@ -49,13 +49,15 @@ COMMAND = (sys.executable, "-m", "attn_testkit", "minimize", "--device", "cpu")
         ),
         (
             PADDED_ROWS,
-            "draft-extend-gqa2x2-d128-fp16-p16-k300.70.12-n6a6x3-shuffled-peaked-kvfp8e4m3-b6nan",
+            "draft-extend-gqa3x2-d128-fp16-p4-k7x2-n4a1.3-interleaved-rising_logits-w4000-cap1.5-sink-layers3from0varied"
+            "-b5nan",
             "padding-inert",
             ["rows"],
         ),
         (
             WINDOW,
-            "decode-mqa4-d256-bf16-p128-k300.70.12-shuffled-negative-kvfp8e4m3-w4-cap1.5-b4stale",
+            "decode-mla2-d32r64-bf16-p128-k1.2.5.9.14.2.30-contiguous-gauss-kvfp8e4m3-w4-cap1.5-sink-layers3from0varied"
+            "-b10stale",
             "matches-oracle",
             ["window"],
         ),
@@ -72,7 +74,7 @@ def test_a_failing_case_of_core_ends_with_two_dimensions_or_fewer(
 
 
 def test_the_command_in_a_process_of_its_own_ends_with_two_dimensions_or_fewer() -> None:
-    case = "decode-mla2-d128r32-fp32-p128-k0.1.128-shared-mean-kvfp8e4m3-cap1.5-b6stale"
+    case = "decode-mha2-d32-bf16-p128-k300.70.12-shuffled-peaked-w4-sink-b3prod"
     assert case in {each.id for each in core_of(LAST_PAGE, case)}
     done = subprocess.run(
         [*COMMAND, "--backend", LAST_PAGE, case],

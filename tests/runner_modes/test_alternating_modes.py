@@ -11,6 +11,7 @@ from attn_testkit.runner_modes.clock import Clock
 from attn_testkit.runner_modes.eager import eager_by_turns
 from attn_testkit.runner_modes.graphs import in_graphs, last_live, run_graphs
 from attn_testkit.runner_modes.harness import ServerHarness
+from attn_testkit.runner_modes.options import RunOptions
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.co_residents import declared_co_residents
@@ -55,7 +56,8 @@ def record(declared: Capabilities) -> tuple[list[str], list[str]]:
     """(plans, labels of what was observed) of a graph drive."""
     found = schedules(declared)
     harness = ServerHarness(Plans, found, torch.device("cuda"), declared=declared)
-    run = run_graphs(harness, found, Clock())
+    # With options it is not evaluated, and repeats no step to measure memory.
+    run = run_graphs(harness, found, Clock(), RunOptions())
     assert isinstance(harness.backend, Plans)
     return harness.backend.plans, [observed.label for _, observed in run.observed]
 

@@ -46,6 +46,8 @@ class Spy(MinimalBackend):
         super().__init__(context)
         self.kept: list[tuple[str, int, list[torch.Tensor]]] = []
         self.views: list[Any] = []
+        self.rows: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Lengths and positions at each replay: a view shows what a later replay wrote there."""
 
     def note(self, hook: str, batch: ForwardBatch) -> None:
         assert isinstance(batch.spec_info, DraftDecodeInput)
@@ -65,6 +67,7 @@ class Spy(MinimalBackend):
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         if not in_capture:
             self.views.append(batch)
+            self.rows.append((batch.seq_lens.clone(), batch.positions.clone()))
 
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         self.note("in graph", batch)
@@ -162,12 +165,12 @@ def test_a_replay_view_is_what_the_contract_writes_down() -> None:
 def test_padded_requests_have_slot_0_in_every_forward() -> None:
     server, spy, schedule = harness()
     run_graphs(server, [schedule], Clock(), REPLAYS_ONLY)
-    padded = [(step, view) for step, view in zip(schedule.steps, spy.views, strict=True) if step.bs < step.bucket]
-    assert {step.padding for step, _ in padded} == {"prod", "nan", "stale"}
-    for step, view in padded:
-        assert view.seq_lens[step.bs :].tolist() == [1] * (step.bucket - step.bs)
+    padded = [(step, *rows) for step, rows in zip(schedule.steps, spy.rows, strict=True) if step.bs < step.bucket]
+    assert {step.padding for step, *_ in padded} == {"prod", "nan", "stale"}
+    for step, lens, positions in padded:
+        assert lens[step.bs :].tolist() == [1] * (step.bucket - step.bs)
         if step.padding != "stale":
-            assert view.positions[2 * step.bs :].tolist() == [0] * 2 * (step.bucket - step.bs)
+            assert positions[2 * step.bs :].tolist() == [0] * 2 * (step.bucket - step.bs)
 
 
 def test_the_context_says_how_many_branches_and_steps_and_tokens_of_one_forward() -> None:

@@ -11,7 +11,7 @@ from in_process import check_backend
 
 from attn_testkit import Results
 from attn_testkit.checks import CHECKS
-from attn_testkit.diagnosis import root_cause
+from attn_testkit.diagnosis import capture_values, root_cause
 from attn_testkit.reports.grouping import RESTATES_THE_CHECK, group_failures, without_numbers
 from attn_testkit.reports.record import Record, read_report, schema
 from attn_testkit.reports.render import html_page
@@ -87,6 +87,7 @@ def test_one_bug_is_one_or_two_causes_however_many_case_runs_it_breaks(off_by_on
 
 def test_what_restates_a_check_is_what_diagnosis_says():
     """A sentence that diagnosis words anew would be taken for a cause, and all failures of a check would have one."""
-    said = " ".join(Path(root_cause.__file__).read_text().split()).replace('" "', "").replace("{least}", "3")
+    sources = "".join(Path(module.__file__).read_text() for module in (root_cause, capture_values))
+    said = " ".join(sources.split()).replace('" "', "").replace("{least}", "3")
     for words in RESTATES_THE_CHECK:
         assert words in without_numbers(said), words

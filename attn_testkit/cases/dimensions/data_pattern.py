@@ -5,7 +5,7 @@ from __future__ import annotations
 from ..state import STATE_DATA
 from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
 
-__all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA"]
+__all__ = ["CODES", "DATA", "DATA_PATTERN", "EQUAL_LOGITS", "EXTREME_DATA", "REVEALING"]
 
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "one_hot", "rising_logits")
 """Patterns of any case."""
@@ -23,6 +23,9 @@ CODES = "plus_minus_one"
 """Pattern of the cases that count keys: see ``catalogue/code_cases.py``."""
 EQUAL_LOGITS = ("mean", "negative")
 """Patterns that show no error of a query or a key: their cases cover nothing that is declared."""
+REVEALING = ("gauss", "shifted", "one_hot")
+"""Each shows every wrong key, position and head, and no kernel finds it hard: replays have them in turn, and a pattern
+of large logits only where a case names it."""
 _COMBINED = ("gauss", "shifted", "peaked", "one_hot")
 """Each shows a wrong key, position or head."""
 _ALL = (*DATA, *EXTREME_DATA, CODES, *STATE_DATA)
@@ -32,7 +35,11 @@ DATA_PATTERN = Dimension(
     fields=("data",),
     words=(listed_word(_ALL, "data"),),
     describe=lambda case: {"data": case.data},
-    values=Columns(lambda declared, mode, tier: {"data": list(DATA)}, order={"data": 7}),
+    values=Columns(
+        lambda declared, mode, tier: {"data": list(DATA)},
+        order={"data": 7},
+        inside={"data": ("page_size", "dtype", "kv_dtype", "layout")},
+    ),
     combined=Combined(
         2,
         lambda declared, case: {"data": list(_COMBINED)},

@@ -153,6 +153,9 @@ class Columns:
     order: Mapping[str, int] = field(default_factory=dict)
     """Name of a column -> its place. Columns are in the order in which they were added, since in another order the
     array has other rows. New columns come behind those with a place, and need none."""
+    inside: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a column of whose values an instance has several, in its layers or its replays -> the columns with which
+    it is paired all the same: the case's own batch, which runs first, meets all of their values."""
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ...contract import BackendContext, Capabilities, HeadShape, KVGroup
+from ...contract import BackendContext, Capabilities, ForwardMode, HeadShape, KVGroup
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes
-from ..layers import LAYERS_WORD, PERIOD, SETTINGS, Layers
+from ..layers import LAYERS_WORD, PERIOD, SETTINGS, TURNS, Layers
 from .dimension import (
     Asked,
     Bound,
+    Columns,
     Combined,
     Dimension,
     Draws,
@@ -26,7 +27,11 @@ from .dimension import (
     option,
     seldom,
 )
+from .logit_cap import capped
+from .numbers import nearer_numbers
 from .outside import pool_like
+from .sinks import sinking
+from .window import windows_of
 
 __all__ = ["LAYERS", "fields_with_shapes"]
 
@@ -50,22 +55,43 @@ def fields_with_shapes(layers: Layers, shapes: tuple[HeadShape, HeadShape]) -> C
 def _read(match: re.Match[str], so_far: Changes) -> Changes:
     return {
         "layers": Layers(
-            int(match[1]), int(match[2]), match[3] == "groups", read_shapes((match[4], match[5])), match[3] == "hybrid"
+            int(match[1]),
+            int(match[2]),
+            match[3] == "groups",
+            read_shapes((match[5], match[6])),
+            hybrid=match[3] == "hybrid",
+            varied=bool(match[4]),
         )
     }
 
 
 def _nearer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     count, first = case.layers.count, case.layers.first
+    if case.layers.varied:
+        yield from _alone(case)
     alone = Layers(count, first)
     one_thing = (replace(alone, groups=case.layers.groups), replace(alone, shapes=case.layers.shapes))
-    for layers in (alone, *one_thing, replace(case.layers, first=0), replace(case.layers, count=2)):
+    fewer = [replace(case.layers, count=near) for near in (PERIOD, *nearer_numbers(count, PERIOD))]
+    for layers in (alone, *one_thing, replace(case.layers, first=0), *fewer):
         yield {"layers": layers}
+
+
+def _alone(case: Fields) -> Iterator[Changes]:
+    """Each layer by itself, with its id and the options that it has among the others."""
+    options = zip(windows_of(case), capped(case), sinking(case), strict=True)
+    for place, (window, has_cap, has_sinks) in enumerate(options):
+        yield {
+            "layers": Layers(1, case.layers.first + place),
+            "window": window,
+            "layer_windows": case.layer_windows if window >= 0 else "any",
+            "logit_cap": case.logit_cap * has_cap,
+            "sinks": case.sinks and has_sinks,
+        }
 
 
 def _size(case: Fields, minimal: Fields) -> Size:
     layers = case.layers
-    return (bool(layers.shapes) + layers.groups, abs(layers.count - minimal.layers.count), layers.first)
+    return (bool(layers.shapes) + layers.groups + layers.varied, abs(layers.count - minimal.layers.count), layers.first)
 
 
 def _kinds(case: Fields) -> str:
@@ -107,6 +133,15 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
     return "a layer of other heads than the first", replace(context, layers=layers, kv_pool=pool)
 
 
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    """Options in every second layer, or another combination of them in each: in core, whose array does not pair
+    options."""
+    windows = mode in declared.windows.modes and declared.windows.layers != "same"
+    if tier != "core" or not (windows or declared.logit_cap or declared.sinks):
+        return {}
+    return {"layers": [Layers(), Layers(3, varied=True)]}
+
+
 def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
     groups = [Layers(PERIOD, groups=True)] * (declared.kv_groups and not case.draft)
     return {"layers": seldom([Layers(PERIOD, 5), *groups])}
@@ -114,7 +149,7 @@ def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[A
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     """The simplest are two layers from 0, in one KV group."""
-    counts = sorted(range(1, len(SETTINGS) + 1), key=lambda count: abs(count - Layers().count))
+    counts = sorted(range(1, TURNS + 1), key=lambda count: abs(count - Layers().count))
     count, first = draws.one_of(counts), draws.number(0, _MOST_FIRST)
     groups = declared.kv_groups and not so_far["rows"].mode.is_draft_decode() and draws.one_of([False, True])
     layers = Layers(count, first, groups and count >= PERIOD)
@@ -133,9 +168,9 @@ LAYERS = Dimension(
             _read,
             lambda case: "" if case.layers == Layers() else str(case.layers),
             bounds=(
-                Bound("number of layers", 1, 3),
+                Bound("number of layers", 1, len(SETTINGS)),
                 Bound("id of the first layer", 0, 1 << 20, 2),
-                *(Bound("heads and head dim of a layer", 1, 4096, group, 3, between="[xd]") for group in (4, 5)),
+                *(Bound("heads and head dim of a layer", 1, 4096, group, 3, between="[xd]") for group in (5, 6)),
             ),
         ),
     ),
@@ -151,7 +186,7 @@ LAYERS = Dimension(
         _to_combine,
         lambda declared, case, drawn, so_far: {"layers": drawn.get("layers", case.layers)},
     ),
-    values=Without("catalogue/layer_cases.py makes its cases, and catalogue/randomly_combined.py combines them."),
+    values=Columns(_columns, order={"layers": 20}),
     covered=(
         option(
             "KV groups",

@@ -9,13 +9,13 @@ from ..fields import Changes, Fields
 from .dimension import Bound, Columns, Combined, Dimension, Row, Simpler, Without, Word, no_capability
 from .numbers import MOST_REQUESTS, listed, nearer_numbers, numbers_word, read_numbers
 
-__all__ = ["KEYS"]
+__all__ = ["KEYS", "PATTERNS"]
 
 _MOST_REQUESTS = 5
 _MOST_PREFIX = 400
 """Tokens of a random case; catalogues try the long ones, and there a case is to be quick."""
 
-_PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
+PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "edges": lambda page, width: (page - 1, page, page + 1),
     "zero": lambda page, width: (0, 1, page),
     "ragged": lambda page, width: (3, 2 * page + 5, page // 2 + 1, 17),
@@ -31,7 +31,7 @@ _PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     width = row["draft"].steps if "draft" in row else len(row.get("tree", ())) or row.get("width", 1)
-    return {"prefixes": _PATTERNS[row["prefixes"]](max(so_far["page_size"], 8), width)}
+    return {"prefixes": PATTERNS[row["prefixes"]](max(so_far["page_size"], 8), width)}
 
 
 def _batches(case: Fields) -> dict[str, tuple[int, ...]]:
@@ -83,7 +83,12 @@ KEYS = Dimension(
         ),
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
-    values=Columns(lambda declared, mode, tier: {"prefixes": list(_PATTERNS)}, _of_row, {"prefixes": 5}),
+    values=Columns(
+        lambda declared, mode, tier: {"prefixes": list(PATTERNS)},
+        _of_row,
+        {"prefixes": 5},
+        {"prefixes": ("page_size", "slack", "layout")},
+    ),
     combined=Combined(0, lambda declared, case: {"batch": list(_batches(case))}, _of_batch),
     simpler=Simpler(
         value=lambda case: ".".join(map(str, case.prefixes)),

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
-from ..layers import PERIOD
+from ..layers import CAPPED, PERIOD, varies
 from .dimension import Asked, Bound, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
-__all__ = ["LOGIT_CAP"]
+__all__ = ["LOGIT_CAP", "capped"]
 
 _CAPS = (0.0, 1.5)
 """None, and one of the size of the logits that the data give."""
@@ -23,10 +23,25 @@ def _undeclared_cap(declared: Capabilities, context: BackendContext) -> tuple[st
 
 
 def _caps(case: Fields) -> Sequence[Changes]:
-    caps = [0.0] * PERIOD
-    if case.logit_cap:
-        caps[case.derived("capped-layer")] = case.logit_cap
-    return [{"logit_cap": caps[place % PERIOD]} for place in range(case.layers.count)]
+    return [{"logit_cap": case.logit_cap * has} for has in capped(case)]
+
+
+def capped(case: Fields) -> list[bool]:
+    """Layer by layer: true if it has the cap of a case that has one."""
+    layers = range(case.layers.count)
+    if not case.logit_cap or case.layers.count == 1:
+        return [True for _ in layers]
+    if case.layers.varied:
+        return [turn in CAPPED for turn in case.layers.turns_from(case.derived("richest-layer"))]
+    return [place % PERIOD == case.derived("capped-layer") for place in layers]
+
+
+def _phrase(case: Fields) -> str:
+    if not case.logit_cap:
+        return ""
+    layers = case.layers
+    having = ", ".join(layers.name(place) for place, has in enumerate(capped(case)) if has)
+    return f"{case.logit_cap:g}, in {having if layers.varied else layers.turns}"
 
 
 LOGIT_CAP = Dimension(
@@ -40,12 +55,14 @@ LOGIT_CAP = Dimension(
             bounds=(Bound("soft cap", 0, 999_999, 2), Bound("fraction of the soft cap", 0, 999_999, 3)),
         ),
     ),
-    describe=lambda case: {"logit_cap": f"{case.logit_cap:g}, in {case.layers.turns}" if case.logit_cap else ""},
+    describe=lambda case: {"logit_cap": _phrase(case)},
     declared=(Asked(lambda case: "soft cap", lambda declared, case: declared.logit_cap or not case.logit_cap),),
     fit=Without("Cases are made of declared options."),
     values=Columns(
         lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
-        order={"logit_cap": 9},
+        lambda declared, row, so_far: {"logit_cap": _CAPS[declared.logit_cap]} if varies(row) else {},
+        {"logit_cap": 9},
+        {"logit_cap": ()},
     ),
     combined=Kept(("logit_cap",)),
     covered=(option("soft cap", lambda declared, mode: declared.logit_cap, lambda case: case.logit_cap > 0),),

@@ -18,6 +18,7 @@ PADDING = Dimension(
         lambda declared, mode, tier: {"padding": list(PADDINGS)},
         lambda declared, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
         {"padding": 12},
+        {"padding": ()},
     ),
     combined=Combined(
         4,

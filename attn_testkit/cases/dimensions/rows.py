@@ -318,7 +318,12 @@ ROWS = Dimension(
         ),
     ),
     fit=Without("Cases are made of no more rows than are declared."),
-    values=Columns(_columns, _of_row, {"new_tokens": 13, "draft": 14, "tree": 15, "width": 16, "accepted": 17}),
+    values=Columns(
+        _columns,
+        _of_row,
+        {"new_tokens": 13, "draft": 14, "tree": 15, "width": 16, "accepted": 17},
+        {"new_tokens": ("page_size",)},
+    ),
     combined=Combined(9, _to_combine, _combined),
     covered=(
         Covered(

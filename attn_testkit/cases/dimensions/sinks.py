@@ -11,7 +11,7 @@ import torch
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
-from ..layers import SETTINGS
+from ..layers import SETTINGS, SINKING, varies
 from ..normals import normals
 from .dimension import (
     Asked,
@@ -25,7 +25,7 @@ from .dimension import (
     option,
 )
 
-__all__ = ["SINKS"]
+__all__ = ["SINKS", "sinking"]
 
 
 def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -42,23 +42,40 @@ def _sinks(case: Fields) -> Sequence[Changes]:
     if not case.sinks:
         return [{}] * case.layers.count
     rng, found = np.random.default_rng(case.digest ^ 0x51), []
-    for shape, own in zip(case.layer_shapes, SETTINGS, strict=False):
+    for has, shape, own in zip(sinking(case), case.layer_shapes, SETTINGS, strict=False):
         sinks = normals((shape.num_qo_heads,), rng) * 1.5 + own.sink
         # Some heads of a long request must feel their sink too.
         sinks[::2] += math.log(1 + max(case.prefixes))
-        found.append({"sinks": sinks})
+        found.append({"sinks": sinks} if has else {})
     return found
+
+
+def sinking(case: Fields) -> list[bool]:
+    """Layer by layer: true if it has sinks in a case that has them."""
+    if not case.sinks or not case.layers.varied:
+        return [True] * case.layers.count
+    return [turn in SINKING for turn in case.layers.turns_from(case.derived("richest-layer"))]
+
+
+def _phrase(case: Fields) -> str:
+    if not case.sinks:
+        return ""
+    having = ", ".join(case.layers.name(place) for place, has in enumerate(sinking(case)) if has)
+    return "one more logit for each query head" + (f", in {having or 'no layer'}" if case.layers.varied else "")
 
 
 SINKS = Dimension(
     name="sinks",
     fields=("sinks",),
     words=(flag_word("sink", "sinks"),),
-    describe=lambda case: {"sinks": "one more logit for each query head" if case.sinks else ""},
+    describe=lambda case: {"sinks": _phrase(case)},
     declared=(Asked(lambda case: "sinks", lambda declared, case: declared.sinks or not case.sinks),),
     fit=Without("Cases are made of declared options."),
     values=Columns(
-        lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]}, order={"sinks": 10}
+        lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]},
+        lambda declared, row, so_far: {"sinks": declared.sinks} if varies(row) else {},
+        {"sinks": 10},
+        {"sinks": ()},
     ),
     combined=Kept(("sinks",)),
     covered=(option("sinks", lambda declared, mode: declared.sinks, lambda case: case.sinks),),

@@ -15,7 +15,9 @@ SLOT_ORDER = Dimension(
     fields=("layout",),
     words=(listed_word(LAYOUTS, "layout"),),
     describe=lambda case: {"layout": case.layout},
-    values=Columns(lambda declared, mode, tier: {"layout": list(LAYOUTS)}, order={"layout": 6}),
+    values=Columns(
+        lambda declared, mode, tier: {"layout": list(LAYOUTS)}, order={"layout": 6}, inside={"layout": ("page_size",)}
+    ),
     combined=Combined(
         1,
         lambda declared, case: {"layout": list(LAYOUTS)},

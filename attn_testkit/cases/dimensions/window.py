@@ -7,13 +7,13 @@ from dataclasses import replace
 
 from ...contract import LAYER_WINDOWS, BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
-from ..layers import PERIOD
+from ..layers import PERIOD, varies
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_number, option
 from .numbers import nearer_numbers
 from .outside import with_layers
 from .rows import keys_of
 
-__all__ = ["WINDOW", "branches"]
+__all__ = ["WINDOW", "branches", "windows_of"]
 
 _WINDOWS = (0, 4, 11, 46, 4000)
 """46: W + 1 keys end just below a multiple of 16, and W + the rows of a request lie beyond it."""
@@ -34,8 +34,10 @@ def _write(case: Fields) -> str:
 def _phrase(case: Fields) -> str:
     if case.window < 0:
         return ""
-    if case.layer_windows == "same":
+    if case.layer_windows == "same" or case.layers.count == 1:
         return f"{case.window} keys back, in all layers"
+    if case.layers.varied:
+        return f"{', '.join(str(w) if w >= 0 else 'none' for w in _varied(case))} keys back, layer by layer"
     turns = case.layers.turns
     return f"{case.window} keys back, in {turns}" + ("; the others have none" if case.layer_windows == "one" else "")
 
@@ -59,7 +61,13 @@ def _columns(declared: Capabilities, mode: ForwardMode) -> list[int]:
 
 
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
-    return {"window": -1} if branches(row.get("tree")) and not declared.windows.in_trees else {}
+    if branches(row.get("tree")) and not declared.windows.in_trees:
+        return {"window": -1}
+    # Every window but none: another layer has none.
+    windows = _columns(declared, so_far["rows"].mode)[1:]
+    if not varies(row) or row["window"] >= 0 or not windows:
+        return {}
+    return {"window": windows[so_far["prefixes"][0] % len(windows)]}
 
 
 def _windowed(case: Fields) -> bool:
@@ -110,13 +118,28 @@ def _two(declared: Capabilities, context: BackendContext) -> tuple[str, BackendC
     return f"layers with sliding windows {first} and {other}", replace(context, layers=tuple(by_turns))
 
 
+def _varied(case: Fields) -> list[int]:
+    """The window of each layer: the case's, none, and wider ones, in turn from some layer on."""
+    wider = [window for window in (*_WINDOWS, 2 * case.window + 3) if window > case.window]
+    windows = [case.window, -1, *(wider if case.layer_windows == "any" else [])]
+    return [windows[turn % len(windows)] for turn in case.layers.turns_from(case.derived("narrowest-layer"))]
+
+
 def _layers(case: Fields) -> Sequence[Changes]:
-    """Alternating layers. Either may be the one with the case's window; sometimes the other has a wider one."""
+    return [{"sliding_window_size": window} for window in windows_of(case)]
+
+
+def windows_of(case: Fields) -> list[int]:
+    """The window of each layer, -1 for none. Layers alternate where options do not vary: either may be the one with the
+    case's window, and sometimes the other has a wider one.
+    """
     windows = [case.window, case.window]
-    if case.window >= 0 and case.layer_windows != "same":
+    if case.window >= 0 and case.layer_windows != "same" and case.layers.varied:
+        return _varied(case)
+    if case.window >= 0 and case.layer_windows != "same" and case.layers.count > 1:
         wider = case.layer_windows == "any" and case.derived("other-window")
         windows[1 - case.derived("windowed-layer")] = 2 * case.window + 3 if wider else -1
-    return [{"sliding_window_size": windows[place % PERIOD]} for place in range(case.layers.count)]
+    return [windows[place % PERIOD] for place in range(case.layers.count)]
 
 
 WINDOW = Dimension(
@@ -139,7 +162,9 @@ WINDOW = Dimension(
         ),
     ),
     fit=_fit,
-    values=Columns(lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row, {"window": 8}),
+    values=Columns(
+        lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row, {"window": 8}, {"window": ()}
+    ),
     combined=Kept(("window",)),
     covered=(
         option("sliding window", lambda declared, mode: mode in declared.windows.modes, _windowed),

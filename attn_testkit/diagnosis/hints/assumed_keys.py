@@ -50,7 +50,7 @@ def without_windows(e: Evidence) -> Supposed:
 def _misrouted(e: Evidence) -> bool:
     """True if KV tokens of another request were attended to."""
     others = e.misrouted or (e.attended is not None and "others" in e.attended.elsewhere)
-    return bool(others) and e.schedule.case.data not in SAME_RESULTS and e.can_be_asked
+    return bool(others) and e.step.data not in SAME_RESULTS and e.can_be_asked
 
 
 @assumption(_misrouted, silences=("rows_of_others", "uneven_offsets", "later_requests", "elsewhere"))
@@ -103,7 +103,7 @@ def rows_counted_by_heads(e: Evidence) -> Iterator[Supposed]:
 def rows_of_a_later_tile(e: Evidence) -> Iterator[Supposed]:
     """Row i of a request sees what row i % n should: a tile of n rows counts from its own first one."""
     most = max((request.new for request in e.step.requests), default=1)
-    if e.schedule.case.data in SAME_RESULTS:
+    if e.step.data in SAME_RESULTS:
         return
     for tile in (1 << n for n in range((most - 1).bit_length())):
         what = "every row of a request sees what its first one" if tile == 1 else f"row i sees what row i % {tile}"

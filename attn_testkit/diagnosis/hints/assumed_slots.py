@@ -103,7 +103,7 @@ def other_dims(e: Evidence) -> Iterator[Supposed]:
 def other_query_heads(e: Evidence) -> str:
     """Each wrong head is right with the query of another head, the same one in every wrong row."""
     data, (heads, kv_heads) = e.expected.data, _heads(e)
-    if kv_heads == heads or heads > _MOST_HEADS or e.schedule.case.data in SAME_RESULTS:
+    if kv_heads == heads or heads > _MOST_HEADS or e.step.data in SAME_RESULTS:
         return ""
     if e.comparison.margin < SMALL_ERROR:
         # The other head's result may be that near by chance.

@@ -94,7 +94,7 @@ def _cut_off(e: Evidence) -> bool:
 
 
 def _of_data(e: Evidence) -> str:
-    data = e.schedule.case.data
+    data = e.step.data
     text = f"right with other numbers in q, k and v, and wrong with those of this case ({data})"
     return f"{text}: look at {', '.join(DATA_SUSPECTS[data])}" if data in DATA_SUSPECTS else text
 
@@ -174,7 +174,7 @@ def later_tiles(e: Evidence) -> str:
     if not most:
         return ""
     if _right_keys(e):
-        suspects = ", ".join(DATA_SUSPECTS.get(e.schedule.case.data, [RESCALING]))
+        suspects = ", ".join(DATA_SUSPECTS.get(e.step.data, [RESCALING]))
         return f"{known}: look at {suspects}, and at how splits are merged by their log-sum-exps"
     left_out = "later splits or tiles of keys that are left out, such as partial results that are not merged"
     data = e.expected.data

@@ -32,7 +32,7 @@ def heads_not_computed(e: Evidence) -> str:
 @hint(Level.SHOWN, silences=("some_heads", "one_row_each", "later_requests"))
 def results_of_other_heads(e: Evidence) -> str:
     """Every wrong head of a row that was written holds what another head of another row should."""
-    if e.misrouted or e.schedule.case.head_maps or e.schedule.case.data in SAME_RESULTS or e.reads_foreign:
+    if e.misrouted or e.schedule.case.head_maps or e.step.data in SAME_RESULTS or e.reads_foreign:
         return ""
     comparison, want, limit = e.comparison, e.expected.attention, e.expected.attention_limit
     places = (comparison.wrong.any(-1) & ~comparison.unwritten.any(-1)).nonzero().tolist()[:_MOST_PLACES]
@@ -106,7 +106,7 @@ def part_of_a_head(e: Evidence) -> str:
     """NaN or Inf next to numbers in one row of one head: no key or value that is read does that."""
     bad = ~e.comparison.finite
     # An overflow gives Inf and NaN, depending on the signs of the values.
-    large = e.schedule.case.data in ("peaked", "negative", "rising_logits")
+    large = e.step.data in ("peaked", "negative", "rising_logits")
     if not (bad.any(-1) & (~bad & e.comparison.exists).any(-1)).any() or e.reads_foreign or large:
         return ""
     return (
@@ -163,7 +163,7 @@ def some_dims(e: Evidence) -> str:
     """A range of dims is wrong, and the others are right. With one-hot values a dim is a key, so none is reported."""
     dims = [int(dim) for dim in e.comparison.wrong.flatten(0, 2).any(0).nonzero().flatten()]
     widths = {shape.head_dim - e.schedule.case.rope_dim for shape in e.wrong_shapes}
-    if len(widths) != 1 or e.schedule.case.data == "one_hot" or not dims or part_of_a_head(e):
+    if len(widths) != 1 or e.step.data == "one_hot" or not dims or part_of_a_head(e):
         return ""
     size = widths.pop()
     if len(dims) < 8:

@@ -186,9 +186,17 @@ def elsewhere(e: Evidence) -> str:
         "others": "KV tokens of other requests are read: probably a length too large, a wrong page or slot, or a "
         "stale table entry",
         "page0": "page 0 is read, which is reserved for padding: probably entries of the page table that were never "
-        "filled, or an id of 0",
+        f"filled, {_ids_taken_for_slots(e, attended)}or an id of 0",
         "unowned": "unowned slots are read: probably a wrong page or slot, or a stale tail of the page table",
     }[place]
+
+
+def _ids_taken_for_slots(e: Evidence, attended: AttendedKeys) -> str:
+    """A further suspect, where the request reads none of its own and each of its page ids is a slot of page 0."""
+    size = e.schedule.case.page_size
+    if attended.used & attended.wanted or int(e.step.requests[attended.request].slots.max()) // size >= size:
+        return ""
+    return f"a wrong page or slot, as of a page id that is not multiplied by page_size ({size}), "
 
 
 _ALL_OF_IT = 0.9

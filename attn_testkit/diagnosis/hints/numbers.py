@@ -55,9 +55,9 @@ def right_keys(e: Evidence) -> str:
         return ""
     case = e.schedule.case
     if not e.comparison.all_finite:
-        large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(case.data, DATA_SUSPECTS.get(case.data, [])))
+        large = not e.observed.replay and ", ".join(_NAN_SUSPECTS.get(e.step.data, DATA_SUSPECTS.get(e.step.data, [])))
         if large or _cannot_tell(e, attended):
-            what = "not finite where values" if case.data in LARGE_VALUES else "a NaN where logits"
+            what = "not finite where values" if e.step.data in LARGE_VALUES else "a NaN where logits"
             return f"{what} are large: look at {large}" if large else ""
     if not attended.normalised:
         if more := _counted_besides(attended):
@@ -79,15 +79,15 @@ def right_keys(e: Evidence) -> str:
             "1/16 of the right one"
         )
     few, free = e.comparison.margin, case.kv_dtype != "same" and e.schedule.matmul_dtype not in FP8_PRODUCTS
-    if few < SMALL_ERROR and case.data != "negative":
+    if few < SMALL_ERROR and e.step.data != "negative":
         fp8 = ", or q and weights rounded to FP8, which matmul_dtype must declare" if free else ""
         return (
             f"the right KV tokens, and an error of only {few:.2g} times the limit: probably precision, such as q, "
             f"logits, weights or partial sums rounded to the model's dtype{fp8}"
         )
     suspects = ["log-sum-exps of the KV splits, and their merge"] if case.kv_splits else []
-    suspects += [_rescaling(e)] if _rescaling(e) and case.data != "rising_logits" else []
-    suspects += DATA_SUSPECTS["rising_logits"] if case.data == "rising_logits" else []
+    suspects += [_rescaling(e)] if _rescaling(e) and e.step.data != "rising_logits" else []
+    suspects += DATA_SUSPECTS["rising_logits"] if e.step.data == "rising_logits" else []
     suspects += _strides(e)
     suspects += ["scale"]
     suspects += ["soft cap"] if case.logit_cap else []
@@ -97,7 +97,7 @@ def right_keys(e: Evidence) -> str:
     suspects += ["head mapping"] if case.heads.q_heads != case.heads.kv_heads else []
     suspects += ["the split of a row into latent and rope part"] if case.heads.layout.values_in_keys else []
     suspects += ["row order"] if e.step.tokens > e.step.bs else []
-    suspects += DATA_SUSPECTS.get(case.data, [])
+    suspects += DATA_SUSPECTS.get(e.step.data, [])
     unknown = len(attended.not_asked)
     if unknown > attended.length // 2:
         return (
@@ -191,7 +191,7 @@ def computed_nan(e: Evidence) -> str:
     """NaN is computed from a request's own KV tokens."""
     if not e.computes_nan or part_of_a_head(e):
         return ""
-    if e.attended is not None and e.attended.right and e.schedule.case.data in _LARGE_LOGITS:
+    if e.attended is not None and e.attended.right and e.step.data in _LARGE_LOGITS:
         return ""
     text = (
         "the NaN is computed, not read from foreign memory. Probably 0 / 0, or -inf minus -inf: a split, a tile or a "

@@ -116,9 +116,13 @@ def nothing_computed(e: Evidence) -> str:
             f"returns early{lone}"
         )
     if zero.all():
+        size = e.schedule.case.page_size
+        partial = (
+            f", or drops a last page that is not full: no request fills one of {size}" if max(e.lens) < size else ""
+        )
         return (
-            "nothing was computed, the output is all zeros, in every layer: a choice by head dim, page size, "
-            "dtype, group or rows may find no kernel for this case, or the kernel returns early or reads no KV"
+            "nothing was computed, the output is all zeros, in every layer: a choice by head dim, page size, dtype, "
+            f"group or rows may find no kernel for this case, or the kernel returns early or reads no KV{partial}"
         )
     if e.in_graph:
         return (

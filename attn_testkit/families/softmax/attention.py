@@ -234,8 +234,8 @@ def _softmax(
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     lse = top + total.log()
-    if sinks is None and selected:
-        # A row that selects no key has weights of 0, and not of 0 / 0.
+    if selected:
+        # A row that selects no key has weights of 0, and not of 0 / 0, in a layer without sinks.
         total = total.masked_fill_(total == 0, 1.0)
     return weights.div_(total), total, top, lse
 
@@ -290,10 +290,14 @@ def _norm(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _sinks(layers: Sequence[AttentionLayer], num_q_heads: int, kv_heads: int) -> torch.Tensor | None:
-    """[L, 1, Hk, G, 1, 1], or None. A layer with fewer heads has sinks of 0 behind its own."""
-    if layers[0].sinks is None:
+    """[L, 1, Hk, G, 1, 1], or None if no layer has sinks. A layer without them has -inf, a logit of no weight, and one
+    with fewer heads has sinks of 0 behind its own.
+    """
+    if all(layer.sinks is None for layer in layers):
         return None
-    found = [layer.sinks for layer in layers if layer.sinks is not None]
-    stacked = torch.stack([torch.nn.functional.pad(each, (0, num_q_heads - len(each))) for each in found])
-    stacked = stacked.double().cpu()
+    stacked = torch.full((len(layers), num_q_heads), -torch.inf, dtype=torch.float64)
+    for own, layer in zip(stacked, layers, strict=True):
+        if layer.sinks is not None:
+            own[: len(layer.sinks)] = layer.sinks.double().cpu()
+            own[len(layer.sinks) :] = 0.0
     return stacked.view(len(layers), 1, kv_heads, -1, 1, 1)

@@ -167,8 +167,10 @@ def run_case(
     record = RunRecord()
     make_room()
     compiled = compiled_regions_run()
+    # Eager runs and graphs take the two orders, so that a result which depends on the order shows.
+    in_graph = request.execution is Execution.GRAPH
     try:
-        with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
+        with environment.active(last_first=in_graph), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
             record = run(backend_class, drive, environment)
             record = replace(record, generated=_loop(backend_class, drive, request.execution, environment))
@@ -180,8 +182,9 @@ def run_case(
     except RunError as error:
         cause = error.__cause__
         assert cause is not None
-        if variant_of(case).pool_elements and out_of_memory(cause):
-            left = f"in addition to a KV pool of more than 2^31 elements: {first_line(cause)}"
+        big = "KV pool" if variant_of(case).pool_elements else "pool of states" if _has_many_states(case) else ""
+        if big and out_of_memory(cause):
+            left = f"in addition to a {big} of more than 2^31 elements: {first_line(cause)}"
             return RunRecord(not_here=f"{NO_ROOM}{left}")
         if full := filled_by_others(cause):
             return RunRecord(not_here=full)
@@ -232,6 +235,10 @@ _GIVEN_UP = (
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies
 it is right and slow, and takes all of it."""
+
+
+def _has_many_states(case: Case) -> bool:
+    return case.state is not None and case.state.big
 
 
 def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:
@@ -390,8 +397,9 @@ def rerun(
     drive = _CaseRun([schedule], declared)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
+        last_first = request.step is None and not request.options.programs_in_order
         with (
-            environment.active(request.fill, controlled=True),
+            environment.active(request.fill, controlled=True, last_first=last_first),
             launch_grids(request.options.most_programs) as grids,
             gradients_off(schedule.case),
         ):
