@@ -34,7 +34,7 @@ declare -A backends=(
     sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
     sglang_kernels:SparseMLAPacked
     vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo
-    sglang_dsv4:UnifiedDecode sglang_dsv4:UnifiedDecodeSplits sglang_dsv4:UnifiedPrefill sglang_states:DeltaRule"
+    sglang_dsv4:UnifiedDecode sglang_dsv4:UnifiedDecodeSplits sglang_dsv4:UnifiedPrefill sglang_states:DeltaRule fla_states:FLA"
 )
 declare -A known=(
   [sglang-0.5.23]=known_failures.toml
