@@ -37,6 +37,7 @@ __all__ = [
     "compiled_regions_run",
     "launch_grids",
     "missing_here",
+    "planned",
     "resolve",
     "scratch",
     "side_stream",
@@ -188,8 +189,10 @@ def resolve(name: str) -> Environment:
     match = re.fullmatch(r"auto|cpu|cuda(?::(\d+))?", name)
     if match is None:
         raise UsageError(f"unknown device {name!r}{did_you_mean(name, ('auto', 'cpu', 'cuda', 'cuda:0'))}")
+    if name == "cpu":
+        return Environment(emulated=True)  # a driver with several GPUs takes seconds to answer
     real = torch.cuda.is_available()
-    if name == "cpu" or (name == "auto" and not real):
+    if name == "auto" and not real:
         return Environment(emulated=True)
     if not real:
         raise UsageError(
@@ -200,6 +203,11 @@ def resolve(name: str) -> Environment:
     if index >= torch.cuda.device_count():
         raise UsageError(f"device {name!r} does not exist; there are {torch.cuda.device_count()} CUDA devices")
     return Environment(emulated=False, index=index)
+
+
+def planned(name: str, kind: str) -> Environment:
+    """Return the device that ``resolve(name)`` was when a plan was made, without a question to the driver."""
+    return Environment(kind == "emulated", 0 if kind == "emulated" else int(name.partition(":")[2] or 0))
 
 
 def missing_here(capabilities: Capabilities, environment: Environment, mode: ForwardMode | None = None) -> str:
@@ -217,7 +225,8 @@ def missing_here(capabilities: Capabilities, environment: Environment, mode: For
 
 
 def _device_missing(needs: Requires, environment: Environment) -> str:
-    sm, ranges = environment.sm, needs.sm_ranges
+    ranges = needs.sm_ranges
+    sm = None if ranges is None else environment.sm  # a question to the driver
     if sm is None or ranges is None or needs.runs_on(sm):
         return ""
     wanted = ", ".join(f"SM{low}" if low == high else f"SM{low}-SM{high}" for low, high in ranges)

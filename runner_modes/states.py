@@ -6,11 +6,12 @@ from dataclasses import replace
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from attn_testkit.contract import BackendContext, ForwardMode, Snapshot, StateBackend, StateInput
-from attn_testkit.families.hybrid.data import states_in
-from attn_testkit.families.recurrent.data import StateStepData, shape_of
+from attn_testkit.families.hybrid.data import schedule_of_states, states_in
+from attn_testkit.families.recurrent.data import StateStepData, shape_of, state_places
 from attn_testkit.watches.uploads import upload
 
 from .errors import blame
@@ -39,11 +40,15 @@ def _copies_now(context: BackendContext, mode: ForwardMode) -> bool:
     return context.state is not None and context.state.snapshots > 0 and not mode.is_target_verify()
 
 
-def _snapshot(data: StateStepData, padded: int = 0) -> Snapshot:
+def _places(staged: StagedStep) -> npt.NDArray[np.int64]:
+    return state_places(schedule_of_states(staged.schedule))
+
+
+def _snapshot(staged: StagedStep, data: StateStepData, padded: int = 0) -> Snapshot:
     """Copies of a step, on the host."""
     none = (0,) * padded
     rows = torch.tensor((*data.snapshot_rows, *none), dtype=torch.int32)
-    return Snapshot(rows, torch.tensor((*data.snapshot_slots, *none), dtype=torch.int64))
+    return Snapshot(rows, torch.from_numpy(_places(staged)[[*data.snapshot_slots, *none]]))
 
 
 def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | None:
@@ -51,11 +56,13 @@ def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | No
     if context.state is None:
         return None
     mode, data = staged.schedule.case.mode, _numbers(staged)
-    lists = torch.from_numpy(data.lists.astype(np.int32))
+    lists = torch.from_numpy(_places(staged)[data.lists].astype(np.int32))
     if _by_slots(context, mode):
         return StateInput(lists, num_accepted=torch.tensor(data.taken, dtype=torch.int32))
     begun = torch.tensor(_begun(staged), dtype=torch.bool) if mode is ForwardMode.EXTEND else None
-    return StateInput(lists[:, 0].clone(), begun, snapshot=_snapshot(data) if _copies_now(context, mode) else None)
+    return StateInput(
+        lists[:, 0].clone(), begun, snapshot=_snapshot(staged, data) if _copies_now(context, mode) else None
+    )
 
 
 def captured_states(context: BackendContext, static: StaticInputs, mode: ForwardMode, bs: int) -> StateInput | None:
@@ -82,7 +89,7 @@ def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput 
     kept = [count - 1 for count in data.kept] + [-1] * padded
     steps = upload(torch.tensor(kept, dtype=torch.int32), harness.device)
     if harness.context.state is not None and harness.context.state.snapshots:
-        host = _snapshot(data, padded)
+        host = _snapshot(staged, data, padded)
         state = replace(state, snapshot=Snapshot(*(upload(each, harness.device) for each in (host.rows, host.slots))))
     with blame("commit"):
         cast(StateBackend, harness.backend).commit(steps, state)
@@ -96,12 +103,14 @@ def fill_states(context: BackendContext, static: StaticInputs, staged: StagedSte
     host, live, data = static.host, staged.step.bs, _numbers(staged)
     host["state_indices"][:] = shape_of(staged.schedule.case).padded_index
     lists = host["state_indices"].reshape(-1, static.counts["state_indices"])
-    lists[:live] = data.lists if lists.shape[1] > 1 else data.lists[:, :1]
+    places = _places(staged)
+    lists[:live] = places[data.lists if lists.shape[1] > 1 else data.lists[:, :1]]
     host["has_initial_state"][:] = False
     host["has_initial_state"][:live] = _begun(staged)
     host["state_accepted"][:] = 1
     host["state_accepted"][:live] = data.taken
-    for name, values in (("snapshot_rows", data.snapshot_rows), ("snapshot_slots", data.snapshot_slots)):
+    copied = places[list(data.snapshot_slots)]
+    for name, values in (("snapshot_rows", data.snapshot_rows), ("snapshot_slots", copied)):
         if len(host[name]):
             host[name][:] = 0
             host[name][:live] = values

@@ -17,6 +17,7 @@ from ..contract import (
     StateBackend,
     StateInput,
     StateLayer,
+    VerifyInput,
 )
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 
@@ -35,7 +36,7 @@ class TorchNativeStateBackend(StateBackend):
         eager=_MODES,
         graph={ForwardMode.DECODE, ForwardMode.TARGET_VERIFY},
         max_q_rows=8,
-        max_topk=1,
+        max_topk=3,
         families={"gdn", "kda", "mamba", "lightning"},
         gqa_ratios={1, 2, 4},
         head_dims={32, 64, 128},
@@ -44,7 +45,7 @@ class TorchNativeStateBackend(StateBackend):
         state=State(
             k_dims={32, 64, 128}, dtypes=frozenset(STATE_DTYPES), conv_widths={1, 2, 4}, orders=frozenset(ORDERS),
             padding=frozenset(PADDED_STATES), fresh=frozenset(FRESH), strided=True,
-            rollback=frozenset(ROLLBACKS), snapshots={16, 64},
+            rollback=frozenset(ROLLBACKS), snapshots={16, 64}, trees={"gdn", "kda"},
         ),
         needs_cpu_seq_lens=False,
         deterministic=True,
@@ -54,6 +55,45 @@ class TorchNativeStateBackend(StateBackend):
         super().__init__(context)
         assert context.state is not None
         self.states = context.state
+        self.parents: torch.Tensor | None = None
+        """[bs, N] int64: parent of each node of drafts that branch; None for chains."""
+
+    @override
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate the parents of the nodes that graphs read."""
+        nodes = self.context.num_draft_tokens
+        self.in_graphs = torch.zeros(max_bs, nodes, dtype=torch.int64, device=self.context.device)
+
+    @override
+    def init_forward_metadata(self, batch: ForwardBatch) -> None:
+        """Plan an eager step."""
+        self.parents = self.parents_of(batch)
+        self.init_forward_metadata_in_graph(batch)
+
+    @override
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        """Put the parents of the nodes where the graph reads them."""
+        found = self.parents_of(batch)
+        self.parents = None if found is None else self.in_graphs[: batch.batch_size, : found.shape[1]]
+        if self.parents is not None and found is not None:
+            # A padded request has no links.
+            self.parents[: len(found)].copy_(found)
+
+    def parents_of(self, batch: ForwardBatch) -> torch.Tensor | None:
+        """[requests, N] int64: parent of each node of each draft, 0 for the root; None if drafts are chains."""
+        spec = batch.spec_info
+        if not isinstance(spec, VerifyInput) or spec.topk < 2 or spec.retrieve_next_token is None:
+            return None
+        assert spec.retrieve_next_sibling is not None
+        child, sibling = spec.retrieve_next_token, spec.retrieve_next_sibling
+        parents = torch.zeros_like(child)
+        for node in range(child.shape[1]):
+            # Children have larger numbers than their parents, and siblings ascend.
+            for link, parent in ((child, torch.full_like(child[:, 0], node)), (sibling, parents[:, node].clone())):
+                at = link[:, node, None]
+                there = parents.gather(1, at.clamp(min=0))
+                parents.scatter_(1, at.clamp(min=0), torch.where(at > 0, parent[:, None], there))
+        return parents
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
@@ -110,7 +150,10 @@ class TorchNativeStateBackend(StateBackend):
         state = temporal[self.taken].float().masked_fill(~self.begun[:, None, None, None], 0.0)
         # Requests without a row left write the last one, which is cut off.
         out = torch.zeros(len(mixed) + 1, layer.v_heads, layer.v_dim, dtype=mixed.dtype, device=mixed.device)
+        nodes: list[tuple[torch.Tensor, torch.Tensor]] = []
         for token in range(self.width):
+            if self.parents is not None and nodes:
+                window, state = self.of_parents(nodes, token)
             # Requests with fewer rows stay as they are, and so does what they read last.
             now = token < self.counts
             row = (self.first + token).clamp(max=len(mixed) - 1)
@@ -120,6 +163,8 @@ class TorchNativeStateBackend(StateBackend):
             window = torch.where(now[:, None, None], moved, window)
             state = torch.where(now[:, None, None, None], after, state)
             out.index_copy_(0, torch.where(now, row, len(mixed)), read.to(out.dtype))
+            if self.parents is not None:
+                nodes.append((window, state))
             if self.by_slots:
                 self.store_node(layer, token, mixed[row], window, state)
             elif verifies:
@@ -133,6 +178,12 @@ class TorchNativeStateBackend(StateBackend):
             self.store(conv, window, self.index, self.live)
             self.store(temporal, state.to(temporal.dtype), self.index, self.live)
         return out[:-1]
+
+    def of_parents(self, behind: list[tuple[torch.Tensor, torch.Tensor]], node: int) -> tuple[torch.Tensor, ...]:
+        """Windows [bs, C, W - 1] and states [bs, Hv, V, K] behind the parent of a node, of those behind each before."""
+        assert self.parents is not None
+        place = torch.arange(len(self.parents), device=self.parents.device)
+        return tuple(torch.stack(every)[self.parents[:, node], place] for every in zip(*behind, strict=True))
 
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         """Windows [slots, C, columns] and states [slots, Hv, V, K] of a layer, in whatever order they lie."""

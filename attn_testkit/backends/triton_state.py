@@ -38,9 +38,9 @@ def convolve_kernel(
     first_ptr, count_ptr, slot_ptr, begun_ptr, copied_ptr, copy_ptr,
     x_row, conv_slot, scratch_row, scratch_node, lowest,
     C: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, SILU: tl.constexpr, VERIFY: tl.constexpr,
-    COPIES: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
+    COPIES: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_W: tl.constexpr,
 ):  # fmt: skip
-    """Convolution of one request's rows, of ``BLOCK_C`` channels, and its window afterwards.
+    """Convolution of one request's rows, ``BLOCK_T`` at a time, of ``BLOCK_C`` channels, and its window afterwards.
 
     A slot below ``lowest`` belongs to padding: nothing is read of it, and nothing stored.
     """
@@ -56,27 +56,26 @@ def convolve_kernel(
     bias = tl.zeros([BLOCK_C], tl.float32)
     if HAS_BIAS:
         bias = tl.load(bias_ptr + channel, mask=there, other=0.0).to(tl.float32)
-    for token in range(count):
-        total = bias
+    for start in range(0, count, BLOCK_T):
+        token = start + tl.arange(0, BLOCK_T)[:, None]
+        in_tile = (token < count) & there[None, :]
+        total = tl.zeros([BLOCK_T, BLOCK_C], tl.float32) + bias[None, :]
         for tap in tl.static_range(W):
             source = token - (W - 1) + tap
             weight = tl.load(weight_ptr + channel * W + tap, mask=there, other=0.0).to(tl.float32)
-            new = tl.load(x_at + source * x_row, mask=there & (source >= 0), other=0.0)
-            old = tl.load(held + (W - 1) + source, mask=there & begun & (source < 0), other=0.0)
-            total += weight * tl.where(source >= 0, new, old).to(tl.float32)
+            new = tl.load(x_at[None, :] + source * x_row, mask=in_tile & (source >= 0), other=0.0)
+            old = tl.load(held[None, :] + (W - 1) + source, mask=in_tile & begun & (source < 0), other=0.0)
+            total += weight[None, :] * tl.where(source >= 0, new, old).to(tl.float32)
+            if VERIFY and tap > 0:
+                # The taps behind the first one read the window behind the token.
+                at = scratch_ptr + request.to(tl.int64) * scratch_row + token * scratch_node
+                tl.store(at + channel[None, :] * (W - 1) + (tap - 1), tl.where(source >= 0, new, old), mask=in_tile)
         if SILU:
             total = total * tl.sigmoid(total)
-        tl.store(out_ptr + (first + token) * C + channel, total.to(out_ptr.dtype.element_ty), mask=there)
+        tl.store(out_ptr + (first + token) * C + channel[None, :], total.to(out_ptr.dtype.element_ty), mask=in_tile)
     in_window = there[:, None] & (column < W - 1)[None, :]
     x_all, held_all = x_at[:, None], held[:, None]
-    if VERIFY:
-        for token in range(count):
-            source = (token + 1 - (W - 1) + column)[None, :]
-            new = tl.load(x_all + source * x_row, mask=in_window & (source >= 0), other=0.0)
-            old = tl.load(held_all + (W - 1) + source, mask=in_window & begun & (source < 0), other=0.0)
-            at = scratch_ptr + request.to(tl.int64) * scratch_row + token * scratch_node
-            tl.store(at + channel[:, None] * (W - 1) + column[None, :], tl.where(source >= 0, new, old), mask=in_window)
-    else:
+    if not VERIFY:
         source = (count - (W - 1) + column)[None, :]
         new = tl.load(x_all + source * x_row, mask=in_window & (source >= 0), other=0.0)
         old = tl.load(held_all + (W - 1) + source, mask=in_window & begun & (source < 0), other=0.0)
@@ -100,41 +99,42 @@ def delta_rule_kernel(
     first_ptr, count_ptr, slot_ptr, begun_ptr, copied_ptr, copy_ptr,
     a_row, b_row, pool_slot, value_step, key_step, scratch_row, scratch_node, lowest, scale,
     HK: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, LAST: tl.constexpr, VERIFY: tl.constexpr,
-    COPIES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    COPIES: tl.constexpr, HEADS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The recurrence of one request and ``BLOCK_V`` values of a value head, row by row in float32."""
-    request, head = tl.program_id(0), tl.program_id(1)
+    """The recurrence of one request, ``HEADS`` value heads and ``BLOCK_V`` values of each, row by row in float32."""
+    request, head = tl.program_id(0), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     key, value = tl.arange(0, BLOCK_K), tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     is_key, is_value = key < K, value < LAST
-    whole = is_value[:, None] & is_key[None, :]
+    whole = is_value[None, :, None] & is_key[None, None, :]
     slot = tl.load(slot_ptr + request).to(tl.int64)
     live = slot >= lowest
     begun = live & (tl.load(begun_ptr + request) != 0)
     first, count = tl.load(first_ptr + request).to(tl.int64), tl.load(count_ptr + request)
-    place = head * V * K + value[:, None] * value_step + key[None, :] * key_step
+    place = head[:, None, None] * V * K + value[None, :, None] * value_step + key[None, None, :] * key_step
     own = pool_ptr + tl.where(live, slot, 0) * pool_slot + place
     state = tl.load(own, mask=whole & begun, other=0.0).to(tl.float32)
     rate, shift = tl.exp(tl.load(A_log_ptr + head)), tl.load(dt_bias_ptr + head)
-    group = head // (HV // HK)
+    k_at = (head // (HV // HK))[:, None] * K + key[None, :]
+    v_at = head[:, None] * V + value[None, :]
     if COPIES:
         rows = tl.load(copied_ptr + request)
         copy = pool_ptr + tl.load(copy_ptr + request) * pool_slot + place
     for token in range(count):
         row = first + token
         x_at = x_ptr + row * (2 * HK * K + HV * V)
-        q = tl.load(x_at + group * K + key, mask=is_key, other=0.0).to(tl.float32)
-        k = tl.load(x_at + HK * K + group * K + key, mask=is_key, other=0.0).to(tl.float32)
-        v = tl.load(x_at + 2 * HK * K + head * V + value, mask=is_value, other=0.0).to(tl.float32)
-        q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
-        k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        q = tl.load(x_at + k_at, mask=is_key[None, :], other=0.0).to(tl.float32)
+        k = tl.load(x_at + HK * K + k_at, mask=is_key[None, :], other=0.0).to(tl.float32)
+        v = tl.load(x_at + 2 * HK * K + v_at, mask=is_value[None, :], other=0.0).to(tl.float32)
+        q = q * (tl.rsqrt(tl.sum(q * q, 1) + 1e-6) * scale)[:, None]
+        k = k * tl.rsqrt(tl.sum(k * k, 1) + 1e-6)[:, None]
         gate = tl.load(a_ptr + row * a_row + head).to(tl.float32) + shift
         step = tl.where(gate > 20.0, gate, tl.log(1.0 + tl.exp(tl.minimum(gate, 20.0))))
         beta = tl.sigmoid(tl.load(b_ptr + row * b_row + head).to(tl.float32))
-        state = state * tl.exp(-rate * step)
-        stored = beta * (v - tl.sum(state * k[None, :], 1))
-        state += stored[:, None] * k[None, :]
-        read = tl.sum(state * q[None, :], 1)
-        tl.store(out_ptr + (row * HV + head) * V + value, read.to(out_ptr.dtype.element_ty), mask=is_value)
+        state = state * tl.exp(-rate * step)[:, None, None]
+        stored = beta[:, None] * (v - tl.sum(state * k[:, None, :], 2))
+        state += stored[:, :, None] * k[:, None, :]
+        read = tl.sum(state * q[:, None, :], 2)
+        tl.store(out_ptr + row * HV * V + v_at, read.to(out_ptr.dtype.element_ty), mask=is_value[None, :])
         if VERIFY:
             at = scratch_ptr + request.to(tl.int64) * scratch_row + token * scratch_node + place
             tl.store(at, state.to(scratch_ptr.dtype.element_ty), mask=whole)
@@ -223,6 +223,12 @@ class TritonStateBackend(StateBackend):
         blocks = triton.next_power_of_2(layer.k_dim), 64 if _INTERPRETED else 32
         return {"K": layer.k_dim, "V": layer.v_dim, "LAST": layer.v_dim, "BLOCK_K": blocks[0], "BLOCK_V": blocks[1]}
 
+    def tile(self, batch: ForwardBatch) -> int:
+        """Rows of a request that the convolution takes at a time: a power of 2."""
+        if batch.forward_mode is ForwardMode.EXTEND:
+            return 64 if _INTERPRETED else 16
+        return triton.next_power_of_2(max(batch.input_ids.shape[0] // batch.batch_size, 1))
+
     @override
     def forward(  # type: ignore[override]
         self,
@@ -251,14 +257,16 @@ class TritonStateBackend(StateBackend):
             mixed, rows, layer.conv_weight, rows if layer.conv_bias is None else layer.conv_bias, conv, windows,
             *self.of_requests(batch), mixed.stride(0), conv.stride(0), windows.stride(0), windows.stride(1),
             self.lowest, C=channels, W=width, HAS_BIAS=layer.conv_bias is not None, SILU=layer.activation == "silu",
-            BLOCK_C=block, BLOCK_W=triton.next_power_of_2(max(width - 1, 1)), **flags,
+            BLOCK_T=self.tile(batch), BLOCK_C=block, BLOCK_W=triton.next_power_of_2(max(width - 1, 1)), **flags,
         )  # fmt: skip
         sizes = self.sizes(layer)
-        delta_rule_kernel[(bs, layer.v_heads, triton.cdiv(layer.v_dim, sizes["BLOCK_V"]))](
+        # The emulation takes as long for a program of all heads as for one of a single head.
+        heads = layer.v_heads & -layer.v_heads if _INTERPRETED else 1
+        delta_rule_kernel[(bs, layer.v_heads // heads, triton.cdiv(layer.v_dim, sizes["BLOCK_V"]))](
             rows, a, b, out, layer.A_log, layer.dt_bias, temporal, nodes, *self.of_requests(batch),
             a_row=a.stride(0), b_row=b.stride(0), scratch_row=nodes.stride(0), scratch_node=nodes.stride(1),
             lowest=self.lowest, scale=layer.scaling, HK=layer.k_heads, HV=layer.v_heads, **self.strides(layer),
-            **sizes, **flags,
+            HEADS=heads, **sizes, **flags,
         )  # fmt: skip
         return out
 

@@ -320,6 +320,7 @@ _EXCLUSIVE = (
     ("selected keys", "branching trees", "servers with an indexer verify chains"),
     ("states", "rows of a draft model", "layers of a draft model are attention layers, and keep no state"),
     ("rollback of states by slots", "no draft to verify", "only rejected nodes are taken back"),
+    ("rollback of states by slots", "branching trees", "with a slot for each node a draft is a chain"),
     ("rollback of states by slots", "multi-mode instance", "the other modes of the instance have one slot per request"),
     ("rollback of states by slots", "snapshots of states", "a request has a slot for each node already"),
     ("states", "layer options", "windows, soft caps, sinks and selections are those of keys"),

@@ -13,7 +13,7 @@ from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
-from ..cases.trees import chain
+from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 from .covering import covering_array
@@ -147,8 +147,11 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
         yield case
     assert first is not None
     yield from _exact(declared, mode, tier, first)
+    if mode is ForwardMode.TARGET_VERIFY:
+        yield from _in_trees(declared, tier, first)
     if tier != "smoke":
         yield from _named(declared, mode, first)
+        yield from _in_big_pools(declared, tier, first)
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:
@@ -212,6 +215,54 @@ def _exact(declared: Capabilities, mode: ForwardMode, tier: str, first: Case) ->
                 yield _with_prompts(declared, case, ((0, 11), (_MANY_CHUNKS[tier], 37)))
         elif index:
             return
+
+
+_TREES = (Tree((0, 0, 1, 1, 3)), Tree((0, 0, 0, 2, 2)), Tree((0, 1, 0, 3)), Tree((0, 0)))
+"""Drafts that branch: below the window of a convolution of 4, at its length and above it."""
+
+
+def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
+    """Drafts that branch, for kinds whose layers go by them: states and windows of parents, and their commit."""
+    assert declared.state is not None
+    trees = [tree for tree in _TREES if tree.topk <= declared.max_topk and len(tree) <= declared.max_q_rows]
+    for heads in _kinds(declared):
+        if heads.family not in declared.state.trees:
+            continue
+        case = _of_shape(_plain(declared, first, heads), rollback="commit")
+        tried = trees[:1] if tier == "smoke" else trees
+        for index, tree in enumerate(tried):
+            yield case.with_changes(rows=Verify(tree)).of_requests((5, 1, 30), padded=(index + 1) % 3)
+        if tier == "smoke":
+            return
+        if declared.state.plain_convolution:
+            exact = case.with_changes(data=UNIT_KEYS, rows=Verify(trees[0]))
+            yield exact.of_requests((3, 12, 1, 7), padded=1)
+        for snapshots in sorted(declared.state.snapshots)[:1]:
+            yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
+
+
+_NARROWEST = ("bf16", "fp16", "fp32")
+_WIDEST = 128
+
+
+def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
+    """Slots at both ends of a pool of more than 2^31 elements: 4 to 9 GB of a GPU, of which very little is used.
+
+    Of one kind in decode and extend; in full of each kind in every mode.
+    """
+    assert declared.state is not None
+    if tier != "full" and first.mode is ForwardMode.TARGET_VERIFY:
+        return
+    wide, keys = (max(each for each in of if each <= _WIDEST or each == min(of))
+                  for of in (declared.head_dims, declared.state.k_dims))  # fmt: skip
+    for heads in _kinds(declared)[: None if tier == "full" else 1]:
+        case = _plain(declared, first, heads)
+        dtype = min(declared.state.dtypes, key=_NARROWEST.index)
+        case = _of_shape(case, big=True, dtype=dtype, k_dim=keys).with_changes(head_dim=wide, layers=Layers(1))
+        if first.mode is ForwardMode.EXTEND:
+            yield _with_prompts(declared, case, ((0, 11), (5, 9)))
+        else:
+            yield case.of_requests((9, 37, 1), padded=1)
 
 
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:

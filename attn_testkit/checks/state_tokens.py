@@ -26,8 +26,9 @@ def token_text(
     held, right, old = (each[layer, end, head, :, key].double() for each in (got, want, before))
     request, rows = data.ends[end].request, data.ends[end].rows
     every = list(_values(data, layer, request, head, key))
-    own = [(token, value) for row, token, value in every if row < rows]
-    rejected = [(token, value) for row, token, value in every if row >= rows]
+    path = set(data.path(request, rows))
+    own = [(token, value) for row, token, value in every if row in path]
+    rejected = [(token, value) for row, token, value in every if row not in path]
     summed = data.layers[0].kind in ("mamba", "lightning")
     of = f"of request {request}"
     for token, value in reversed(own):
@@ -87,7 +88,8 @@ def _misread(data: StateStepData, layer: int, row: int, head: int, key: int, off
     """Name what a row reads in place of the last value of a key. ``off`` [V]: from that value."""
     request, offset = int(data.row_request[row]), int(data.row_offset[row])
     every = list(_values(data, layer, request, head, key))
-    so_far = [each for each in every if each[0] <= offset]
+    path = set(data.path(request, offset + 1))
+    so_far = [each for each in every if each[0] in path]
     column = start_of(data).states[layer, request, head, :, key].double()
     right = so_far[-1][2] if so_far else column
     reader = f"the row of token {int(data.positions[row])}"
@@ -95,7 +97,7 @@ def _misread(data: StateStepData, layer: int, row: int, head: int, key: int, off
         if value is not right and _same(right + off, value, 1.0):
             if place > offset:
                 return f"token {token} of request {request} was applied before {reader} was read"
-            lost = next(later for at, later, _ in so_far if at > place)
+            lost = next((later for at, later, _ in so_far if at > place), token)
             return f"token {lost} of request {request} was not applied to its state: {reader} reads token {token}"
     if so_far and _same(right + off, column, 1.0):
         return f"token {so_far[0][1]} of request {request} was not applied to its state before {reader} was read"

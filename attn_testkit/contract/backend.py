@@ -20,6 +20,7 @@ from .layer import AttentionLayer, HeadShape
 from .merging import KVSplit
 from .modes import ForwardMode
 from .server_conventions import Dialect
+from .state import State
 from .state_pool import StateContext
 
 __all__ = ["AttentionBackend", "BackendContext", "LegacyGraphHooks", "refuse_undeclared"]
@@ -207,9 +208,16 @@ def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tupl
         ("strided states", state.pool.strided, declared.strided or not state.pool.strided),
         ("padded states", state.padding, state.padding in declared.padding),
         ("fresh states", state.fresh, state.fresh in declared.fresh),
+        ("trees of drafts in layers of kind", *_without_trees(state, declared, context.topk if verifies else 1)),
         ("rollback of states by", state.rollback, state.rollback in declared.rollback or not verifies),
         ("snapshots of states each", state.snapshots, state.snapshots in declared.snapshots | {0}),
     ]
+
+
+def _without_trees(state: StateContext, declared: State, topk: int) -> tuple[object, bool]:
+    """The first kind of layers whose drafts may not branch, though those of the context do; True if there is none."""
+    kinds = (layer.kind for layer in state.layers) if topk > 1 else ()
+    return _first_outside(kinds, declared.trees if state.rollback == "commit" else frozenset())
 
 
 def _selects(capabilities: Capabilities, context: BackendContext) -> bool:

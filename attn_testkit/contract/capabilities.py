@@ -296,9 +296,14 @@ class Capabilities(Declared):
                 f"Capabilities declare state and {', '.join(sorted(others))}: layers that keep a state run in "
                 f"{', '.join(sorted(_MODES_OF_STATES))}; a draft model has attention layers. Leave the mode out"
             )
-        if self.max_topk > 1:
+        if (self.max_topk > 1) != bool(self.state.trees & self.families):
             raise ValueError(
-                "Capabilities declare state and max_topk above 1: layers that keep a state verify chains only"
+                f"Capabilities declare max_topk={self.max_topk} and State.trees={sorted(self.state.trees)}: drafts "
+                "that branch need both, and a kind of families in trees; without trees, drafts are chains (max_topk=1)"
+            )
+        if self.state.trees and "commit" not in self.state.rollback:
+            raise ValueError(
+                "State.trees goes with rollback 'commit': with a slot for each node a draft is a chain; leave trees out"
             )
 
     def _check_requirements(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .declared import Declared, is_whole, spelled
 
-__all__ = ["FRESH", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
+__all__ = ["FRESH", "KINDS", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
 
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
@@ -15,6 +15,7 @@ FRESH = ("flag", "zeroed")
 ORDERS = ("vk", "kv")
 ROLLBACKS = ("commit", "slots")
 PRODUCTS = ("fp32", "tf32", "model")
+KINDS = ("gdn", "kda", "mamba", "lightning")
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,10 @@ class State(Declared):
     snapshots: Set[int] = frozenset()
     """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
     never. With rollback ``commit`` only."""
+    trees: Set[str] = frozenset()
+    """Kinds of layers whose drafts may branch in target-verify: a node continues the state of its parent, and its
+    convolution the inputs of its ancestors. Empty: drafts are chains. With rollback ``commit`` only, and with
+    ``max_topk`` above 1."""
     strided: bool = False
     """May slots lie apart, all layers of a slot in one block (``StatePool``)? Default: each layer is contiguous."""
     products: str = "fp32"
@@ -75,6 +80,7 @@ class State(Declared):
             self._check_words(name, known)
             if not getattr(self, name):
                 raise ValueError(f"State.{name} is empty; write one or more of {', '.join(known)}")
+        self._check_words("trees", KINDS)
         for name in ("k_dims", "conv_widths", "snapshots"):
             values = self._listed(name)
             if not (values or name == "snapshots") or not all(is_whole(each) and each >= 1 for each in values):

@@ -40,8 +40,10 @@ class StateBackend(AttentionBackend):
         begins from zeros: its slot may hold anything, NaN included. Every other slot holds NaN, and must be neither
         read nor written.
 
-        In target-verify each request has N rows, a chain. The state of a slot stays as it is; window and state behind
-        each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows.
+        In target-verify each request has N rows: a chain, or if ``State.trees`` has the layer's kind, a tree. Its
+        links are ``batch.spec_info.retrieve_next_token`` and ``retrieve_next_sibling``; a node continues the state of
+        its parent, and its convolution the inputs of its ancestors. The state of a slot stays as it is; window and
+        state behind each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows.
 
         With rollback ``slots`` there is no commit. Request i has N slots, ``indices[i]``. The state before its rows is
         that of slot ``indices[i, num_accepted[i] - 1]``, and the state behind row t is stored in slot

@@ -37,8 +37,10 @@ class StatePool:
         strided: bool = False,
         drafts: tuple[int, int] = (0, 0),
         more_columns: int = 0,
+        cleared: bool = True,
     ) -> None:
-        """Allocate memory, filled with zeros. ``num_slots``: slot 0 included. ``dtype``: of the recurrent state.
+        """Allocate memory, zeroed unless ``cleared`` is False. ``num_slots``: slot 0 included. ``dtype``: of the
+        recurrent state.
 
         ``drafts``: requests of a batch and nodes of a draft that the scratch of target-verify has room for.
         ``more_columns``: columns of a window beyond W - 1, if there is a convolution.
@@ -51,7 +53,7 @@ class StatePool:
         sizes = [_aligned(_count(shape) * kind.itemsize) for _, shape, kind in shapes]
         stride = sum(sizes) + _GUARD * len(sizes)
         total = _GUARD + (stride * num_slots if strided else sum(num_slots * size + _GUARD for size in sizes))
-        self.memory = torch.zeros(total, dtype=torch.uint8, device=self.device)
+        self.memory = (torch.zeros if cleared else torch.empty)(total, dtype=torch.uint8, device=self.device)
         """All memory, [bytes] uint8."""
         for (layer, shape, kind), size in zip(shapes, sizes, strict=True):
             step = stride if strided else _count(shape) * kind.itemsize
@@ -83,10 +85,12 @@ class StatePool:
         """A pool of the same layout in its own memory, without scratch."""
         return self.like(self.device)
 
-    def like(self, device: torch.device | str, dtype: torch.dtype | None = None) -> StatePool:
-        """A pool of the same slots without scratch. ``dtype``: of the recurrent state, by default the same."""
+    def like(
+        self, device: torch.device | str, dtype: torch.dtype | None = None, num_slots: int | None = None
+    ) -> StatePool:
+        """A pool without scratch. ``dtype`` of the recurrent state and ``num_slots``: by default the same."""
         return StatePool(
-            self.num_slots, self.layers, self.conv_dtype, dtype or self.dtype, device, self.order,
+            num_slots or self.num_slots, self.layers, self.conv_dtype, dtype or self.dtype, device, self.order,
             strided=self.strided, more_columns=self.more_columns,
         )  # fmt: skip
 

@@ -53,7 +53,9 @@ class Saved:
         self._address, self._nbytes = address, nbytes
         self._pieces: list[tuple[int, bytes]] = []
         for first, end in self._spans():
-            self._pieces.append((first, ctypes.string_at(first, end - first)))
+            # string_at takes a size of 32 bits, and more than 2 GiB in a row would be cut off without a word.
+            for part in range(first, end, LARGE):
+                self._pieces.append((part, ctypes.string_at(part, min(LARGE, end - part))))
 
     def _spans(self) -> list[tuple[int, int]]:
         """Address ranges that count: the first of each, and the one after its last."""

@@ -9,6 +9,7 @@ from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
 from .hybrids import HybridParent
 from .states import StateParent
+from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent
 
 __all__ = [
@@ -17,6 +18,7 @@ __all__ = [
     "StatesByConvention",
     "StatesBySlots",
     "StatesClearedByTheServer",
+    "StatesInTrees",
     "StatesOfPaddingUnwritten",
     "StatesWithSnapshots",
 ]
@@ -35,6 +37,11 @@ class StatesBySlots(SlotsParent):
 @control("states-with-snapshots")
 class StatesWithSnapshots(SnapshotsParent):
     """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
+
+
+@control("states-in-trees")
+class StatesInTrees(TreesParent):
+    """Drafts that branch, as SGLang's kernels of GDN and KDA take them: a node continues its parent."""
 
 
 @control("states-by-convention")

@@ -108,6 +108,7 @@ class StateParent(StateBackend):
         # A row more than there are, for requests that have none left.
         out = mixed.new_zeros(len(mixed) + 1, layer.v_heads, layer.v_dim)
         for token in range(self.most):
+            window, state = self.continued(token, window, state)
             now = (token < self.counts)[:, None, None]
             row = torch.where(now[:, 0, 0], first + token, 0)
             every = torch.cat([window, mixed[row][..., None]], -1)
@@ -130,6 +131,10 @@ class StateParent(StateBackend):
         """Windows [bs, C, W - 1] and states [bs, Hv, V, K] before the step."""
         conv, temporal = self.pools(layer)
         return self.loaded(conv, self.index, self.begun), self.loaded(temporal, self.index, self.begun)
+
+    def continued(self, token: int, window: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Windows and states that token number ``token`` of each request continues: those behind the one before."""
+        return window, state
 
     def copy(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         """Copy window and state behind token number ``token`` of each request to other slots. Nothing here."""

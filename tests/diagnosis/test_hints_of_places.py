@@ -126,6 +126,20 @@ def test_one_program_more_than_rows_is_cut_and_every_axis_is_asked_about_at_most
     assert asked == [(0, step.bs), (1, step.bs), (0, step.tokens)]
 
 
+def test_no_more_than_four_grids_are_tried_for_one_failure() -> None:
+    schedule, asked = make_schedule(parse_case(VERIFY)), list[tuple[int, int]]()
+
+    class Kernels:
+        grids = frozenset({("attend", (90, 90, 90))})
+        last_grids = (("attend", (90, 90, 90)),)
+
+        def eager(self, schedule, step, *, most_programs):
+            asked.append(most_programs)
+
+    assert programs_of_nobody(Kernels(), schedule, schedule.steps[0], in_graph=False) == ""  # type: ignore[arg-type]
+    assert asked == [(0, 3), (1, 3), (2, 3), (0, 12)]
+
+
 def test_no_attended_keys_are_reported_where_columns_are_moved() -> None:
     assert finding_of(broken.ColumnsSwizzled, DECODE).attended == ""
 

@@ -7,7 +7,7 @@ import ctypes
 import pytest
 import torch
 
-from attn_testkit.emulation import emulated_cuda
+from attn_testkit.emulation import emulated_cuda, large_memory
 from attn_testkit.emulation.large_memory import LARGE, Saved, is_large
 
 
@@ -62,3 +62,14 @@ def test_every_byte_is_put_back(nbytes, at):
     saved.put_back()
     assert (memory[at], memory[nbytes // 2], memory[nbytes // 4]) == (3, 4, 0)
     assert ctypes.string_at(address, 1) == bytes([int(memory[0])])
+
+
+def test_a_long_run_of_touched_pages_is_kept_in_pieces(monkeypatch):
+    # ctypes.string_at takes a size of 32 bits: of 4 GiB in one piece nothing would be kept.
+    monkeypatch.setattr(large_memory, "LARGE", 1 << 20)
+    memory = torch.arange(5 << 17, dtype=torch.int64)
+    saved, before = Saved(memory.data_ptr(), memory.nbytes), memory.clone()
+    assert max(len(held) for _, held in saved._pieces) <= 1 << 20
+    memory.zero_()
+    saved.put_back()
+    assert torch.equal(memory, before)

@@ -22,7 +22,7 @@ def pool_of(words: str = "") -> tuple[StatePool, StateWatch]:
     pool = StatePool(
         state_pool_slots(schedule), layers, torch.bfloat16, torch.float32, "cpu", shape.order, strided=shape.strided
     )
-    return pool, StateWatch(pool)
+    return pool, StateWatch(pool, schedule)
 
 
 def loaded(words: str = "", unowned: float = float("nan")):

@@ -202,6 +202,26 @@ def asked(*specs: str, **more: object) -> Request:
     return Request(specs, device="cpu", **more)  # type: ignore[arg-type]
 
 
+def test_the_first_worker_imports_while_the_device_is_asked_for(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver with several GPUs takes seconds to answer, in each process."""
+    real, then = loop.resolve, list[list[str]]()
+
+    def resolve(name: str) -> Any:
+        then.append([w.candidate.spec for w in FakeWorker.made])
+        return real(name)
+
+    monkeypatch.setattr(loop, "resolve", resolve)
+    runner = Runner()
+    for _ in range(2):
+        runner.plan(asked("torch_native", "triton", modes=("decode",)))
+    assert then == [["torch_native"], ["torch_native", "triton"]], "what is described already is not imported again"
+    Runner(Options(in_process=True)).plan(asked("torch_native", modes=("decode",)))
+    assert len(then[2]) == 2, "in this process, only when it is known what device it has"
+    runner.close()
+
+
 def test_all_workers_of_a_run_start_while_its_plan_is_made_and_no_more(judging: list[Judging]) -> None:
     runner = Runner(Options(jobs=3, gpus=("0", "1"), timeout_s=7.0))
     made = runner.plan(asked("torch_native", modes=("decode",)))

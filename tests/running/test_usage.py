@@ -4,6 +4,8 @@ import pytest
 from in_process import check_backend, plan_run, run
 
 from attn_testkit.cli import main as command
+from attn_testkit.contract import Capabilities, Requires
+from attn_testkit.environment import Environment, missing_here, planned, resolve
 from attn_testkit.registry import UsageError
 from attn_testkit.results.case_result import Status
 from attn_testkit.results.run_header import exit_code
@@ -91,3 +93,21 @@ def test_graph_support_that_works_and_is_not_declared_is_a_hint() -> None:
         assert eager.status is Status.PASSED
         assert bool(eager.hints) == expected
         assert plan.header.planned == 1
+
+
+def test_a_driver_is_asked_only_for_what_depends_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver with several GPUs takes seconds to answer, in each process."""
+
+    def refuse(*_: object) -> bool:
+        raise AssertionError("asked")
+
+    for name in ("is_available", "device_count", "get_device_capability"):
+        monkeypatch.setattr(f"torch.cuda.{name}", refuse)
+    assert resolve("cpu") == planned("cpu", "emulated") == planned("auto", "emulated") == Environment(emulated=True)
+    assert planned("cuda:3", "cuda") == Environment(emulated=False, index=3)
+    assert planned("auto", "cuda") == planned("cuda", "cuda") == Environment(emulated=False)
+    assert not missing_here(Capabilities(eager={"decode"}), planned("cuda", "cuda"))
+    needs = Capabilities(eager={"decode"}, requires=Requires((90, 100)))
+    for ask in (lambda: resolve("auto"), lambda: missing_here(needs, planned("cuda", "cuda"))):
+        with pytest.raises(AssertionError, match="asked"):
+            ask()

@@ -27,7 +27,7 @@ _OF_GDN = (
     Line("gqa_ratios", {1, 2, 4}, f"{_GDN_KERNELS}:TritonGDNKernel.packed_decode"),
     Line("page_sizes", {16}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
     Line("max_q_rows", 6, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
-    Line("max_topk", 1, f"{_GDN_KERNELS}:TritonGDNKernel.target_verify"),
+    Line("max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
     Line("needs_cpu_seq_lens", False, f"{_GDN}:GDNAttnBackend"),
     _SERVER,
     Line("server.eager_without_waits", False, "../kernels/ops/attention/fla/index.py:prepare_chunk_indices"),
@@ -40,7 +40,7 @@ _OF_KDA = {
     "gqa_ratios": Line("gqa_ratios", {1}, "configs/kimi_linear.py:KimiLinearConfig.mamba2_cache_params"),
     "head_dims": Line("head_dims", {64}, f"{_KDA_KERNELS}:TritonKDAKernel.extend"),
     "max_q_rows": Line("max_q_rows", 6, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
-    "max_topk": Line("max_topk", 1, f"{_KDA_KERNELS}:TritonKDAKernel.target_verify"),
+    "max_topk": Line("max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
     "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
 }
 _MIXER = "layers/attention/mamba/mamba.py"
@@ -67,11 +67,13 @@ _OF_LIGHTNING = {
 }
 _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
-    conv_products="model",
+    conv_products="model", trees={"gdn"},
 )  # fmt: skip
-_KDA_STATE = replace(_GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False)
+_KDA_STATE = replace(
+    _GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False, trees=frozenset({"kda"})
+)
 
-_MAMBA_STATE = replace(_GDN_STATE, k_dims=frozenset({64, 128}), fresh=frozenset({"flag"}))
+_MAMBA_STATE = replace(_GDN_STATE, k_dims=frozenset({64, 128}), fresh=frozenset({"flag"}), trees=frozenset())
 _LIGHTNING_STATE = State(
     k_dims={128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, fresh={"zeroed"}, products="tf32"
 )

@@ -18,6 +18,7 @@ from attn_testkit.contract import (
     StateInput,
     StateLayer,
 )
+from attn_testkit.emulation import scratch
 
 from .current import SGLangBackend, capturing, made_layer
 from .pools import set_ranks
@@ -51,6 +52,8 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
         self.reals, self.draft = {softmax[0].scaling: self.real}, None
         self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in softmax}
+        self.shared = set[int]()
+        """Addresses for which programs may race."""
         self.kind = KINDS[context.state.layers[0].kind]
         self.linear_layers = {layer.layer_id: self.kind.make(layer) for layer in context.state.layers}
         for layer in context.state.layers:
@@ -79,9 +82,19 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
             assert b is not None
             return super().forward(mixed, a, b, layer, batch)
         given = mixed.contiguous(), None if a is None else a.contiguous(), None if b is None else b.contiguous()
+        self._share_parents()
         with capturing(batch):
             out = self.kind.forward(self.real, self.linear_layers[layer.layer_id], given, layer, self._plan(batch))
         return out.reshape(len(mixed), layer.v_heads, layer.v_dim)
+
+    def _share_parents(self) -> None:
+        """Let programs race for the parents of nodes: each program of ``causal_conv1d_update`` computes them from the
+        links, and stores what it knows so far behind each token. All end with the same, and none reads them.
+        """
+        parents = self.real.linear_attn_backend.forward_metadata.retrieve_parent_token
+        if parents is not None and parents.data_ptr() not in self.shared:
+            self.shared.add(parents.data_ptr())
+            scratch(parents)
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         """Hand on to the wrapper, as ``commit_mamba_states_after_verify`` does."""

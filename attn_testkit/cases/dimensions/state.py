@@ -13,6 +13,7 @@ from ...contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTY
 from ..fields import Changes, Fields
 from ..rows import Verify
 from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
+from ..trees import chain
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
@@ -55,6 +56,21 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     )
 
 
+def _branches(case: Fields) -> bool:
+    return case.topk > 1
+
+
+def _goes_by_trees(declared: Capabilities, kind: str, rollback: str) -> bool:
+    """True if drafts of layers of a kind may branch, with a rollback."""
+    return declared.state is None or (kind in declared.state.trees and rollback == "commit")
+
+
+def _tree_declared(declared: Capabilities, case: Fields) -> bool:
+    if case.state is None or not _branches(case):
+        return True
+    return _goes_by_trees(declared, case.heads.family, case.state.rollback)
+
+
 def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verifies: bool) -> StateShape:
     """The declared shape that is nearest to ``shape``.
 
@@ -69,7 +85,8 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
     if not verifies:
         found["rollback"] = ROLLBACKS[0]
     each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
-    return StateShape(**found, strided=declared.strided and bool(shape and shape.strided), snapshots=each)
+    strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
+    return StateShape(**found, strided=strided, snapshots=each, big=big)
 
 
 def _fit(declared: Capabilities, case: Fields) -> Changes:
@@ -81,7 +98,12 @@ def _fit(declared: Capabilities, case: Fields) -> Changes:
         if declared.state is None
         else nearest_state(declared.state, case.state, case.heads.family, verifies=case.tree is not None)
     )
-    return {"state": shape, "data": data}
+    found: Changes = {"state": shape, "data": data}
+    if case.tree is not None and _branches(case) and shape and not _goes_by_trees(
+        declared, case.heads.family, shape.rollback
+    ):  # fmt: skip
+        found = {**found, "rows": Verify(chain(len(case.tree)))}
+    return found
 
 
 def _other_dtype(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -103,6 +125,19 @@ def _other_width(declared: Capabilities, context: BackendContext) -> tuple[str, 
     width = first_undeclared((96, 48, 24), declared.state.k_dims)
     other = with_layers(replace(context, layers=state.layers), head_dim=width)
     return f"keys of width {width}", replace(other, state=replace(state, layers=other.layers))  # type: ignore[arg-type]
+
+
+def _other_trees(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    state = context.state
+    if state is None or declared.state is None or declared.max_topk < _TOPK:
+        return None
+    kind = state.layers[0].kind
+    if kind in declared.state.trees or ForwardMode.TARGET_VERIFY not in context.modes:
+        return None
+    return f"drafts that branch, in layers of kind {kind}", replace(context, topk=_TOPK)
+
+
+_TOPK = 2
 
 
 def _convention(
@@ -150,10 +185,15 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     if state is None:
         return {}
     drawn = {name: draws.one_of(_sorted(state, name)) for name in _SETS if name != "rollback"}
-    if isinstance(so_far["rows"], Verify):
-        drawn["rollback"] = draws.one_of(_sorted(state, "rollback"))
+    rows, changes = so_far["rows"], dict[str, Any]()
+    if isinstance(rows, Verify):
+        branches = rows.tree.topk > 1
+        if branches and so_far["heads"].family not in state.trees:
+            branches, changes = False, {"rows": Verify(chain(len(rows.tree)))}
+        drawn["rollback"] = "commit" if branches else draws.one_of(_sorted(state, "rollback"))
     each = draws.one_of([0, *sorted(state.snapshots)]) if drawn.get("rollback") != "slots" else 0
-    return {"state": StateShape(**drawn, strided=state.strided and draws.one_of([False, True]), snapshots=each)}
+    shape = StateShape(**drawn, strided=state.strided and draws.one_of([False, True]), snapshots=each)
+    return {**changes, "state": shape}
 
 
 STATE = Dimension(
@@ -172,7 +212,10 @@ STATE = Dimension(
         ),
     ),
     describe=lambda case: {"state": _words(case) if case.state else ""},
-    declared=(Asked(_words, _declared),),
+    declared=(
+        Asked(_words, _declared),
+        Asked(lambda case: f"a tree that branches, in layers of kind {case.heads.family}", _tree_declared),
+    ),
     fit=_fit,
     values=Without("catalogue/state_cases.py makes the cases of states."),
     combined=Kept(("state",)),
@@ -209,6 +252,7 @@ STATE = Dimension(
     undeclared=(
         _other_dtype,
         _other_width,
+        _other_trees,
         _convention("padding", PADDED_STATES),
         _convention("fresh", FRESH),
         _convention("rollback", ROLLBACKS, only_verify=True),

@@ -38,7 +38,7 @@ class HybridWatch(StateWatch):
 
     def __init__(self, context: BackendContext, schedule: Schedule) -> None:
         assert context.state is not None
-        super().__init__(context.state.pool)
+        super().__init__(context.state.pool, schedules(schedule)[0])
         self._keys = KV_POOL.watch(context, schedules(schedule)[1])
         self.bits_of_keys = self._keys.bits
         """Integers of an element's bits in the KV pool."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
@@ -29,12 +29,13 @@ from cachetools import LRUCache, cached
 from ...cases.fields import Fields
 from ...cases.normals import normals
 from ...cases.state import UNIT_KEYS, StateShape
+from ...cases.trees import Tree
 from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
 
 __all__ = ["End", "StateStepData", "layers", "make_state_data", "shape_of", "slots_listed", "slots_per_row",
-           "state_layers", "state_pool_slots", "state_table"]  # fmt: skip
+           "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -150,7 +151,10 @@ class StateStepData(StepData):
     news: tuple[int, ...] = ()
     """Rows of each request."""
     kept: tuple[int, ...] = ()
-    """Rows of each request whose effect stays: all, or in target-verify those of the accepted nodes."""
+    """Rows of each request whose effect stays: all, or in target-verify those of the accepted nodes. In a tree that
+    branches it is the number of the last accepted node, plus 1: of the rows before it only its ancestors count."""
+    trees: tuple[Tree, ...] = ()
+    """Tree of each request's rows, if it branches; empty where each row follows the one before it."""
     lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
     taken: tuple[int, ...] = ()
@@ -170,6 +174,15 @@ class StateStepData(StepData):
     asked_keys: torch.Tensor | None = None
     """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
 
+    def path(self, request: int, rows: int) -> Sequence[int]:
+        """Rows of a request that lead to what is behind ``rows`` of them, ascending; the last is row ``rows - 1``."""
+        if not self.trees or not rows:
+            return range(rows)
+        found, parents = [rows - 1], self.trees[request].parents
+        while found[0]:
+            found.insert(0, parents[found[0] - 1])
+        return found
+
 
 def slots_listed(case: Fields) -> int:
     """Slots of a request that a batch lists: one, or with rollback ``slots`` one for each node of a draft."""
@@ -182,15 +195,30 @@ def slots_per_row(case: Fields) -> int:
 
 
 def state_pool_slots(schedule: Schedule) -> int:
-    """Slots of a schedule's pool, slot 0 included."""
+    """Slots that a schedule numbers, slot 0 included. The pool has as many, or it is one of ``StateShape.big``."""
     return schedule.pool_rows * slots_per_row(schedule.case) + _SPARE_SLOTS + 1
+
+
+@lru_cache(maxsize=64)
+def state_places(schedule: Schedule) -> _Ints:
+    """[slots] int64: where each slot of a schedule lies in the pool. In a big pool half of them are at its far end."""
+    case, slots = schedule.case, np.arange(state_pool_slots(schedule))
+    if not shape_of(case).big:
+        return slots
+    elements = case.heads.q_heads * case.head_dim * shape_of(case).k_dim
+    return np.where(slots > len(slots) // 2, slots + -(-_ELEMENTS // elements), slots)
+
+
+_ELEMENTS = 1 << 31
+"""The first element whose place no product of 32-bit integers reaches, slot by stride (sglang #33665)."""
 
 
 @lru_cache(maxsize=256)
 def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     """Slots of each row of the request table, [rows + 1, slots of a row] int32; 0 for row 0.
 
-    The first slot of no live request is its row of the table or its place in the batch. Rows of no live request name
+    The first slot of no live request is its row of the table or its place in the batch. In a big pool a batch has slots
+    at both ends. Rows of no live request name
     slots of others, as stale entries do. Steps that continue each other have one table.
     """
     whole = step.part_of[0] if step.part_of else step
@@ -202,9 +230,16 @@ def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     others = [{row, place, len(own) - 1 - place} for place, row in enumerate(own)]
     for _ in range(256):
         table[1:] = rng.permutation(rows * count + _SPARE_SLOTS)[: rows * count].reshape(rows, count) + 1
-        if not any(table[row, 0] in taken for row, taken in zip(own, others, strict=True)):
+        taken_for_slot = any(table[row, 0] in taken for row, taken in zip(own, others, strict=True))
+        if not taken_for_slot and (not shape_of(schedule.case).big or _at_both_ends(schedule, table[own, 0])):
             break
     return table
+
+
+def _at_both_ends(schedule: Schedule, slots: npt.NDArray[np.int32]) -> bool:
+    """True if a slot of a batch is at the far end of a big pool, and another, if there is one, at its beginning."""
+    far = slots > state_pool_slots(schedule) // 2
+    return not len(slots) or bool(far.any() and (len(slots) == 1 or not far.all()))
 
 
 _SPARE_SLOTS = 2
@@ -233,7 +268,9 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
     news, prefixes = [r.new for r in step.requests], [r.prefix for r in step.requests]
     row_request = np.repeat(np.arange(step.bs), news)
     row_offset = np.concatenate([np.empty(0, np.int64), *(np.arange(new) for new in news)])
-    positions = row_offset + np.asarray(prefixes, np.int64)[row_request]
+    trees = tuple(request.tree for request in step.requests if request.tree is not None and request.tree.topk > 1)
+    depths = np.concatenate([np.empty(0, np.int64), *(np.array(tree.depths) for tree in trees)])
+    positions = (depths if trees else row_offset) + np.asarray(prefixes, np.int64)[row_request]
     widest = max(news, default=0)
     none, count = torch.empty(case.layers.count, step.bs, 0, 1, 1), case.layers.count
     before, places = None, tuple[int, ...]()
@@ -248,7 +285,9 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         stored_keys=none, stored_values=none, kv_scales=torch.ones(2, count, 1, 1, 1, 1, dtype=torch.float64),
         visible=torch.zeros(step.bs, widest, 0, dtype=torch.bool),
         key_positions=torch.zeros(step.bs, 0, dtype=torch.int64),
-        query_positions=torch.from_numpy(np.asarray(prefixes, np.int64)[:, None] + np.arange(widest)),
+        query_positions=torch.from_numpy(
+            np.asarray(prefixes, np.int64)[:, None] + (depths.reshape(step.bs, -1) if trees else np.arange(widest))
+        ),
         row_request=torch.from_numpy(row_request), row_offset=torch.from_numpy(row_offset),
         row_key=torch.from_numpy(positions), positions=torch.from_numpy(positions),
         out_cache_loc=torch.from_numpy(
@@ -258,7 +297,7 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         states=joined["states"], windows=joined["windows"],
         layers=state_layers(case), products=schedule.numerics.state_products,
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
-        news=tuple(news), kept=kept, unit_keys=joined["keys"] if exact else None,
+        news=tuple(news), kept=kept, trees=trees, unit_keys=joined["keys"] if exact else None,
         asked_keys=joined["asked"] if exact else None, before=before, before_places=places,
         **_memory_of(schedule, step, before, kept, places),
     )  # fmt: skip
@@ -298,8 +337,13 @@ def _copied_rows(case: Fields, request: Request, step: Step, kept: int) -> int:
         return 0
     if case.mode is ForwardMode.EXTEND:
         return request.new // each * each
+    if case.tree is None:
+        return 1
     # The server decides by lengths; any node that was accepted may reach a multiple.
-    return max(kept - turn + 1, 0) if case.tree is not None else 1
+    for _ in range(turn - 1):
+        parents = request.tree.parents if request.tree is not None else ()
+        kept = parents[kept - 2] + 1 if kept > 1 else 0
+    return kept
 
 
 def _is_fresh(case: Fields, prefix: int) -> bool:

@@ -8,6 +8,7 @@ from typing import cast
 
 import torch
 
+from ...cases.trees import Tree
 from ...steps.data import StepData
 from ...steps.schedule import Schedule
 from ..family import Answer, Family, Supposition
@@ -27,6 +28,14 @@ def answer(schedule: Schedule, data: StepData, given: bool) -> Answer:
 def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
     """Usual mistakes, and the numbers that such a backend reads."""
     zeros = torch.zeros_like
+    if data.trees:
+        yield "a node continues the node before it, not its parent: the tree is taken for a chain", replace(
+            data, trees=()
+        )  # fmt: skip
+        yield (
+            "a node continues its sibling, not its parent",
+            replace(data, trees=tuple(map(_of_siblings, data.trees))),
+        )
     yield (
         "each request begins from zeros: the state and the window before the step are ignored",
         replace(data, states=zeros(data.states), windows=zeros(data.windows)),
@@ -52,6 +61,12 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
         )
     if data.states.shape[2] > 1:
         yield "a head reads the state of the head before it", replace(data, states=data.states.roll(1, 2))
+
+
+def _of_siblings(tree: Tree) -> Tree:
+    """The tree in which a node hangs on the sibling before it."""
+    before = {int(sibling): node for node, sibling in enumerate(tree.links[1]) if sibling > 0}
+    return Tree(tuple(before.get(node, parent) for node, parent in enumerate(tree.parents, 1)))
 
 
 def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:

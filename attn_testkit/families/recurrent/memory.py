@@ -21,7 +21,7 @@ from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
 from ...watches.uploads import upload
 from ..family import Memory, Noted, Stored, Watch
-from .data import StateStepData, state_pool_slots
+from .data import StateStepData, shape_of, state_places, state_pool_slots
 
 __all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "moved_states"]
 
@@ -127,22 +127,40 @@ def _due(data: StepData) -> _Ints:
 
 
 class StateWatch:
-    """A watch of a ``StatePool``. Slots are those of the pool."""
+    """A watch of a ``StatePool``. Slots are those of the schedule.
 
-    def __init__(self, pool: StatePool) -> None:
+    Of a big pool only their places are filled and compared: the rest is never touched.
+    """
+
+    def __init__(self, pool: StatePool, schedule: Schedule) -> None:
         self.bits = torch.uint8
         """Rows are bytes."""
-        self._pool, self._twin = pool, pool.twin()
-        self._device = pool.device
+        self._device, places = pool.device, state_places(schedule)
+        self._slots = len(places) if shape_of(schedule.case).big else pool.num_slots
+        self._places = upload(torch.from_numpy(places), self._device) if self._slots < pool.num_slots else None
+        """Place of each slot, [slots]; None if the pool has no others."""
+        self._pool, self._twin = pool, pool.like(pool.device, num_slots=self._slots)
         self._moved: torch.Tensor | None = None
         """[slots] uint8: states that changed before the commit of a verify; None outside of target-verify."""
-        owned = torch.zeros(pool.memory.numel(), dtype=torch.uint8)
-        marks = pool.like("cpu")
-        for part in marks.parts:
-            _bytes_of(part, pool.num_slots).fill_(1)
-        owned = marks.memory
-        self._between = (owned == 0).to(self._device)
-        """Memory that belongs to no slot, [bytes] bool."""
+        self._between: torch.Tensor | None = None
+        """Memory that belongs to no slot, [bytes] bool; None: it is not compared."""
+        if self._places is None:
+            marks = pool.like("cpu")
+            for part in marks.parts:
+                _bytes_of(part, pool.num_slots).fill_(1)
+            self._between = (marks.memory == 0).to(self._device)
+
+    def _now(self) -> tuple[torch.Tensor, ...]:
+        """Window and state of each layer, in sequence, of the slots: views, or copies of those of a big pool."""
+        return self._pool.parts if self._places is None else tuple(part[self._places] for part in self._pool.parts)
+
+    def _load(self) -> None:
+        """Put what the slots should hold into the pool."""
+        if self._places is None:
+            self._pool.memory.copy_(self._twin.memory)
+            return
+        for part, held in zip(self._pool.parts, self._twin.parts, strict=True):
+            part[self._places] = held
 
     def _fill(self, unowned: float) -> None:
         self._twin.memory.fill_(_NAN)
@@ -158,7 +176,7 @@ class StateWatch:
             self._fill(unowned)
             if len(slots):
                 self._put(*sent)
-            self._pool.memory.copy_(self._twin.memory)
+            self._load()
             for part in self._pool.scratch_parts:
                 part.fill_(math.nan)
         self._moved = None
@@ -166,7 +184,7 @@ class StateWatch:
     def carry(self, slots: torch.Tensor, name: object) -> None:
         """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled."""
         with past_modes():
-            for now, before in zip(self._pool.parts, self._twin.parts, strict=True):
+            for now, before in zip(self._now(), self._twin.parts, strict=True):
                 before[slots] = now[slots]
             for part in self._pool.scratch_parts:
                 part.fill_(math.nan)
@@ -186,7 +204,7 @@ class StateWatch:
     def clear(self) -> None:
         """Do the work of ``Watch.clear``."""
         self._fill(math.nan)
-        self._pool.memory.copy_(self._twin.memory)
+        self._load()
         self.clear_page_0()
 
     def clear_page_0(self) -> None:
@@ -196,8 +214,8 @@ class StateWatch:
 
     def _changed(self) -> torch.Tensor:
         """[slots] uint8: not 0 where a bit of the slot changed."""
-        found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
-        for now, before in zip(self._pool.parts, self._twin.parts, strict=True):
+        found = torch.zeros(self._slots, dtype=torch.bool, device=self._device)
+        for now, before in zip(self._now(), self._twin.parts, strict=True):
             if now[0].numel():
                 bits = _INTEGERS[now.dtype.itemsize]
                 found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
@@ -205,8 +223,8 @@ class StateWatch:
 
     def before_commit(self) -> None:
         """Note which states a verify changed, before its commit does. Windows may be anything until then."""
-        found = torch.zeros(self._pool.num_slots, dtype=torch.bool, device=self._device)
-        for now, before in zip(self._pool.parts[1::2], self._twin.parts[1::2], strict=True):
+        found = torch.zeros(self._slots, dtype=torch.bool, device=self._device)
+        for now, before in zip(self._now()[1::2], self._twin.parts[1::2], strict=True):
             bits = _INTEGERS[now.dtype.itemsize]
             found |= (now.view(bits) != before.view(bits)).flatten(1).any(1)
         self._moved = found.view(torch.uint8)
@@ -222,7 +240,7 @@ class StateWatch:
 
     def _rows(self, slots: torch.Tensor) -> torch.Tensor:
         """[L, n, bytes] of what slots hold now."""
-        found, parts = [], self._pool.parts
+        found, parts = [], self._now()
         for index in range(0, len(parts), 2):
             pair = [part[slots].reshape(len(slots), -1) for part in parts[index : index + 2]]
             found.append(torch.cat([each.contiguous().view(torch.uint8) for each in pair if each.shape[-1]], -1))
@@ -231,10 +249,12 @@ class StateWatch:
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Do the work of ``Watch.look``: flags of all slots, rows of those of ``due``, flags of memory between."""
         rows = self._rows(due).reshape(-1)
-        apart = (self._pool.memory != self._twin.memory) & self._between
-        place = torch.stack([apart.any().long(), apart.to(torch.uint8).argmax()]).view(torch.uint8)
-        moved = () if self._moved is None else ((self._moved, self._pool.num_slots),)
-        return (self._changed(), self._pool.num_slots), (rows, rows.numel()), (place, 16), *moved
+        place = torch.zeros(16, dtype=torch.uint8, device=self._device)
+        if self._between is not None:
+            apart = (self._pool.memory != self._twin.memory) & self._between
+            place = torch.stack([apart.any().long(), apart.to(torch.uint8).argmax()]).view(torch.uint8)
+        moved = () if self._moved is None else ((self._moved, self._slots),)
+        return (self._changed(), self._slots), (rows, rows.numel()), (place, 16), *moved
 
     def written(self, due: _Ints, found: Sequence[_Bytes]) -> tuple[_Ints, _Bytes, tuple[int, ...]]:
         """Do the work of ``Watch.written``: rows [L, 1, n, 1, bytes]."""
@@ -269,7 +289,7 @@ def _bytes_of(part: torch.Tensor, slots: int) -> torch.Tensor:
 
 def _watch(context: BackendContext, schedule: Schedule) -> Watch:
     assert context.state is not None
-    return StateWatch(context.state.pool)
+    return StateWatch(context.state.pool, schedule)
 
 
 def moved_states(watch: Watch, found: Sequence[_Bytes]) -> Mapping[str, Noted]:

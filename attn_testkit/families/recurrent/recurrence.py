@@ -131,7 +131,14 @@ def _loop(
         for each in (data.news, [end.request for end in data.ends], [end.rows for end in data.ends])
     )
     last, last_walk = state[:, owner], walk[:, owner]
+    behind: list[tuple[torch.Tensor, torch.Tensor]] = []
     for token in range(max(data.news, default=0)):
+        if data.trees and token:
+            # A node of a tree continues its parent, and not the row before it.
+            parents = [behind[tree.parents[token - 1]] for tree in data.trees]
+            state, walk = (
+                torch.stack([both[part][:, request] for request, both in enumerate(parents)], 1) for part in (0, 1)
+            )
         who = (news > token).nonzero()[:, 0]
         at = (starts[who] + token).long()
         now = _Inputs(**{
@@ -140,6 +147,8 @@ def _loop(
         })  # fmt: skip
         one = _step(state[:, who], walk[:, who], now, delta, products, data)
         state[:, who], walk[:, who], out[:, at], limit[:, at] = one
+        if data.trees:
+            behind.append((state.clone(), walk.clone()))
         done = (rows == token + 1).nonzero()[:, 0]
         last[:, done], last_walk[:, done] = state[:, owner[done]], walk[:, owner[done]]
     return out, limit, last, last_walk
@@ -256,9 +265,9 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
     out, size, rounded = (torch.zeros_like(rows) for _ in range(3))
     first, windows = 0, start_of(data).windows
     for request, new in enumerate(data.news):
-        every = torch.cat([windows[index, request].double().T, rows[first : first + new]])
+        every, read = torch.cat([windows[index, request].double().T, rows[first : first + new]]), _taps(data, request)
         for tap in range(width):
-            term = weight[:, tap] * every[tap : tap + new]
+            term = weight[:, tap] * every[read[:, tap]]
             out[first : first + new] += term
             size[first : first + new] += term.abs()
             rounded[first : first + new] += rounding(term.abs(), data.dtype)
@@ -274,13 +283,30 @@ def _convolved(layer: StateLayer, index: int, data: StateStepData) -> tuple[torc
     return out, off + rounding(out.abs(), data.dtype)
 
 
+def _taps(data: StateStepData, request: int) -> torch.Tensor:
+    """[new, W]: inputs that each tap of each row of a request reads; W - 1 of them are the window before the step."""
+    width, new = data.shape.conv_width, data.news[request]
+    if not data.trees:
+        return torch.arange(new)[:, None] + torch.arange(width)
+    paths = ([*range(width - 1), *(width - 1 + row for row in data.path(request, rows + 1))] for rows in range(new))
+    return torch.tensor([path[-width:] for path in paths])
+
+
+def _rows(data: StateStepData, request: int, count: int, first: int) -> slice | list[int]:
+    """Rows of the batch that lead to what is behind ``count`` rows of a request, whose first one is ``first``."""
+    if not data.trees:
+        return slice(first, first + count)
+    return [first + row for row in data.path(request, count)]
+
+
 def _window_behind(data: StateStepData, rows: Sequence[int]) -> torch.Tensor:
     """[L, B, C, W - 1] behind so many rows of each request: copies of its last inputs."""
     before = start_of(data).windows
     width, first = before.shape[-1], 0
     found = torch.empty_like(before)
     for request, (new, count) in enumerate(zip(data.news, rows, strict=True)):
-        every = torch.cat([before[:, request], data.q[:, first : first + count].transpose(1, 2)], -1)
+        inputs = data.q[:, _rows(data, request, count, first)]
+        every = torch.cat([before[:, request], inputs.transpose(1, 2)], -1)
         found[:, request] = every[..., every.shape[-1] - width :]
         first += new
     return found
@@ -297,8 +323,8 @@ def _windows(data: StateStepData) -> torch.Tensor:
         if columns and end.has_window:
             # A slot for each node: one window holds the inputs that the window behind any node consists of.
             rows = data.news[end.request] if nodes > 1 else end.rows
-            first = int(starts[end.request])
-            every = torch.cat([before[:, end.request], data.q[:, first : first + rows].transpose(1, 2)], -1)
+            inputs = data.q[:, _rows(data, end.request, rows, int(starts[end.request]))]
+            every = torch.cat([before[:, end.request], inputs.transpose(1, 2)], -1)
             found[:, index] = every[..., every.shape[-1] - columns :]
     return found
 

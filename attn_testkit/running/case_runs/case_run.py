@@ -180,8 +180,9 @@ def run_case(
     except RunError as error:
         cause = error.__cause__
         assert cause is not None
-        if variant_of(case).pool_elements and out_of_memory(cause):
-            left = f"in addition to a KV pool of more than 2^31 elements: {first_line(cause)}"
+        big = "KV pool" if variant_of(case).pool_elements else "pool of states" if _has_many_states(case) else ""
+        if big and out_of_memory(cause):
+            left = f"in addition to a {big} of more than 2^31 elements: {first_line(cause)}"
             return RunRecord(not_here=f"{NO_ROOM}{left}")
         if full := filled_by_others(cause):
             return RunRecord(not_here=full)
@@ -232,6 +233,10 @@ _GIVEN_UP = (
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies
 it is right and slow, and takes all of it."""
+
+
+def _has_many_states(case: Case) -> bool:
+    return case.state is not None and case.state.big
 
 
 def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:

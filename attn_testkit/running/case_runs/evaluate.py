@@ -26,7 +26,7 @@ from ...diagnosis.rerun import Rerunner
 from ...diagnosis.root_cause import explain_numeric, name_check
 from ...diagnosis.strided_heads import blame_strided_heads
 from ...diagnosis.unset_width import WIDTH_OF, blame_unset_width
-from ...environment import Environment, resolve
+from ...environment import Environment, planned
 from ...families.expected import expect, expect_of
 from ...families.table import family_of
 from ...model import pack
@@ -63,7 +63,8 @@ class _Outcome:
 
 def evaluate_item(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> CaseResult:
     """Have one case run, evaluate it, and ask for reruns if numbers are wrong. Raises what ``drive`` raises."""
-    item, case, execution, environment = asked.item, asked.case, asked.execution, resolve(plan.device)
+    item, case, execution = asked.item, asked.case, asked.execution
+    environment = planned(plan.device, plan.header.device)
     outcome, seconds = _evaluated(drive, described, case, execution, environment)
     result = partial(_result, item, plan, described.declared, case, execution, outcome, seconds)
     if outcome.record.not_here:
@@ -168,7 +169,8 @@ _OF_STRIDES = frozenset({*NUMERIC, "completes", "reads-own-kv", "writes-own-kv"}
 
 def fails(drive: Run, described: Described, plan: Plan, asked: CaseRun) -> bool:
     """Return whether a case-run fails, without a diagnosis. Raises what ``drive`` raises."""
-    outcome, _ = _evaluated(drive, described, asked.case, asked.execution, resolve(plan.device))
+    environment = planned(plan.device, plan.header.device)
+    outcome, _ = _evaluated(drive, described, asked.case, asked.execution, environment)
     return bool(outcome.findings or outcome.record.lost)
 
 

@@ -6,6 +6,7 @@ its life.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -59,6 +60,7 @@ class Runner:
 
     def plan(self, request: Request) -> Plan:
         """Decide what to run. Imports every backend, in a process each. Raises ``UsageError``."""
+        self._start_first(request)
         resolve(request.device).prepare_process()
         for name in self.options.after:
             try:
@@ -84,6 +86,16 @@ class Runner:
             lanes = [self._lane(index) for index in range(self.options.jobs)]
             draw_in_lanes([lane for lane in lanes if isinstance(lane, LaneProcess)], declared, request)
         return declared
+
+    def _start_first(self, request: Request) -> None:
+        """Have the first worker import its backend. It asks a driver for its device while this process does, which
+        takes a second or two where there are several GPUs.
+        """
+        first = next(iter(request.candidates), None)
+        if first is None or first in self._described or self.options.in_process:
+            return
+        with contextlib.suppress(WorkerStartError):  # it is asked for again, which says what is in the way
+            self._lane(0).start(first, request.device)
 
     def _start_others(self, candidate: Candidate, device: str) -> None:
         for index in range(1, self.options.jobs):

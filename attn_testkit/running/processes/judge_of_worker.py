@@ -20,8 +20,10 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING
 
-from .child import Child
+if TYPE_CHECKING:
+    from .child import Child
 
 __all__ = ["Forked", "accepted", "connect", "end", "settings", "start"]
 
@@ -49,6 +51,8 @@ def start() -> str:
     """Have a judge forked, in the controller's judge; the path of its socket, or empty text if none can be."""
     if not hasattr(os, "pidfd_open"):
         return ""
+    from .child import Child  # not for front ends, which start no process with it
+
     folder = tempfile.mkdtemp(prefix="attn-testkit-judge-")
     place = f"{folder}/socket"
     try:
