@@ -102,14 +102,15 @@ class Environment:
             os.environ.setdefault("TRITON_INTERPRET", "1")
 
     @contextmanager
-    def active(self, fill: int = 0xFF, *, controlled: bool = False) -> Iterator[None]:
+    def active(self, fill: int = 0xFF, *, controlled: bool = False, last_first: bool = False) -> Iterator[None]:
         """Enable ordinary CUDA programs inside the block.
 
         ``fill``: byte of uninitialized memory. On a device only the allocator's free memory is filled, unless the run
-        is ``controlled``, which is slower.
+        is ``controlled``, which is slower. ``last_first``: if the device is emulated, the last program of a launch of a
+        Triton kernel runs first.
         """
         if self.emulated:
-            with emulated_cuda(Policy(fill=fill)):
+            with emulated_cuda(Policy(fill=fill, program_order="reverse" if last_first else "forward")):
                 folder = os.environ.get(NOTES_OF_LAUNCHES)
                 with note_launches(folder) if folder else nullcontext():
                     yield

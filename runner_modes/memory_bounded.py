@@ -77,7 +77,8 @@ def _after_collection() -> int:
 def _lines() -> dict[int, str]:
     """Line that allocated the memory at each address in use. The emulation notes lines; a GPU has empty texts."""
     found = {}
-    for block in (block for segment in torch.cuda.memory_snapshot() for block in segment["blocks"]):
+    segments = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call, unused-ignore]
+    for block in (block for segment in segments for block in segment["blocks"]):
         frame = next(iter(block.get("frames", ())), None)
         found[block["address"]] = f"{frame['filename']}:{frame['line']} ({frame['name']})" if frame else ""
     return found

@@ -74,6 +74,7 @@ class Rerunner:
         step_at_capture: bool = False,
         most_programs: tuple[int, int] | None = None,
         contiguous_heads: bool = False,
+        programs_in_order: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """Run all graphs, replays only; None if it raised."""
@@ -88,6 +89,7 @@ class Rerunner:
             step_at_capture=step_at_capture,
             most_programs=most_programs,
             contiguous_heads=contiguous_heads,
+            programs_in_order=programs_in_order,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)

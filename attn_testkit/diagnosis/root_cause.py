@@ -377,6 +377,10 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
         exact = rerunner.graph(_alone(schedule, step, least))
         if exact is not None and _right(_evaluated(schedule, _last(exact))):
             return "padding-inert", f"{_PADDED_ROWS_REACH_LIVE_ONES}: in a bucket of exactly {least} it is right"
+    if rerunner.environment.emulated:
+        in_order = rerunner.graph(schedule, programs_in_order=True)
+        if in_order is not None and _right(_evaluated(schedule, in_order.replay_of(step))):
+            return _NOTHING_ELSE, _ORDER_OF_PROGRAMS
     if step.padding != "prod" and step.tokens < step.bs * schedule.case.width:
         # Rows of rejected tokens are padding in a bucket of the right size too.
         calm = rerunner.graph(_alone(schedule, replace(step, padding="prod"), step.bucket))
@@ -410,6 +414,11 @@ def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) ->
     )
 
 
+_ORDER_OF_PROGRAMS = (
+    "the result depends on the order in which the programs of a launch run: it is right if they run by number, as in "
+    "eager runs, and wrong if the last one runs first, as in this graph. A device takes any order: let no program rely "
+    "on what it finds in a counter, or write down whose place is whose"
+)
 _MOST_TENSORS = 3
 """Number of tensors that are restored one by one, and of those that a hint names."""
 _NOT_RESET = "a counter, a flag or a scratch buffer is not reset between replays"

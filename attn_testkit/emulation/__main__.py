@@ -66,7 +66,10 @@ def _run_script(asked: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     from attn_testkit.emulation.policy import Policy
 
     fill = None if asked.fill == "none" else int(asked.fill, 0)
-    policy = Policy(bounds=asked.bounds, races=asked.races == "on", masked_loads=asked.masked_loads, fill=fill)
+    policy = Policy(
+        bounds=asked.bounds, races=asked.races == "on", masked_loads=asked.masked_loads, fill=fill,
+        program_order=asked.program_order, late=asked.device == "late",
+    )  # fmt: skip
     log = LaunchLog()
     code, finding = _run(asked.what, asked.arguments, policy, log)
     print(f"ran on emulated CUDA: {log.launches} launches of {len(log.notes)} kinds", file=sys.stderr)
@@ -119,6 +122,16 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument("--races", choices=("on", "off"), default="on", help="Look for races inside a launch.")
     run.add_argument(
         "--masked-loads", choices=("zero", "poison"), default="zero", help="Number that a masked load leaves."
+    )
+    run.add_argument(
+        "--program-order", choices=("forward", "reverse"), default="forward",
+        help="Order of the programs of a launch.",
+    )  # fmt: skip
+    run.add_argument(
+        "--device",
+        choices=("quick", "late"),
+        default="quick",
+        help="Answer of an event that is asked for the first time.",
     )
     run.add_argument("--fill", default="0xFF", help="Byte of uninitialized memory, or none.")
     notes = commands.add_parser("compile", help="Compile launches that were noted in a folder.")

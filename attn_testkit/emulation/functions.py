@@ -134,6 +134,7 @@ class DeviceFunctions(TorchFunctionMode):
         if way is _ASK:
             return func(*args, **kwargs) if kwargs else func(*args)
         kwargs, session = kwargs or _NO_KEYWORDS, self.session
+        session.operations += 1
         strict = (
             session.capture is not None
             or session.order is not None

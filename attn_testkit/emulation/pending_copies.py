@@ -64,6 +64,15 @@ class PendingCopies:
             if copy.address < access.end and access.first < copy.address + len(copy.read) and _differs(copy):
                 self.pending[i] = copy._replace(changed=True)
 
+    def device_writes(self, first: int, end: int) -> None:
+        """Note that a copy of the device will write memory, after those that read it: the host did not write it."""
+        self.pending = [
+            copy
+            for copy in self.pending
+            if end <= copy.address or copy.address + len(copy.read) <= first or copy.changed or _differs(copy)
+        ]
+        self._bytes = sum(len(copy.read) for copy in self.pending)
+
     def settle(self) -> None:
         """Compare all copies, because the host waited. Raises EmulationError if memory of a copy was written before."""
         try:

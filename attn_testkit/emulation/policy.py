@@ -22,6 +22,11 @@ class Policy:
                           only the view that was passed
     `masked_loads`        what a masked load without `other=` leaves where its mask is off. Triton leaves it undefined
                           (triton #9917); on NVIDIA GPUs it is mostly 0. "poison" is NaN, or a large integer
+    `program_order`       order in which the programs of a launch of a Triton kernel run: by number, or the last first.
+                          A device may take any. A kernel with a `while` loop, which may wait for other programs, runs
+                          in the order of numbers
+    `late`                the device is late: the first `query()` after an event was recorded answers that its work is
+                          not done, unless the host has waited for it
     `races`               look for programs of one launch of a Triton kernel that use the same location, where one of
                           them writes another value and no atomic operation orders them
     """
@@ -33,6 +38,8 @@ class Policy:
     bounds: Literal["storage", "view"] = "storage"
     masked_loads: Literal["zero", "poison"] = "zero"
     races: bool = True
+    program_order: Literal["forward", "reverse"] = "forward"
+    late: bool = False
 
     def __post_init__(self) -> None:
         if self.dangling not in ("error", "poison"):
@@ -41,6 +48,8 @@ class Policy:
             raise ValueError(f"bounds is 'storage' or 'view', not {self.bounds!r}")
         if self.masked_loads not in ("zero", "poison"):
             raise ValueError(f"masked_loads is 'zero' or 'poison', not {self.masked_loads!r}")
+        if self.program_order not in ("forward", "reverse"):
+            raise ValueError(f"program_order is 'forward' or 'reverse', not {self.program_order!r}")
         if self.fill is not None and not 0 <= self.fill <= 0xFF:
             raise ValueError(f"fill is one byte (0 to 255) or None, not {self.fill!r}")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -47,12 +47,14 @@ class Session:
     the host and the CUDA one does not, so reading them is not an error. `order`: the account of streams, kept once the
     program has its own stream or pinned memory; `handles` are those of streams made in here. `scratch`: addresses that
     programs of a kernel may race for, by the identity of their storage. `launched`: called with each launch of a Triton
-    kernel.
+    kernel. `operations`: how many calls of torch may have launched something. `before`: the stream of the last launch
+    of a Triton kernel, `operations` then, and what it wrote.
     """
 
     __slots__ = (
         "_abandon",
         "_threads",
+        "before",
         "called",
         "capture",
         "capture_stream",
@@ -62,6 +64,7 @@ class Session:
         "handles",
         "launched",
         "lenient",
+        "operations",
         "order",
         "policy",
         "scratch",
@@ -83,6 +86,8 @@ class Session:
         self.order: StreamOrder | None = None
         self.launched: Callable[[Any, tuple[Any, ...], dict[str, Any]], None] | None = None
         self.scratch: dict[int, list[tuple[int, int]]] = {}
+        self.operations = 0
+        self.before: tuple[int, int, Any] | None = None
         self.handles = {default_stream.cuda_stream, capture_stream.cuda_stream}
         self.stream = self.default_stream = default_stream
         self.capture_stream = capture_stream
@@ -92,6 +97,8 @@ class Session:
         self.called: Any = None
         self.sync_mode = SYNC_DEFAULT
         self._abandon: Callable[[], None] | None = None
+        if policy.late:
+            self.keep_order()
 
     def meet(self, stream: StreamState) -> None:
         """Note that the program has `stream`: the first that counts starts the account of streams."""
@@ -150,6 +157,11 @@ class Session:
         copy()
         if order is not None and before is not None:
             order.holds_back(target, before, self.stream.cuda_stream, self.operation or "Tensor.copy_")
+
+    def says_done(self, work: Mapping[int, int], asked: bool) -> bool:
+        """True if `query()` answers that work is done: a late device is not done when it is first asked."""
+        late = self.policy.late and not asked and self.order is not None and not self.order.host_knows(work)
+        return not late
 
     def use(self, stream: StreamState) -> None:
         """Make `stream` the current one."""

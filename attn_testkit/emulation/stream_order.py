@@ -7,7 +7,7 @@ make the host or a stream wait counts as if it did, and two accesses collide onl
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -70,6 +70,7 @@ class StreamOrder:
         self._epochs: dict[int, int] = {}
         self._after: dict[int, Clock] = {}
         self._host: Clock = {}
+        self._done: Clock = {}
         self._histories: dict[int, _History] = {}
         self._strange: set[int] = set()
         self._owners: dict[int, tuple[StorageWeakRef, int | None]] = {}
@@ -101,6 +102,12 @@ class StreamOrder:
         self.arrivals.arrive(self._host)
         self._settle()
 
+    def host_knows(self, work: Mapping[int, int]) -> bool:
+        """True if the host has waited for all of ``work``."""
+        return all(
+            self._host.get(stream, 0) >= count or self._done.get(stream, 0) > count for stream, count in work.items()
+        )
+
     def host_waits_for(self, stream: int) -> None:
         """Order all later launches after the present work of `stream`."""
         self.host_waits(self.mark(stream))
@@ -113,6 +120,7 @@ class StreamOrder:
     def all_done(self) -> None:
         """Forget the order of earlier work, which no longer matters."""
         self.arrivals.arrive()
+        self._done = dict(self._epochs)
         for history in self._histories.values():
             history.past.clear()
         for forgotten in (self._histories, self._after, self._host):
@@ -125,10 +133,12 @@ class StreamOrder:
         Call it with function modes off.
         """
         self.arrivals.hold(target, before, stream, self._epochs.get(stream, 1), what)
+        self.copies.device_writes(target.data_ptr(), target.data_ptr() + len(before))
 
     def holds_back_at(self, storage: StorageWeakRef, first: int, before: bytes, stream: int, what: str) -> None:
         """Hold back a replay's copy to the memory of `storage` from the address `first` on."""
         self.arrivals.hold_at(storage, first, before, stream, self._epochs.get(stream, 1), what)
+        self.copies.device_writes(first, first + len(before))
 
     def host_touches(self, access: Access, what: str) -> None:
         """Note that the host reads or writes memory. Raises EmulationError like ``ArrivingCopies.refuse``."""

@@ -115,6 +115,7 @@ class Event:
         self.seen: Clock = {}
         self.work: Clock = {}
         self.cuda_event = 0
+        self._asked = True
         self._time = 0.0
 
     def record(self, stream: StreamState | None = None) -> None:
@@ -126,6 +127,7 @@ class Event:
         account = current.order if self.capture is None else _branches(current)
         if account is not None:
             self.work = account.mark(self.stream.cuda_stream)
+        self._asked = False
         self.cuda_event = self.cuda_event or next(_handles)
         self._time = time.perf_counter()
 
@@ -151,9 +153,14 @@ class Event:
             current.refuse(rules.OUTSIDE_WORK, "wait for an event of a stream outside the capture")
 
     def query(self) -> bool:
-        """True: the marked work is done. Raises CaptureError in a capture for an event recorded in it."""
+        """True: the marked work is done, unless the device is late. Raises CaptureError in a capture for an event
+        recorded in it."""
         if self.capture is not None:
             session.require().refuse(rules.HOST_WAIT, "Event.query()")
+        current = session.current()
+        asked, self._asked = self._asked, True
+        if current is not None and not current.says_done(self.work, asked):
+            return False
         self._host_knows()
         return True
 

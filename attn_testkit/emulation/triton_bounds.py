@@ -25,11 +25,12 @@ from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, PINNED
 from attn_testkit.emulation.triton_addresses import contents
-from attn_testkit.emulation.triton_races import Races, acquiring, semantics_of
+from attn_testkit.emulation.triton_races import Races, Written, acquiring, semantics_of
 
 __all__ = [
     "atomically",
     "atomics_looked_at",
+    "barriers_looked_at",
     "exchanges_looked_at",
     "look_at_load",
     "look_at_store",
@@ -82,20 +83,22 @@ def looking_at_accesses(
     given: Mapping[str, Tensor],
     touched: Touched | None = None,
     policy: Policy = _DEFAULT,
-) -> Iterator[None]:
+    before: Written | None = None,
+) -> Iterator[Races | None]:
     """Make ``look_at_load`` and ``look_at_store`` raise, inside the block, for memory of no tensor in ``given``.
 
     ``policy`` says what memory belongs to a tensor, and what a masked load leaves undefined. ``touched`` is called with
-    the memory of each load and store.
+    the memory of each load and store. ``before``: what the kernel before wrote, which may not have ended. Yields the
+    account of races, if there is one.
     """
     storages = [_storage_of(tensor) for tensor in given.values()]
     spans = storages if policy.bounds == "storage" else [_view_of(tensor) for tensor in given.values()]
     owners = {tensor.data_ptr(): span for tensor, span in zip(given.values(), spans, strict=True)}
     outer = _local.launch
     _local.launch = _Launch(kernel, given, spans, storages, owners, touched, policy.masked_loads == "poison")
-    _local.launch.races = Races(kernel, given) if policy.races else None
+    races = _local.launch.races = Races(kernel, given, before) if policy.races else None
     try:
-        yield
+        yield races
     finally:
         _local.launch = outer
 
@@ -259,6 +262,18 @@ def programs_named(stock: Callable[..., Any]) -> Callable[..., Any]:
             _local.launch.races.begin((x, y, z))
 
     return set_grid_idx
+
+
+def barriers_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:
+    """The builder's ``create_barrier``. ``whole_kernel``: wait for the kernel that was launched before (gdc_wait)."""
+
+    def create_barrier(self: Any, whole_kernel: bool = False) -> None:
+        races = _races() if whole_kernel else None
+        if races is not None:
+            races.waited = True
+        stock(self)
+
+    return create_barrier
 
 
 def atomics_looked_at(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -96,14 +96,18 @@ def language_replacements(module: Any) -> list[Replacement]:
 
 
 def _dependent_launches(module: Any) -> list[Replacement]:
-    """Calls with which kernels overlap (programmatic dependent launch). They do nothing here: each kernel begins when
-    the one before has ended."""
+    """Calls with which kernels overlap (programmatic dependent launch). Each kernel begins here when the one before
+    has ended: a wait only tells the account of races."""
     cuda = module.tl.extra.cuda
 
     def nothing(*_: Any, **__: Any) -> None:
         pass
 
-    return [(cuda, name, nothing) for name in ("gdc_wait", "gdc_launch_dependents") if hasattr(cuda, name)]
+    def wait(*_: Any, **__: Any) -> None:
+        module.interpreter_semantic.builder.create_barrier(True)
+
+    calls = (("gdc_wait", wait), ("gdc_launch_dependents", nothing))
+    return [(cuda, name, call) for name, call in calls if hasattr(cuda, name)]
 
 
 def _as_bool(handle: Any) -> bool:

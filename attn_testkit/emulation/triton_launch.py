@@ -91,9 +91,14 @@ def _launch_of(
             if session.is_active():
                 given = _given(executor, args, kwargs)
                 touched = _account_of(executor, given)
-                stack.enter_context(
-                    triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched, session.require().policy)
+                current = session.require()
+                before = _may_still_run(current) if kwargs.get("launch_pdl") else None
+                current.before = None  # gives its memory back before as much is taken again
+                races = stack.enter_context(
+                    triton_bounds.looking_at_accesses(executor.fn.__name__, given, touched, current.policy, before)
                 )
+                wrote = None if races is None else races.written()
+                current.before = current.stream.cuda_stream, current.operations, wrote
             if programs is not None and session.is_active() and not executor.pre_run_hooks:
                 programs.launch(executor, args, kwargs)
                 return
@@ -123,6 +128,12 @@ def _launch_of(
         current.stream.note_work()
 
     return launch
+
+
+def _may_still_run(current: session.Session) -> Any:
+    """Memory that the last launch of the stream wrote; None if something else was launched since."""
+    stream, operations, written = current.before or (0, -1, None)
+    return written if (stream, operations) == (current.stream.cuda_stream, current.operations) else None
 
 
 def _sized(
@@ -182,6 +193,7 @@ def _record(
     frozen = launcher(executor.fn, executor.arg_names, grid.value, executor.pre_run_hooks)
 
     def again() -> None:
+        session.require().before = None  # what runs between the kernels of a graph is not counted
         run(frozen, frozen_args, frozen_kwargs)
 
     node.call = again

@@ -21,6 +21,7 @@ import numpy.typing as npt
 
 from attn_testkit.emulation.triton_addresses import memory, places_of, read
 from attn_testkit.emulation.triton_bounds import (
+    barriers_looked_at,
     exchanges_looked_at,
     look_at_load,
     look_at_store,
@@ -46,6 +47,7 @@ def replacements(module: Any) -> list[Replacement]:
             (builder, "create_expand_dims", _expand_dims_of(module, pointers, builder.create_expand_dims)),
             (builder, "create_broadcast", _broadcast_of(module, pointers, builder.create_broadcast)),
             (builder, "create_int_to_ptr", pointers_of_its_own(builder.create_int_to_ptr)),
+            (builder, "create_barrier", barriers_looked_at(builder.create_barrier)),
             (builder, "set_grid_idx", programs_named(builder.set_grid_idx)),
             (builder, "create_atomic_cas", exchanges_looked_at(builder.create_atomic_cas)),
         ]

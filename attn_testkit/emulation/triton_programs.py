@@ -8,17 +8,20 @@ there: what was read, and what was written, is answered again and not done twice
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import dataclasses
+import functools
 import inspect
 import itertools
 import operator
 import sys
+import textwrap
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from attn_testkit.emulation import triton_language, triton_speed
+from attn_testkit.emulation import session, triton_language, triton_speed
 from attn_testkit.emulation.triton_names import Twin, Twins
 from attn_testkit.emulation.triton_numbers import python_number
 from attn_testkit.emulation.triton_paths import Contradiction, Effect, Launch, Paths
@@ -90,13 +93,37 @@ class Programs:
         with contextlib.ExitStack() as stack:
             programs = _Grid(module, self._twins.of, executor.fn, given, kernel.history(module, given), stack)
             try:
-                for index in itertools.product(*map(range, grid)):
+                for index in _in_order(kernel, grid):
                     builder.set_grid_idx(*index)
                     programs.run_one()
             except Exception as failure:
                 if module.triton.knobs.compilation.front_end_debugging:
                     raise
                 raise module.InterpreterError(repr(failure)) from failure
+
+
+def _in_order(kernel: _Kernel, grid: tuple[int, ...]) -> Iterable[tuple[int, ...]]:
+    """Indices of the programs of a grid, in the order of the policy."""
+    indices = itertools.product(*map(range, grid))
+    if session.require().policy.program_order == "forward" or kernel.may_wait:
+        return indices
+    return reversed(list(indices))
+
+
+def _may_wait(function: Any, seen: frozenset[Any] = frozenset()) -> bool:
+    """True if a kernel, or a kernel that it calls, has a ``while`` loop: it may wait for another program."""
+    code = getattr(getattr(function, "fn", function), "__code__", None)
+    names = () if code is None else (*code.co_names, *code.co_freevars)
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):
+        return True
+    if any(isinstance(node, ast.While) for node in ast.walk(tree)):
+        return True
+    known = inspect.getclosurevars(function)
+    called: list[Any] = [{**known.globals, **known.nonlocals}.get(name) for name in names]
+    inner = [each.fn for each in called if type(each).__name__ == "InterpretedFunction" and each.fn not in seen]
+    return any(_may_wait(each, seen | {function}) for each in inner)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -150,6 +177,11 @@ class _Kernel:
     def __init__(self, function: Any) -> None:
         self._function, self._signature = function, inspect.signature(function)
         self._histories: dict[Any, _History] = {}
+
+    @functools.cached_property
+    def may_wait(self) -> bool:
+        """True if its programs may wait for others."""
+        return _may_wait(self._function)
 
     def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name, defaults included, without the options of a compiler."""

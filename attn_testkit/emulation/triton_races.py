@@ -25,7 +25,7 @@ from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, storage_key
 
-__all__ = ["Races", "acquiring", "scratch", "semantics_of"]
+__all__ = ["Races", "Written", "acquiring", "scratch", "semantics_of"]
 
 Array = npt.NDArray[Any]
 
@@ -106,11 +106,35 @@ class _Memory:
         return self.shadows[size]
 
 
+@dataclass(frozen=True)
+class Written:
+    """Addresses that a launch wrote. It keeps no memory of the program alive."""
+
+    kernel: str
+    memories: tuple[tuple[int, int, Mapping[int, _Shadow]], ...]
+    """First address, the one behind the last, and the users of each element by its bytes."""
+
+    def has(self, addresses: Array, size: int) -> bool:
+        """True if one of these elements was written."""
+        for start, stop, shadows in self.memories:
+            shadow = shadows.get(size)
+            if shadow is None:
+                continue
+            places = (addresses[(addresses >= start) & (addresses < stop)] - start) // size
+            if (shadow.writer[places] != 0).any() or (shadow.adder[places] != 0).any():
+                return True
+        return False
+
+
 class Races:
     """The account of one launch. Raises ``RaceError`` where a race was seen for certain."""
 
-    def __init__(self, kernel: str, given: Mapping[str, Tensor]) -> None:
+    def __init__(self, kernel: str, given: Mapping[str, Tensor], before: Written | None = None) -> None:
+        """``before``: what the kernel before wrote, if this one may begin before that one has ended."""
         self.kernel = kernel
+        self.waited = False
+        """True if the program has waited for the kernel before."""
+        self._written_before = before
         found: dict[int, _Memory] = {}
         for name, tensor in given.items():
             storage = tensor.untyped_storage()
@@ -137,7 +161,7 @@ class Races:
 
     def begin(self, program: tuple[int, ...]) -> None:
         """Another program starts."""
-        self._program = program
+        self._program, self.waited = program, False
         self._first = self._epoch = self._new_epoch()
 
     def _new_epoch(self, *before: int) -> int:
@@ -153,6 +177,8 @@ class Races:
         memory = self._memory(first, end)
         if memory is None:
             return
+        if self._written_before is not None and not self.waited:
+            self._check_wait(memory, _addresses(parts), size, "load")
         if orders:
             self._wait(memory, _addresses(parts), size)
         elif memory.shadows or memory.logged > _MOST_LOGGED:
@@ -169,6 +195,8 @@ class Races:
         places = None if memory is None else self._places(memory, addresses, size)
         if memory is None or places is None:
             return
+        if self._written_before is not None and not self.waited:
+            self._check_wait(memory, addresses, size, "store")
         self._enter_log(memory)
         shadow, now = memory.shadow(size), self._epoch
         kept = self._kept(addresses)
@@ -300,6 +328,22 @@ class Races:
             "come first on a device",
             "give each program its own memory, launch a second kernel, or let an atomic operation with acquire and "
             "release semantics order them (a ticket that the last program sees, a lock)",
+        )
+
+    def written(self) -> Written:
+        """Addresses that the launch wrote."""
+        return Written(self.kernel, tuple((each.start, each.stop, each.shadows) for each in self._memories))
+
+    def _check_wait(self, memory: _Memory, addresses: Array, size: int, does: str) -> None:
+        before = self._written_before
+        if before is None or not before.has(addresses, size):
+            return
+        raise RaceError(
+            f"a {does} of triton kernel {self.kernel}",
+            author_site(),
+            f"program {self._program} uses memory of {memory.name} that triton kernel {before.kernel}, launched "
+            "before, writes; launch_pdl=True lets this kernel begin before that one has ended",
+            "call tl.extra.cuda.gdc_wait() before the first access to what an earlier kernel writes",
         )
 
     def _all_before(self) -> set[int]:

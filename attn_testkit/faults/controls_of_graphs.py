@@ -11,6 +11,7 @@ from .a_graphs_alone import GraphsAlone
 from .a_warm_ups import EagerPlanWaits
 from .builds import CountedRunsBackend
 from .catalogue import control
+from .j_branches import StoresOnASideStream
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
 from .parent import PlannedBackend
 
@@ -119,3 +120,12 @@ class PlansSharedByModes(SharedPlans):
     """An eager plan is skipped if the shared metadata are those of the same mode and lengths already."""
 
     capabilities = SharedPlans.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
+
+
+@control("stores-on-a-side-stream")
+class StoresOnTheSide(StoresOnASideStream):
+    """New keys are stored on another stream, a branch in captures, and the forward waits for it before it gathers."""
+
+    capabilities = StoresOnASideStream.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "target-verify"}
+    )

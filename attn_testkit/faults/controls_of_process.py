@@ -149,3 +149,23 @@ class TunedAtFirstCall(DenseBackend):
         from .tuned_copy import tuned_copy
 
         return tuned_copy(super().forward(q, k, v, layer, batch, save_kv_cache), layer.v_head_dim)
+
+
+@control("rows-of-tickets")
+class RowsOfTickets(TunedAtFirstCall):
+    """Programs take rows from a counter, in whatever order they come, and each works on the row that it took
+    (persistent kernels)."""
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        from .rows_in_turn import copied_in_turn
+
+        return copied_in_turn(DenseBackend.forward(self, q, k, v, layer, batch, save_kv_cache), own=True)

@@ -7,9 +7,10 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Requires
 from .builds import BatchInvariantBackend
 from .catalogue import fault
+from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
@@ -151,3 +152,34 @@ class FirstCallTunes(PlannedBackend):
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         tuned, self.tuned = self.tuned, True
         return super().plan_splits(lens) if tuned else lens.clamp(min=1)
+
+
+@fault(
+    slug="rows-in-the-order-of-tickets",
+    source="general (persistent kernels that take work from a counter)",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    executions=("graph",),
+    checks=("replay-follows-batch",),
+    hint="order in which the programs of a launch run",
+    modelled="a copy of the output takes the place of the attention kernel",
+)
+class RowsInTheOrderOfTickets(DenseBackend):
+    """A program takes a place from a counter and stores its own row there, as if programs came in order."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "extend"}, requires=Requires(packages=("triton>=3.6",))
+    )
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        from .rows_in_turn import copied_in_turn
+
+        return copied_in_turn(super().forward(q, k, v, layer, batch, save_kv_cache), own=False)

@@ -72,10 +72,10 @@ class CaseResult:
     """Number of launches of kernels that are not torch's: Triton's, and operators of other packages. 0: only torch ran.
     None: nobody counted."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Device memory of the instance, in bytes: ``persistent``, kept by constructor and steps; ``graphs``, kept by
-    captures; ``peak``, the most that the first plan and forward (or the captures) had at a time; ``growth``, taken by
-    every repeat of a step. And ``plan_allocations``, the largest number of allocations in a plan for a replay. Empty:
-    nobody counted."""
+    """Device memory of the instance, in bytes: ``persistent``, kept by constructor and steps before captures;
+    ``graphs``, kept by captures; ``peak``, the most that the first plan and forward (or the captures) had at a time;
+    ``growth``, taken by every repeat of a step. And ``plan_allocations``, the largest number of allocations in a plan
+    for a replay. Empty: nobody counted."""
     reason: str = ""
     """The reason why it did not run or crashed, or the issue of a known failure."""
     after: tuple[str, ...] = ()

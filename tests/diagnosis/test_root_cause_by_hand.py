@@ -18,6 +18,7 @@ from attn_testkit.contract import ForwardMode
 from attn_testkit.diagnosis import questions, root_cause
 from attn_testkit.diagnosis.rerun import CLEAR, OTHER_FILL, POISON, Rerunner
 from attn_testkit.diagnosis.root_cause import explain_numeric
+from attn_testkit.environment import Environment
 from attn_testkit.families.expected import expect
 from attn_testkit.results.finding import Finding
 from attn_testkit.steps.schedule import Schedule, Step, make_schedule
@@ -48,12 +49,14 @@ def seen(
 
 
 class Asked:
-    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured."""
+    """Answers by name: eager, stored, zeros, fill, clear, graph, calm, alone, exact, served, copied, captured,
+    in order."""
 
     grids: frozenset[tuple[str, tuple[int, ...]]] = frozenset()
 
     def __init__(self, step: Step, **answers: object) -> None:
         self.step, self.answers, self.questions = step, answers, list[str]()
+        self.environment = Environment(emulated="in order" in answers)
 
     def runs_eagerly(self, schedule: Schedule) -> bool:
         return "graphs alone" not in self.answers
@@ -77,6 +80,7 @@ class Asked:
         poison_allocated: bool = True,
         copy_into_replaced: bool = False,
         step_at_capture: bool = False,
+        programs_in_order: bool = False,
         fill: int = POISON,
         unowned: Any = None,
         **_: Any,
@@ -95,6 +99,8 @@ class Asked:
         if step_at_capture:
             assert schedule.buckets == (self.step.bucket,)
             name = "captured"
+        if programs_in_order:
+            name = "in order"
         if fill == OTHER_FILL:
             name = "fill"
         if unowned == 0.0:
@@ -268,6 +274,22 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         "captured with it",
         PADDED,
         {"captured": "right"},
+        "replay-follows-batch",
+        "at a replay",
+        "with this batch, it is",
+    ),
+    (
+        "in the order of programs",
+        FULL,
+        {"in order": "right", "captured": "right"},
+        "replay-follows-batch",
+        "at a replay",
+        "order in which the programs of a launch run",
+    ),
+    (
+        "not in the order of programs",
+        FULL,
+        {"in order": "wrong", "captured": "right"},
         "replay-follows-batch",
         "at a replay",
         "with this batch, it is",

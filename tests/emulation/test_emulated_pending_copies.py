@@ -137,3 +137,22 @@ def test_another_thread_may_have_waited() -> None:
     other.join()
     host.fill_(1)
     torch.cuda.synchronize()
+
+
+def test_a_copy_of_the_device_may_fill_what_its_earlier_copy_has_read() -> None:
+    host = pinned()
+    page = host.to("cuda", non_blocking=True)
+    page.add_(1)
+    host.copy_(page, non_blocking=True)
+    again = host.to("cuda", non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.equal(again.cpu(), host)
+
+
+def test_what_the_host_wrote_before_the_copy_of_the_device_is_still_reported() -> None:
+    host = pinned()
+    page = host.to("cuda", non_blocking=True)
+    host.fill_(7)
+    host.copy_(page + 1, non_blocking=True)
+    with pytest.raises(EmulationError, match="pinned source was written again"):
+        torch.cuda.synchronize()

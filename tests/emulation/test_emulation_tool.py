@@ -55,6 +55,26 @@ def test_an_error_of_the_script_is_2_and_a_wrong_argument_is_4(capfd):
     assert "--compile-for has no sm91; it has sm80" in capfd.readouterr().err
 
 
+OPTIMIZER = str(Path(__file__).parents[2] / "docs" / "code" / "paged_optimizer.py")
+
+
+def test_the_paged_optimizer_of_the_docs_is_quiet_until_it_forgets_to_wait(capfd):
+    assert main(["run", OPTIMIZER]) == 0
+    assert "moments 0.19 weight -0.29" in capfd.readouterr().out
+    assert main(["run", OPTIMIZER, "no-wait"]) == 1
+    assert "EmulationError: Tensor.mul_" in capfd.readouterr().err
+
+
+def test_programs_may_run_in_reverse_and_the_device_may_be_late(capfd):
+    for words, says in (
+        ([], "100 101 102 True"),
+        (["--program-order", "reverse"], "102 101 100 True"),
+        (["--device", "late"], "100 101 102 False"),
+    ):
+        assert main(["run", *words, SCRIPT, "order"]) == 0
+        assert says in capfd.readouterr().out
+
+
 def test_races_may_be_left_out():
     assert main(["run", "--races", "off", SCRIPT, "race"]) == 0
 

@@ -28,6 +28,11 @@ def count(counter):
     tl.store(counter, tl.load(counter) + 1)
 
 
+@triton.jit
+def claim(counter, out):
+    tl.store(out + tl.atomic_add(counter, 1), 100 + tl.program_id(0))
+
+
 def optimizer_steps() -> None:
     weight = torch.randn(64, device="cuda", requires_grad=True)
     optimizer = torch.optim.Adam([weight], lr=0.1, capturable=True)
@@ -93,6 +98,12 @@ def main(what: str) -> None:
         scale[(3,)](x, out, 200, 2.0, TILE=64)
     if what == "race":
         count[(3,)](torch.zeros(1, dtype=torch.int32, device="cuda"))
+    if what == "order":
+        counter, places, event = x.new_zeros(1).int(), x.new_zeros(3).int(), torch.cuda.Event()
+        claim[(3,)](counter, places)
+        event.record()
+        done = event.query()
+        print(*places.tolist(), done)
     if what == "raises":
         raise ValueError("of the script")
 

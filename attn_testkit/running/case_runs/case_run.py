@@ -167,8 +167,10 @@ def run_case(
     record = RunRecord()
     make_room()
     compiled = compiled_regions_run()
+    # Eager runs and graphs take the two orders, so that a result which depends on the order shows.
+    in_graph = request.execution is Execution.GRAPH
     try:
-        with environment.active(), gradients_off(case), _room_for(schedules[0], environment):
+        with environment.active(last_first=in_graph), gradients_off(case), _room_for(schedules[0], environment):
             before = _gradient_modes()
             record = run(backend_class, drive, environment)
             record = replace(record, generated=_loop(backend_class, drive, request.execution, environment))
@@ -395,8 +397,9 @@ def rerun(
     drive = _CaseRun([schedule], declared)
     unowned = {} if request.unowned is None else {"unowned": request.unowned}
     try:
+        last_first = request.step is None and not request.options.programs_in_order
         with (
-            environment.active(request.fill, controlled=True),
+            environment.active(request.fill, controlled=True, last_first=last_first),
             launch_grids(request.options.most_programs) as grids,
             gradients_off(schedule.case),
         ):

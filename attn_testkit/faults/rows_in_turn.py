@@ -1,0 +1,32 @@
+"""A Triton kernel whose programs take places from a counter. Imported only by the classes that run it."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+__all__ = ["copied_in_turn"]
+
+
+@triton.jit  # type: ignore[untyped-decorator, unused-ignore]
+def _copy(source, target, counter, width, own: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    place = tl.atomic_add(counter, 1)
+    row = place if own else tl.program_id(0)
+    at = tl.arange(0, TILE)
+    numbers = tl.load(source + row * width + at, at < width)
+    tl.store(target + place * width + at, numbers, at < width)
+
+
+def copied_in_turn(tensor: torch.Tensor, *, own: bool) -> torch.Tensor:
+    """Copy rows to other memory; each program takes the next place of a counter.
+
+    ``own``: it copies the row of that place. If not, it copies the row of its own number there, which is right only if
+    programs come in the order of their numbers.
+    """
+    source = tensor.contiguous()
+    target, width = torch.empty_like(source), source[:1].numel()
+    counter = torch.zeros(1, dtype=torch.int32, device=source.device)
+    if source.numel():
+        _copy[(len(source),)](source, target, counter, width, own=own, TILE=triton.next_power_of_2(width))
+    return target
