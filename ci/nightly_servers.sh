@@ -19,7 +19,7 @@ out="$(realpath -m "${1:?usage: ci/nightly_servers.sh OUT [NIGHTS]}")" nights="$
 
 declare -A backends=(
   [sglang-0.5.23]="sglang:triton sglang:triton_mla sglang:triton_draft sglang:flashinfer sglang:flashinfer_mla
-    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:kda sglang:mamba2 sglang:lightning
+    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:kda sglang:kda_hybrid sglang:mamba2 sglang:lightning
     sglang_wider:SoftCap
     sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
   [sglang-0.5.12.post1]="sglang:triton"
@@ -34,7 +34,7 @@ declare -A backends=(
     sglang_kernels:SparseMLAPrefill sglang_kernels:SparseMLAPrefillUnion2 sglang_kernels:SparseMLAForward
     sglang_kernels:SparseMLAPacked
     vllm_kernels:SparseMLA sglang_indexer:IndexerAmax sglang_indexer:IndexerPowersOfTwo
-    sglang_dsv4:UnifiedDecode sglang_dsv4:UnifiedDecodeSplits sglang_dsv4:UnifiedPrefill sglang_states:DeltaRule"
+    sglang_dsv4:UnifiedDecode sglang_dsv4:UnifiedDecodeSplits sglang_dsv4:UnifiedPrefill sglang_states:DeltaRule fla_states:FLA"
 )
 declare -A known=(
   [sglang-0.5.23]=known_failures.toml

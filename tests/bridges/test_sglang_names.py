@@ -99,7 +99,7 @@ def test_of_the_older_release_only_what_is_driven_is_taken(monkeypatch: pytest.M
         load_backend("sglang:flashinfer")
 
 
-@pytest.mark.parametrize("name", ["gdn", "gdn_hybrid", "kda", "mamba2", "lightning"])
+@pytest.mark.parametrize("name", ["gdn", "gdn_hybrid", "kda", "kda_hybrid", "mamba2", "lightning"])
 def test_every_case_of_a_class_with_states_has_the_conventions_that_it_declares(name: str) -> None:
     declared = CAPABILITIES[name].capabilities
     for mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND):

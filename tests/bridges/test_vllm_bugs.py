@@ -80,3 +80,38 @@ def test_wrong_metadata_of_an_indexer_are_found_and_those_of_vllm_pass(tmp_path:
     assert failed["status"] == "failed"
     without = results_of(tmp_path, "--backend", "vllm_index_metadata:Metadata", *which, "--case", failed["case"])
     assert [each["status"] for each in without] == ["passed"]
+
+
+def test_a_proof_says_without_a_check_of_the_kit_that_linear_attention_continues_wrong_states() -> None:
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", HERE / "proof_vllm_linear.py"], env={**os.environ, "TRITON_INTERPRET": "1"},
+        check=False, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert ran.returncode == 1
+    wrong = ran.stdout.splitlines()[-1]
+    assert wrong.startswith("WRONG: one token, fresh, MiniMax; one token, fresh, Bailing; draft of three")
+    assert wrong.endswith("300 rows; outputs of 3 rows of a continued one")
+
+
+FRESH = "extend-lightning2-d128-bf16-p16-k0.9-n1a1x2-shuffled-no_decay-k128w1s32.{}.kv-b2prod"
+DRAFT = "target-verify-lightning2-d128-bf16-p16-k9.1-chain2-shuffled-unit_keys-k128w1s32.null.zeroed.kv.slots-b2prod"
+
+
+@pytest.mark.parametrize(
+    ("backend", "case", "check"),
+    [
+        ("BailingFresh", FRESH.format("null"), "reads-own-state"),
+        ("LinearFresh", FRESH.format("slot0"), "reads-own-state"),
+        ("BailingOfRunnerV2", DRAFT, "state-counts-tokens"),
+    ],
+)
+def test_what_vllm_gives_linear_attention_is_found_and_with_what_it_needs_the_case_passes(
+    tmp_path: Path, backend: str, case: str, check: str
+) -> None:
+    which = ("--execution", "eager", "--case")
+    (failed,) = results_of(tmp_path, "--backend", f"vllm_wider:{backend}", *which, case)
+    assert check in checks_of(failed)
+    healthy = "vllm:linear" if backend == "LinearFresh" else "vllm:bailing"
+    zeroed = case if ".zeroed" in case else case.replace(".kv", ".zeroed.kv")
+    (passed,) = results_of(tmp_path, "--backend", healthy, *which, zeroed)
+    assert passed["status"] == "passed"

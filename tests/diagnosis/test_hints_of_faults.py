@@ -54,6 +54,7 @@ TOLD = [
     ("sink-in-base-two", LEAN, "eager", "right with sinks in base 2"),
     ("k-scale-lost", LEAN, "eager", "right without k_scale"),
     ("kv-scale-lost-in-positional-args", LEAN, "eager", "right without v_scale"),
+    ("kv-of-layer-zero", LATENT, "eager", "the values of layer 0 in all layers"),
     ("k-scale-lost", LATENT, "eager", "keys of the FP8 pool are not multiplied by k_scale"),
     ("kv-scale-lost-in-positional-args", LATENT, "eager", "values of the FP8 pool are not multiplied by v_scale"),
     ("k-scale-used-for-v", LEAN, "eager", "right with k_scale in place of v_scale"),

@@ -22,7 +22,7 @@ from attn_testkit.running.planning.known_failures import load_known
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 KNOWN = ROOT / "ci" / "servers" / "known_failures_kernels.toml"
-INSTALLED = all(importlib.util.find_spec(name) for name in ("sglang", "vllm", "flag_gems", "lightllm"))
+INSTALLED = all(importlib.util.find_spec(name) for name in ("sglang", "vllm", "flag_gems", "lightllm", "fla"))
 needs_wheels = pytest.mark.skipif(not INSTALLED, reason="the wheels are not installed: ci/servers.sh public-kernels")
 
 GQA, MHA, MLA = "gqa2x2-d64-fp16-p16", "mha2-d64-bf16-p16", "mla16-d512r64-bf16-p16"
@@ -45,6 +45,7 @@ RIGHT = {
     "sglang_indexer:IndexerAmax": SPARSE_DECODE.replace("slots", "slots-idx4"),
     "sglang_indexer:IndexerPowersOfTwo": SPARSE_EXTEND.replace("slots", "slots-idx4pow2gauss"),
     "sglang_states:DeltaRule": f"target-verify-{GDN}-k9.1-chain2-shuffled-mild_decay-k64w4s32-b2prod",
+    "fla_states:FLA": f"decode-{GDN}-k9.1-shuffled-mild_decay-k64w4s32-b2prod",
     "vllm_kernels:SparseMLA": SPARSE_DECODE,
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",

@@ -218,7 +218,7 @@ def test_a_library_that_could_not_begin_because_the_context_is_lost_is_a_crash(m
     environment: Any = Of(
         emulated=emulated,
         index=1,
-        active=contextlib.nullcontext,
+        active=lambda **_: contextlib.nullcontext(),
         kind="cuda",
         device="a device",
         poisons_fresh_memory=False,

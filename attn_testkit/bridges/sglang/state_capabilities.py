@@ -109,6 +109,14 @@ OF_STATES: Mapping[str, BridgeCapabilities] = {
         keeps_states=True,
     ),
     # With softmax layers between, as every model of SGLang has.
+    "kda_hybrid": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
+            Line("state", replace(_KDA_STATE, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward"),
+        ),
+        keeps_states=True,
+    ),
     "gdn_hybrid": BridgeCapabilities(
         "triton",
         (

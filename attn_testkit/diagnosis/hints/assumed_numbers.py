@@ -18,7 +18,7 @@ from ...families.softmax.attention import attend
 from ...families.softmax.limits import attention_limit
 from ...steps.data import make_layers
 from ...steps.patterns import FAINT_RUN
-from .evidence import LONGEST, Evidence, Supposed
+from .evidence import LONGEST, Evidence, Supposed, with_own_values
 from .hint import assumption
 
 __all__ = ["right_keys_and_a_wrong_number"]
@@ -238,12 +238,8 @@ def other_scale(e: Evidence) -> Iterator[Supposed]:
 @assumption(lambda e: right_keys_and_a_wrong_number(e) and bool((e.expected.data.kv_scales != 1).any()))
 def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
     """An FP8 pool without a scale, with the other one, or with scales that reach one of two calls."""
-    data = e.expected.data
+    data = with_own_values(e.expected.data)
     (keys, values), one = data.kv_scales, torch.ones_like(data.kv_scales[0])
-    in_keys = data.stored_values is None
-    if in_keys and data.row_format is None:
-        # A kernel reads the latent part of a row twice, and may scale it as a key only.
-        data = replace(data, stored_values=data.stored_keys[..., : data.v.shape[-1]])
     for text, scales in (
         ("keys of the FP8 pool are not multiplied by k_scale: the result is right without k_scale", (one, values)),
         ("values of the FP8 pool are not multiplied by v_scale: the result is right without v_scale", (keys, one)),
@@ -252,7 +248,7 @@ def other_scales_of_fp8(e: Evidence) -> Iterator[Supposed]:
         ("v_scale is used for keys: the result is right with v_scale in place of k_scale", (values, values)),
     ):
         yield Supposed(text, replace(data, kv_scales=torch.stack(scales)))
-    if in_keys:
+    if e.expected.data.stored_values is None:
         return
     first, (bs, _, longest) = data.row_offset == 0, data.visible.shape
     prefix = torch.zeros(bs, dtype=torch.int64)

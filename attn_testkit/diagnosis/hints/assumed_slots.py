@@ -10,7 +10,7 @@ import torch
 
 from ...steps.data import StepData, make_layers
 from .assumed_numbers import right_keys_and_a_wrong_number
-from .evidence import SAME_RESULTS, SMALL_ERROR, Evidence, Supposed
+from .evidence import SAME_RESULTS, SMALL_ERROR, Evidence, Supposed, with_own_values
 from .hint import assumption
 
 _MOST_HEADS = 16
@@ -67,7 +67,7 @@ def _with_kv_heads(e: Evidence, kv_head: torch.Tensor) -> StepData:
 @assumption(right_keys_and_a_wrong_number)
 def other_layers_kv(e: Evidence) -> Iterator[Supposed]:
     """Keys, values or both are one layer's in all layers."""
-    data = e.expected.data
+    data = with_own_values(e.expected.data)
     for index, layer in enumerate(make_layers(e.schedule.case)):
         one = slice(index, index + 1)
         keys: dict[str, Any] = {"stored_keys": data.stored_keys[one].expand_as(data.stored_keys)}

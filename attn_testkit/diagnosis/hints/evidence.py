@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,7 +18,16 @@ from ..attended_keys import AttendedKeys
 from ..changed_case import ChangedCases
 from ..misrouted_rows import MisroutedRow
 
-__all__ = ["LONGEST", "SAME_RESULTS", "SMALLEST_TILE", "SMALL_ERROR", "Evidence", "Supposed", "places_of"]
+__all__ = [
+    "LONGEST",
+    "SAME_RESULTS",
+    "SMALLEST_TILE",
+    "SMALL_ERROR",
+    "Evidence",
+    "Supposed",
+    "places_of",
+    "with_own_values",
+]
 
 SMALLEST_TILE = 16
 """Smallest tile of keys of any kernel."""
@@ -168,6 +177,16 @@ class Evidence:
         """True if every wrong row of a layer, or every row, is what the supposed backend gives."""
         near = self.near(supposed).all(-1)
         return bool((near if supposed.every_row else near[self.comparison.wrong.flatten(2).any(-1)]).all())
+
+
+def with_own_values(data: StepData) -> StepData:
+    """``data``, whose values are stored numbers of their own where a row holds keys and values in one.
+
+    A kernel reads such a row twice, and may read or scale it in two ways.
+    """
+    if data.stored_values is not None or data.row_format is not None:
+        return data
+    return replace(data, stored_values=data.stored_keys[..., : data.v.shape[-1]])
 
 
 def places_of(counts: Sequence[int]) -> list[tuple[int, int, int]]:
