@@ -227,7 +227,8 @@ class TritonStateBackend(StateBackend):
         """Rows of a request that the convolution takes at a time: a power of 2."""
         if batch.forward_mode is ForwardMode.EXTEND:
             return 64 if _INTERPRETED else 16
-        return triton.next_power_of_2(max(batch.input_ids.shape[0] // batch.batch_size, 1))
+        rows: int = triton.next_power_of_2(max(batch.input_ids.shape[0] // batch.batch_size, 1))
+        return rows
 
     @override
     def forward(  # type: ignore[override]
