@@ -245,13 +245,17 @@ class ModeInvariantBackend(BatchInvariantBackend):
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        return torch.cat([super(ModeInvariantBackend, self).logits(row, keys, layer) for row in rows.split(1, 1)], 1)
+        return torch.cat(
+            [super(ModeInvariantBackend, self).logits(row, keys, layer) for row in torch.split(rows, 1, 1)], 1
+        )
 
     @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
-        by_row = zip(logits.split(1, 1), seen.split(1, 2), acc.split(1, 2), lse.split(1, 2), strict=True)
+        by_row = zip(
+            *(torch.split(rows, 1, dim) for rows, dim in ((logits, 1), (seen, 2), (acc, 2), (lse, 2))), strict=True
+        )
         for of_logits, of_seen, of_acc, of_lse in by_row:
             super().partials(of_logits, of_seen, values, of_acc, of_lse)
 

@@ -63,6 +63,13 @@ def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
         )
         step = replace(first, name=LAST_ROWS, label=LAST_ROWS, requests=requests, chunk_of=first)
         made = make_schedule(other, numerics_of(other, declared))
-        sizes = {"num_pages": own.num_pages, "pool_rows": own.pool_rows, "max_context_len": own.max_context_len}
-        found.append(replace(made, steps=(step,), **sizes))
+        found.append(
+            replace(
+                made,
+                steps=(step,),
+                num_pages=own.num_pages,
+                pool_rows=own.pool_rows,
+                max_context_len=own.max_context_len,
+            )
+        )
     return tuple(found)

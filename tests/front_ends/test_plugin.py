@@ -376,12 +376,12 @@ def test_the_real_suite_runs_from_an_empty_directory(pytester):
 
 
 IN_WORKERS = """
-import os
 import attn_testkit.running.processes.judge_process as judge_process
 def refuse(*_):
     raise AssertionError("a worker of xdist")
-if "PYTEST_XDIST_WORKER" in os.environ:
-    judge_process._fresh = judge_process.JudgeProcess.plan = refuse
+def pytest_configure(config):
+    if hasattr(config, "workerinput"):
+        judge_process._fresh = judge_process.JudgeProcess.plan = refuse
 """
 
 

@@ -220,6 +220,7 @@ def test_what_not_every_server_does_is_drawn_where_it_is_declared(mode: ForwardM
         "far",
         "shapes",
         "bigpool",
+        "piecewise",
     }
     missing |= {"two", "with parts"}
     few = settings(database=None, derandomize=True, suppress_health_check=list(HealthCheck), max_examples=5_000,

@@ -104,7 +104,11 @@ def test_a_long_request_is_cut_to_the_first_length_that_fails() -> None:
 
 
 def test_of_many_requests_as_many_are_left_as_it_takes() -> None:
-    (name,) = (case.id for case in generate(CAPABILITIES, ForwardMode.DECODE, "core") if case.bs == 132)
+    (name,) = (
+        case.id
+        for case in generate(CAPABILITIES, ForwardMode.DECODE, "core")
+        if case.bs == 132 and case.layout != "shuffled"
+    )
     search = made_small(wrong_where(lambda case: case.bs > 32), name)
     assert search.case.id == "decode-mha2-d32-bf16-p1-k0x33-contiguous-gauss-b33prod"
     assert search.runs < 150

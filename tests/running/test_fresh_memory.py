@@ -51,7 +51,9 @@ def test_unwritten_rows_are_reported_from_nan_also_where_memory_comes_with_old_n
     slug: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextmanager
-    def like_a_device(self: Environment, fill: int = 0xFF, *, controlled: bool = False) -> Iterator[None]:
+    def like_a_device(
+        self: Environment, fill: int = 0xFF, *, controlled: bool = False, last_first: bool = False
+    ) -> Iterator[None]:
         with emulated_cuda(Policy(fill=None)), FreshMemory(fill) if controlled else nullcontext():
             yield
 
