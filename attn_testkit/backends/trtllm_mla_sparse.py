@@ -1,7 +1,7 @@
 """FlashInfer's trtllm-gen MLA decode kernel over selected keys: ``sparse_mla_top_k`` of the same entry point.
 
-The kernel reads as many columns of a row's indices as the row sees keys by ``seq_lens``, and top-k at most. What it
-does with an index of -1 among them is not documented, and rows may select fewer keys than they see. So each row of the
+The kernel reads as many columns of a row's indices as the row sees keys by ``seq_lens``, and top-k at most. FlashInfer
+does not document what an index of -1 among them does, and rows may select fewer keys than they see. So each row of the
 query is a request of its own, whose length is the number of keys that it selects, as in vLLM 0.33.0
 (``FlashInferMLASparseImpl``). Such a step needs no plan: the indices come with each layer's forward.
 """
@@ -56,7 +56,7 @@ class TRTLLMMLASparseBackend(TRTLLMMLABackend):
         assert selected is not None, "each forward of a sparse layer has its selection"
         if save_kv_cache:
             self.context.kv_pool.set_kv_buffer(layer, batch.out_cache_loc, k, v)
-        # The package wants one valid index for a row without a key. Slot 0 may hold anything: the output is replaced.
+        # The package needs one valid index for a row without a key. Slot 0 may hold anything: the output is replaced.
         counts = (selected >= 0).sum(1, dtype=torch.int32)
         none = counts == 0
         slots = torch.where(none[:, None], 0, selected)

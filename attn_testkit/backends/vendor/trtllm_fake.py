@@ -152,7 +152,7 @@ def _lens_of_rows(
     """[bs * q_len] int32, sparse MLA: columns of its own row of the table that each query row reads.
 
     They are the keys that a causal row would see, and ``top_k`` at most (``fmhaReduction.cu``). An index of -1 among
-    them is a key outside the pool: the package's documentation wants every -1 behind them.
+    them is a key outside the pool: the package's documentation allows -1 only behind them.
     """
     if top_k % 4:
         # Raised by the launch (``kernelParams.h``): indices are copied 16 bytes at a time.
