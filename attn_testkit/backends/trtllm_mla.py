@@ -212,14 +212,21 @@ class TRTLLMMLABackend(AttentionBackend):
         ragged = batch.forward_mode.is_draft_extend()
         rows = self._pad(q, metadata) if ragged else q
         rows = rows.reshape(-1, metadata.width, *q.shape[1:])
+        earlier = forward_number(batch)
+        lens = metadata.seq_lens + earlier if earlier else metadata.seq_lens
+        out = self._attend_pool(rows, metadata.block_tables, lens, layer)
+        return self._unpad(out, q.shape[0], metadata) if ragged else out
+
+    def _attend_pool(
+        self, rows: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, layer: AttentionLayer
+    ) -> torch.Tensor:
+        """``rows`` [bs, width, H, 576] in the model's dtype -> [bs * width, H, 512]."""
+        pool = self.context.kv_pool
         if pool.dtype.itemsize == 1:
             rows = rows.clamp(-_FP8_MAX, _FP8_MAX).to(torch.float8_e4m3fn)
         latent = pool.get_key_buffer(layer.layer_id).view(-1, 1, self.context.page_size, layer.head_dim)
-        earlier = forward_number(batch)
-        lens = metadata.seq_lens + earlier if earlier else metadata.seq_lens
-        out = self._attend(rows.contiguous(), latent, metadata.block_tables, lens, layer)
-        out = out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)
-        return self._unpad(out, q.shape[0], metadata) if ragged else out
+        out = self._attend(rows.contiguous(), latent, block_tables, seq_lens, layer)
+        return out.reshape(-1, layer.tp_q_head_num, layer.v_head_dim)
 
     def _attend(
         self,
@@ -240,6 +247,7 @@ class TRTLLMMLABackend(AttentionBackend):
             block_tables=block_tables,
             seq_lens=seq_lens,
             max_seq_len=self.context.max_context_len,
+            sparse_mla_top_k=layer.topk,
             bmm1_scale=layer.scaling * layer.k_scale,
             bmm2_scale=layer.k_scale,
             backend="trtllm-gen",

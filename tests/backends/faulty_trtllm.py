@@ -10,6 +10,7 @@ import torch
 from attn_testkit.backends.tokenspeed_mla import TokenspeedMLABackend
 from attn_testkit.backends.trtllm_mha import TRTLLMMHABackend, XQABackend
 from attn_testkit.backends.trtllm_mla import Metadata, TRTLLMMLABackend
+from attn_testkit.backends.trtllm_mla_sparse import TRTLLMMLASparseBackend
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch
 
 
@@ -284,3 +285,31 @@ class QueriesNotRounded(TokenspeedMLABackend):
 
     def _attend(self, q: torch.Tensor, *rest: Any) -> torch.Tensor:
         return super()._attend(q.to(torch.bfloat16), *rest)
+
+
+class SelectionOfTheCapture(TRTLLMMLASparseBackend):
+    """Replays attend to the slots that were selected while the graph was captured."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self._kept: dict[tuple[int, int], torch.Tensor] = {}
+
+    def forward(self, *given: Any, selected: torch.Tensor, **more: Any) -> torch.Tensor:
+        kept = self._kept.setdefault((given[3].layer_id, len(selected)), selected.clone())
+        if not torch.cuda.is_current_stream_capturing():
+            kept.copy_(selected)
+        return super().forward(*given, selected=kept, **more)
+
+
+class LengthsOfTopK(TRTLLMMLASparseBackend):
+    """Every row has ``topk`` keys, also one that selects fewer: the kernel reads -1 as a slot."""
+
+    def _attend_pool(self, rows: Any, block_tables: Any, seq_lens: torch.Tensor, layer: Any) -> torch.Tensor:
+        return super()._attend_pool(rows, block_tables, torch.full_like(seq_lens, layer.topk), layer)
+
+
+class CountersOfTheRequests(TRTLLMMLASparseBackend):
+    """Counters for the requests of the server, while each row is a request of the kernel."""
+
+    def _make_workspace(self) -> None:
+        TRTLLMMLABackend._make_workspace(self)

@@ -40,6 +40,13 @@ MLA_V2 = "draft-extend-v2-mla16-d512r64-bf16-p64-k1.2-n3a1.3-shuffled-gauss-kvfp
 MLA_DRAFT = "draft-decode-mla16-d512r64-bf16-p32-k31.3-topk3steps4-shuffled-gauss-kvfp8e4m3-b4prod"
 MLA_HEALTHY = (MLA_DECODE, MLA_FP8, MLA_VERIFY, MLA_V1, MLA_V1_EVEN, MLA_V2, MLA_DRAFT)
 
+SPARSE_DECODE = "decode-mla16-d512r64-bf16-p32-k100.5-shuffled-gauss-sel16slotsempty-b4prod"
+SPARSE_VERIFY = "target-verify-mla16-d512r64-bf16-p64-k60.33-chain7-shuffled-gauss-kvfp8e4m3-sel16slots-b3nan"
+SPARSE_V1 = "draft-extend-mla16-d512r64-bf16-p32-k30.3.40-n4a1.3.2-interleaved-gauss-sel16slots-b4prod"
+SPARSE_V2 = "draft-extend-v2-mla16-d512r64-bf16-p64-k70.2-n3a1.3-shuffled-one_hot-sel64slotsempty-b4stale"
+SPARSE_DRAFT = "draft-decode-mla16-d512r64-bf16-p32-k31.3-topk3steps4-shuffled-gauss-sel16slots-b4prod"
+SPARSE_HEALTHY = (SPARSE_DECODE, SPARSE_VERIFY, SPARSE_V1, SPARSE_V2, SPARSE_DRAFT)
+
 TS_DECODE = MLA_FP8
 TS_VERIFY = "target-verify-mla16-d512r64-bf16-p64-k15.70-chain3-shuffled-gauss-kvfp8e4m3-b3prod"
 TS_V1 = "draft-extend-mla16-d512r64-bf16-p32-k30.3-n4a1.3-reversed-gauss-kvfp8e4m3-b3nan"
@@ -59,6 +66,7 @@ def check(backend: str, execution: str, *cases: str) -> list[CaseResult]:
         ("attn_testkit.backends.trtllm_mha:TRTLLMMHABackend", HEALTHY),
         (XQA, FOR_XQA),
         ("attn_testkit.backends.trtllm_mla:TRTLLMMLABackend", MLA_HEALTHY),
+        ("attn_testkit.backends.trtllm_mla_sparse:TRTLLMMLASparseBackend", SPARSE_HEALTHY),
         pytest.param("attn_testkit.backends.tokenspeed_mla:TokenspeedMLABackend", TS_HEALTHY, marks=needs_tokenspeed),
     ],
 )
@@ -95,7 +103,10 @@ FAULTS = [
     ("TableOfThePrefix", "eager", MLA_VERIFY, "has nan in its output"),
     ("MetadataOfTheCapture", "graph", MLA_DECODE, "eager mode is right"),
     ("CountersAllocatedInCapture", "graph", MLA_DECODE, "it uses memory that was allocated in a capture"),
-    ("LatentScaleForgotten", "eager", MLA_FP8, "keys of the FP8 pool are not multiplied by k_scale"),
+    ("LatentScaleForgotten", "eager", MLA_FP8, "the result is right without k_scale"),
+    ("SelectionOfTheCapture", "graph", SPARSE_DECODE, "eager mode is right"),
+    ("LengthsOfTopK", "eager", SPARSE_DECODE, "has nan in its output"),
+    ("CountersOfTheRequests", "graph", SPARSE_VERIFY, "counter_buffer is too small"),
 ]
 TOKENSPEED_FAULTS = [
     ("WorkspaceMadeInForward", "graph", TS_MIXED, "the graph uses memory that no longer exists"),

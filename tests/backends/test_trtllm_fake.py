@@ -196,6 +196,41 @@ def test_mla_decode_refuses_what_the_package_refuses(changes: dict[str, Any], me
         mla(mla_inputs(), **moved)
 
 
+def sparse_inputs() -> dict[str, Any]:
+    """Two requests of three rows, four indices a row. The last row of each sees more keys than its top-k."""
+    indices = torch.tensor(
+        [[[40, 3, -1, -1], [7, 100, 9, -1], [159, 64, 33, 32]], [[5, 6, 8, 10**6], [11, 90, 12, 13], [0, 96, 2, 1]]],
+        dtype=torch.int32,
+    )
+    lens = torch.tensor([4, 30], dtype=torch.int32)
+    return {**mla_inputs(), "block_tables": indices.cuda(), "seq_lens": lens.cuda(), "sparse_mla_top_k": 4}
+
+
+def test_sparse_mla_reads_slots_as_many_as_a_row_sees_and_top_k_at_most() -> None:
+    given = sparse_inputs()
+    got, slots = mla(given).cpu().double(), given["kv_cache"].cpu().double().flatten(0, 2)
+    for i, j, read in [(0, 0, 2), (0, 1, 3), (0, 2, 4), (1, 1, 4), (1, 2, 4)]:
+        keys = slots[given["block_tables"][i, j, :read].cpu().long()]
+        p = torch.softmax(given["query"][i, j].cpu().double() @ keys.T * 0.05, -1)
+        assert (got[i, j] - p @ keys[:, :512]).abs().max() < 0.02
+    assert got[1, 0].isnan().all(), "a slot that is not there"
+
+
+def test_sparse_mla_reads_minus_one_among_the_keys_that_a_length_reaches() -> None:
+    out = mla(sparse_inputs(), seq_lens=torch.tensor([5, 30], dtype=torch.int32).cuda())
+    assert out.isnan().all(-1).all(-1).tolist() == [[True, True, False], [True, False, False]]
+
+
+@pytest.mark.parametrize(
+    ("topk", "width", "error", "message"),
+    [(6, 6, RuntimeError, "multiple of 4"), (8, 4, ValueError, "Expected page_table.shape")],
+)
+def test_sparse_mla_refuses_a_top_k(topk: int, width: int, error: type[Exception], message: str) -> None:
+    indices = torch.zeros(2, 3, width, dtype=torch.int32).cuda()
+    with pytest.raises(error, match=message):
+        mla(sparse_inputs(), sparse_mla_top_k=topk, block_tables=indices)
+
+
 def test_a_page_that_is_not_there_gives_nan_where_a_length_reaches_it() -> None:
     given = mla_inputs()
     assert not mla(given).isnan().any()

@@ -146,6 +146,28 @@ def _check_gen(head_dim_qk: int, head_dim_v: int, page_size: int) -> None:
         raise RuntimeError(f"Missing TRTLLM-GEN kernel: head dims {head_dim_qk}, {head_dim_v}, page size {page_size}")
 
 
+def _lens_of_rows(
+    seq_lens: torch.Tensor, bs: int, q_len: int, top_k: int, cum_seq_lens_q: torch.Tensor | None
+) -> torch.Tensor:
+    """[bs * q_len] int32, sparse MLA: columns of its own row of the table that each query row reads.
+
+    They are the keys that a causal row would see, and ``top_k`` at most (``fmhaReduction.cu``). An index of -1 among
+    them is a key outside the pool: the package's documentation allows -1 only behind them.
+    """
+    if top_k % 4:
+        # Raised by the launch (``kernelParams.h``): indices are copied 16 bytes at a time.
+        raise RuntimeError("SparseMlaTopK must be a multiple of 4")
+    if cum_seq_lens_q is not None:
+        raise NotImplementedError("the fake of sparse MLA knows queries of four dimensions, not cum_seq_lens_q")
+    seen = _lens(seq_lens, bs)[:, None] - q_len + 1 + torch.arange(q_len, dtype=torch.int32, device=seq_lens.device)
+    return seen.clamp(0, top_k).flatten()
+
+
+def _tokens(cache: torch.Tensor) -> torch.Tensor:
+    """[tokens, 1, 1, D] from latent pages: sparse MLA knows no pages, and no strides between them."""
+    return _raw(cache).flatten(0, 2)[:, None, None]
+
+
 def _scale(value: float | torch.Tensor) -> float | torch.Tensor:
     """Scale of the first product: a tensor arrives in log2 form."""
     return value / _LOG2E if isinstance(value, torch.Tensor) else value
@@ -160,6 +182,11 @@ def _gen_decode(
     *rest: Any,
 ) -> None:  # fmt: skip
     """Decode kernel; also for MLA, where both caches are the one latent cache."""
+    _check_gen(query.shape[-1], out.shape[-1], k_cache.shape[-2])
+    if sparse_top_k > 0:
+        seq_lens = _lens_of_rows(seq_lens, batch_size, max_q_len, sparse_top_k, cum_seq_lens_q)
+        k_cache = v_cache = _tokens(k_cache)
+        batch_size, max_q_len = batch_size * max_q_len, 1
     if cum_seq_lens_q is None:
         starts = torch.arange(batch_size, device=query.device) * max_q_len
         counts = torch.full_like(starts, max_q_len)
@@ -185,6 +212,7 @@ def _gen_context(
     if k_cache.dtype == paged.FP8 and query.dtype != paged.FP8:
         # Decode has kernels for 16-bit queries with an FP8 cache, and context does not.
         raise RuntimeError(f"Missing TRTLLM-GEN kernel: context of {query.dtype} queries and {k_cache.dtype} keys")
+    _check_gen(query.shape[-1], out.shape[-1], k_cache.shape[-2])
     bounds = _lens(cum_seq_lens_q, batch_size + 1)
     _gen_attend(
         out, query, k_cache, v_cache, workspace, block_tables, seq_lens, batch_size, bounds[:-1],
@@ -199,7 +227,6 @@ def _gen_attend(
     sinks: torch.Tensor | None, dirty: torch.Tensor | None,
 ) -> None:  # fmt: skip
     """Caches are [..., Hk, P, D] by their strides. Causal, aligned to the end of ``seq_lens``."""
-    _check_gen(query.shape[-1], out.shape[-1], k_cache.shape[-2])
     if sinks is not None and sinks.dtype != torch.float32:
         raise RuntimeError("attention_sinks must be a float tensor")
     queries = paged.pad_rows(query, starts, counts, max_q_len)
