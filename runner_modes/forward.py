@@ -13,6 +13,7 @@ from attn_testkit.cases.case import Case
 from attn_testkit.contract import AttentionLayer, ForwardBatch
 from attn_testkit.model import Trace, joined
 from attn_testkit.steps.data import draft_topk
+from attn_testkit.steps.schedule import PADDED_TOKENS
 
 from .errors import ShapeError
 from .harness import ServerHarness
@@ -97,10 +98,6 @@ def _after(parts: Generator[ForwardBatch, Trace, None], trace: Trace) -> Forward
         return parts.send(trace)
     except StopIteration:
         return None
-
-
-PADDED_TOKENS = 3
-"""Number of extra rows; in some batches that of requests, so that dividing by it gives wrong rows per request."""
 
 
 def pieces_for(harness: ServerHarness, case: Case, tokens: int, *, other_strides: bool) -> Pieces | None:

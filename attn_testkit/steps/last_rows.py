@@ -46,7 +46,10 @@ def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
     case, first = own.case, own.steps[0]
     if not declared.mode_invariant or not has_last_rows(case):
         return ()
-    width = min(_MOST, declared.max_q_rows, *case.new)
+    # Buckets that live requests fill have requests that the case does not name.
+    width = min(_MOST, declared.max_q_rows, *(request.new for request in first.requests))
+    if width < 1:
+        return ()
     rows: dict[ForwardMode, Rows] = {ForwardMode.DECODE: Decode()}
     if width > 1:
         rows[ForwardMode.TARGET_VERIFY] = Verify(chain(width))

@@ -32,11 +32,14 @@ from .numerics import MODEL, Numerics
 from .rounds import accepted_before, accepted_nodes, rounds_before
 from .variety import data_at, layout_at, padding_at
 
-__all__ = ["Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
+__all__ = ["PADDED_TOKENS", "Request", "Schedule", "Step", "branched", "forget_schedules", "make_schedule", "only"]
 
 Ints = npt.NDArray[np.int64]
 _SECOND = next(parameter for parameter in DERIVED_PARAMETERS if parameter.name == "second-step")
 _SAME_LENGTHS = "same lengths, other requests"
+PADDED_TOKENS = 3
+"""Rows of no request behind those of the plan, in cases with ``padded_tokens``; in some batches as many as requests, so
+that dividing by them gives wrong rows per request."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -237,8 +240,9 @@ class Schedule:
 
     @property
     def most_tokens(self) -> int:
-        """Rows of the largest batch; in draft-decode of each of its forwards."""
-        return self.most_requests * self.case.rows_at_once
+        """Rows of the largest forward, those of no request included."""
+        behind = PADDED_TOKENS if "padded_tokens" in self.case.variants else 0
+        return self.most_requests * self.case.rows_at_once + behind
 
     @property
     def most_rows(self) -> int:
