@@ -69,3 +69,13 @@ def test_last_rows_are_of_modes_that_are_declared_and_attend_the_same_numbers() 
     assert modes(own, given) == ["decode", "target-verify"], "nothing is rounded to FP8"
     assert modes(fp8, given) == []
     assert modes(fp8, given.with_changes(new_rows_as_given={"extend", "decode"})) == ["decode"]
+
+
+def test_no_more_rows_are_cut_from_a_request_than_it_has_where_live_requests_fill_the_bucket() -> None:
+    own = make_schedule(parse_case("extend-gqa2x2-d64-fp32-p16-k33-n9a9-shared-one_hot-layers2from5-b4small"))
+    requests = own.steps[0].requests
+    assert len(requests) > own.case.bs
+    for other in last_rows_of(own, DECLARED):
+        for cut, whole in zip(other.steps[0].requests, requests, strict=True):
+            assert cut.new <= whole.new
+            assert cut.prefix >= whole.prefix

@@ -12,7 +12,7 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.plans import context_len
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
-from attn_testkit.steps.schedule import Request, Schedule, Step, make_schedule
+from attn_testkit.steps.schedule import PADDED_TOKENS, Request, Schedule, Step, make_schedule
 
 EVERY = [case for mode in ForwardMode for case in generate(TorchNativeBackend.capabilities, mode, "core")]
 CORE = [case for case in EVERY if not case.variants]
@@ -166,6 +166,12 @@ def test_the_sizes_are_those_of_the_largest_batch() -> None:
     assert (lone.max_bs, lone.max_tokens, lone.most_requests, lone.most_tokens) == (2, 8, 3, 12)
     step = lone.steps[0]
     assert (step.bs, step.tokens, step.lens) == (1, 4, [9])
+
+
+def test_rows_of_no_request_behind_a_plan_are_rows_of_the_largest_forward() -> None:
+    case = parse_case("extend-gqa4x2-d64-bf16-p16-k15.16.17-n7a17.1.2-shuffled-gauss-b4prod-padded_tokens")
+    plain = make_schedule(case.with_changes(variants=frozenset()))
+    assert make_schedule(case).most_tokens == plain.most_tokens + PADDED_TOKENS
 
 
 @pytest.mark.parametrize("mode", list(ForwardMode), ids=str)
