@@ -83,7 +83,7 @@ def test_wrong_usage_is_one_line_and_four(call, argv, message):
 
 
 def test_a_vendor_package_that_cannot_be_imported_is_said_once_with_its_line(tmp_path):
-    """Seven adapters need it, and none of them is to blame."""
+    """Eight adapters need it, and none of them is to blame."""
     (tmp_path / "flashinfer").mkdir()
     (tmp_path / "flashinfer" / "__init__.py").write_text("\nraise ImportError('libcudart.so.13: no such file')\n")
     info = tmp_path / "flashinfer_python-0.7.3.dist-info"
@@ -102,6 +102,6 @@ def test_a_vendor_package_that_cannot_be_imported_is_said_once_with_its_line(tmp
     said = "0.7.3 is installed and cannot be imported: ImportError: libcudart.so.13: no such file (at "
     assert out.count(said) == 1
     assert f"{Path('flashinfer') / '__init__.py'}:2)" in out
-    assert out.count("not run here: flashinfer-python cannot be imported\n") == 6
+    assert out.count("not run here: flashinfer-python cannot be imported\n") == 7
     assert "  torch_native         its own kernels, on emulated CUDA\n" in out
     assert "pip install --force-reinstall 'flashinfer-python>=0.7.2,<0.8'" in out
