@@ -1,8 +1,8 @@
 """FlashInfer's trtllm-gen MLA decode kernel over selected keys: ``sparse_mla_top_k`` of the same entry point.
 
 The kernel reads as many columns of a row's indices as the row sees keys by ``seq_lens``, and top-k at most. FlashInfer
-does not document what an index of -1 among them does, and rows may select fewer keys than they see. So each row of the
-query is a request of its own, whose length is the number of keys that it selects, as in vLLM 0.33.0
+does not document what an index of -1 among them does, and rows may select fewer keys than they see. So each query
+row is given as one request, whose length is the number of keys that the row selects, as in vLLM 0.33.0
 (``FlashInferMLASparseImpl``). Such a step needs no plan: the indices come with each layer's forward.
 """
 

@@ -248,7 +248,7 @@ _WIDEST = 128
 def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     """Slots at both ends of a pool of more than 2^31 elements: 4 to 9 GB of a GPU, of which very little is used.
 
-    Of one kind in decode and extend; in full of each kind in every mode.
+    Core has one kind in decode and extend; full has each kind in every mode.
     """
     assert declared.state is not None
     if tier != "full" and first.mode is ForwardMode.TARGET_VERIFY:

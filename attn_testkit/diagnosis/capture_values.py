@@ -37,7 +37,7 @@ def reason_of_a_replay(rerunner: Rerunner, alone: Schedule) -> str:
     """Reason of a replay that is right in eager mode. ``alone``: a schedule that has only its step, in its bucket."""
     if variant_of(alone.case).pool_elements and _right_in_a_small_pool(rerunner, alone):
         return OVERFLOWS
-    # A batch of prompts is captured with counts of its own.
+    # The graph of a batch of prompts is captured with other row counts.
     run = None if alone.case.mode is ForwardMode.EXTEND else rerunner.graph(alone, step_at_capture=True)
     observed = run.observed[-1][1] if run is not None and run.observed else None
     if observed is None:

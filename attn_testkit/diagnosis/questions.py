@@ -64,7 +64,7 @@ def _near(comparison: Comparison, supposed: Supposition) -> torch.Tensor:
     """Heads of rows that are what the supposed backend gives, [L, T, Hq] bool."""
     out, answer = comparison.out.double(), supposed.answer
     near: torch.Tensor = (out - answer.out).abs() <= answer.limit
-    # Of a row without a key a backend has 0 / 0, or 0.
+    # For a row without a key a backend returns 0 / 0, or 0.
     return (near | (answer.out.isnan() & (out.isnan() | (out == 0)))).all(-1)
 
 

@@ -149,7 +149,7 @@ def _check_gen(head_dim_qk: int, head_dim_v: int, page_size: int) -> None:
 def _lens_of_rows(
     seq_lens: torch.Tensor, bs: int, q_len: int, top_k: int, cum_seq_lens_q: torch.Tensor | None
 ) -> torch.Tensor:
-    """[bs * q_len] int32, sparse MLA: columns of its own row of the table that each query row reads.
+    """[bs * q_len] int32, sparse MLA: number of columns that each query row reads in its row of the table.
 
     They are the keys that a causal row would see, and ``top_k`` at most (``fmhaReduction.cu``). An index of -1 among
     them is a key outside the pool: the package's documentation allows -1 only behind them.

@@ -192,7 +192,7 @@ def elsewhere(e: Evidence) -> str:
 
 
 def _ids_taken_for_slots(e: Evidence, attended: AttendedKeys) -> str:
-    """A further suspect, where the request reads none of its own and each of its page ids is a slot of page 0."""
+    """A further suspect, if the request reads none of its own keys and each of its page ids is a slot of page 0."""
     size = e.schedule.case.page_size
     if attended.used & attended.wanted or int(e.step.requests[attended.request].slots.max()) // size >= size:
         return ""

@@ -129,7 +129,7 @@ def _due(data: StepData) -> _Ints:
 class StateWatch:
     """A watch of a ``StatePool``. Slots are those of the schedule.
 
-    Of a big pool only their places are filled and compared: the rest is never touched.
+    In a big pool only these slots are filled and compared. The rest is never touched.
     """
 
     def __init__(self, pool: StatePool, schedule: Schedule) -> None:

@@ -62,8 +62,8 @@ class _Rows:
 def supposed_of_slots(schedule: Schedule, data: StepData, step: Step) -> Iterator[Supposition]:
     """Answers of backends that look indices up in the wrong way, over a pool whose unowned slots hold zeros.
 
-    The limit of a row that nothing is known of is infinite: it reads what is not in the pool. The answer of a row that
-    attends no key is NaN.
+    A row that reads slots outside the pool has an unknown answer, and its limit is infinite. A row that attends no key
+    has the answer NaN.
     """
     case, selection = schedule.case, schedule.case.selection
     if selection is None or selection.block > 1 or data.index is not None or data.selected is None:
