@@ -87,9 +87,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device = True
         if not device or facts.name in HOST_ENTRY:
             return self._host(func, args, kwargs)
+        # Whatever the host waits for in a call that indexes, it waits for before the elements are touched.
+        waits_first = facts.name in INDEXES
+        if waits_first:
+            self._check(operation)
         if self.session.order is not None and not self._opens(operation):
             self._note_use(operation)
-        self._check(operation)
+        if not waits_first:
+            self._check(operation)
         return self._run(operation)
 
     def watch(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
