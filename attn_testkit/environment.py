@@ -40,6 +40,7 @@ __all__ = [
     "planned",
     "resolve",
     "scratch",
+    "server_stream",
     "side_stream",
 ]
 
@@ -169,6 +170,21 @@ def side_stream() -> torch.cuda.Stream:
     if is_active():
         return orderly_stream()  # type: ignore[return-value]
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
+
+def server_stream(work: Callable[[], object]) -> torch.cuda.Stream:
+    """Do ``work`` on a stream of the server's own, after the present work of this one.
+
+    On a device the next work of this stream comes after it: of all orders that are possible, the one that shows. The
+    emulation knows that nothing orders the two.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    if not is_active():
+        torch.cuda.current_stream().wait_stream(stream)
+    return stream
 
 
 @contextmanager

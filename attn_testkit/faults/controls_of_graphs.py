@@ -13,7 +13,7 @@ from .b_finite_padding import FinitePaddingBackend
 from .builds import CountedRunsBackend
 from .catalogue import control
 from .j_branches import PlansByTwoGraphs, StoresOnASideStream, TwoGraphsOfOnePoolAtOnce
-from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
+from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths, TablesOfPlans
 from .parent import PlannedBackend
 
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
@@ -155,3 +155,10 @@ class PlansByTwoGraphsInTurn(TwoGraphsOfOnePoolAtOnce):
         super().fork(side)
         if side is self.sides[1]:
             side.wait_stream(self.sides[0])
+
+
+@control("tables-of-plans")
+class OnlyPlansReadTheTable(TablesOfPlans):
+    """Only plans read the request table, and the server rewrites it under forwards and replays."""
+
+    capabilities = TablesOfPlans.capabilities.with_changes(eager={"decode"}, graph={"decode"})
