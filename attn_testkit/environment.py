@@ -108,10 +108,11 @@ class Environment:
 
         ``fill``: byte of uninitialized memory. On a device only the allocator's free memory is filled, unless the run
         is ``controlled``, which is slower. ``last_first``: if the device is emulated, the last program of a launch of a
-        Triton kernel runs first.
+        Triton kernel runs first, and side streams are late.
         """
         if self.emulated:
-            with emulated_cuda(Policy(fill=fill, program_order="reverse" if last_first else "forward")):
+            order = Policy(fill=fill, program_order="reverse", side_streams="late") if last_first else Policy(fill=fill)
+            with emulated_cuda(order):
                 folder = os.environ.get(NOTES_OF_LAUNCHES)
                 with note_launches(folder) if folder else nullcontext():
                     yield
