@@ -88,7 +88,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device = True
         if not device or facts.name in HOST_ENTRY:
             return self._host(func, args, kwargs)
-        # Whatever the host waits for in a call that indexes, it waits for before the elements are touched.
+        # A call that indexes waits, if it does, before it touches the elements.
         waits_first = facts.name in INDEXES
         if waits_first:
             self._check(operation)
