@@ -104,19 +104,22 @@ def _image(
     found = torch.full((len(rows), state_pool_slots(schedule), rows.shape[-1]), _NAN, dtype=torch.uint8)
     found[:, slots] = torch.from_numpy(rows)
     for each in chain:
-        own, sources = _copied_by_the_server(each)
-        found[:, own] = found[:, sources]
+        own, sources, cleared = _filled_by_the_server(each)
+        found[:, own], found[:, cleared] = found[:, sources], 0
         if after or each is not chain[-1]:
             stored = _stored(each)
             found[:, stored.slots] = stored.rows[:, 0, :, 0]
     return found[:, None, :, None]
 
 
-def _copied_by_the_server(data: StateStepData) -> tuple[_Ints, _Ints]:
-    """Slots that a server fills before a step, and the slots of a prefix cache which it copies to them."""
+def _filled_by_the_server(data: StateStepData) -> tuple[_Ints, _Ints, _Ints]:
+    """Slots that a server fills between two steps, the slots of a prefix cache which it copies to them, and slots of
+    fresh requests that it clears.
+    """
     own, sources = data.slots.numpy(), np.array(data.sources, np.int64)
     copied = (own != sources) & (data.shape.continues == "copy")
-    return own[copied], sources[copied]
+    cleared = data.fresh.numpy() & (data.before is not None and data.shape.fresh == "zeroed")
+    return own[copied], sources[copied], own[cleared]
 
 
 def _stored(data: StepData) -> Stored:
@@ -194,18 +197,19 @@ class StateWatch:
     def carry(self, slots: torch.Tensor, name: tuple[Schedule, Step, str | None]) -> None:
         """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled.
 
-        Then states of a prefix cache are copied as a server does: in memory, and in what it should hold.
+        Then states of a prefix cache are copied, and slots of fresh requests cleared, as a server does: in memory, and
+        in what it should hold.
         """
-        own, sources = (
-            upload(torch.from_numpy(each), self._device) for each in _copied_by_the_server(make_state_data(*name))
+        own, sources, cleared = (
+            upload(torch.from_numpy(each), self._device) for each in _filled_by_the_server(make_state_data(*name))
         )
         with past_modes():
             for now, before in zip(self._now(), self._twin.parts, strict=True):
                 before[slots] = now[slots]
-            if len(own):
-                for part, before in zip(self._pool.parts, self._twin.parts, strict=True):
-                    before[own] = before[sources]
-                    part[own if self._places is None else self._places[own]] = before[sources]
+            filled = torch.cat([own, cleared])
+            for part, before in zip(self._pool.parts, self._twin.parts, strict=True) if len(filled) else ():
+                before[own], before[cleared] = before[sources], 0
+                part[filled if self._places is None else self._places[filled]] = before[filled]
             for part in self._pool.scratch_parts:
                 part.fill_(math.nan)
         self._moved = None
