@@ -51,6 +51,9 @@ class StateBackend(AttentionBackend):
         before the rows begins at column ``num_accepted[i] - 1``. Afterwards the columns hold the last W - 2 inputs of
         it and the N new ones, so that the window behind row t begins at column t.
 
+        If ``batch.state.sources`` is given, in decode and extend, the window and the state before the rows are those of
+        slot ``sources[i]``, which is not written unless it is ``indices[i]``.
+
         If ``batch.state.snapshot`` is given, in decode and extend, window and state behind ``rows[i]`` rows of request
         i are also stored in slot ``slots[i]``.
         """
