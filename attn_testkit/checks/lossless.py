@@ -10,7 +10,7 @@ import torch
 
 from ..families.expected import Expected
 from ..results.finding import Finding
-from ..steps.data import VOCAB, make_layers
+from ..steps.data import VOCAB
 from ..steps.greedy_loop import Loop
 from .check import Check, Stage
 from .describe import number, times
@@ -41,18 +41,21 @@ class GeneratedTokens:
     """Rows whose tokens were accepted: of draft-extend, draft-decode and verify."""
     accepted: tuple[tuple[int, ...], ...]
     """Number of accepted draft tokens, by round and request."""
+    drafts: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Drafts of a loop of target-verify, by round and request. Empty in one of draft-decode."""
 
 
 def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
     """True if every expected row exists, with the right shape, for tokens that continue the prompts."""
-    layers, heads = len(make_layers(loop.schedules[0].case)), loop.schedules[0].case.heads.q_heads
-    shape = (layers, heads * loop.schedules[0].case.head_dim)
+    case = loop.schedules[0].case
+    shape = (case.layers.count, case.heads.q_heads * case.head_dim)
     if np.shape(spoken.accepted) != loop.kept.shape or not all(0 <= n <= loop.steps for n in np.ravel(spoken.accepted)):
         return False
-    lens = np.sum(spoken.accepted, 0) + len(spoken.accepted) + [len(prompt) for prompt in loop.prompts]
+    drafted = (*loop.kept.shape, loop.steps) if case.tree is not None else (0,)
     return (
-        [len(tokens) for tokens in spoken.tokens] == lens.tolist()
-        and all(tokens[: len(prompt)] == prompt for tokens, prompt in zip(spoken.tokens, loop.prompts, strict=True))
+        [len(tokens) for tokens in spoken.tokens] == loop.lens(spoken.accepted)
+        and all(tokens[: len(prompt)] == prompt for tokens, prompt in zip(spoken.tokens, loop.texts, strict=True))
+        and np.shape(spoken.drafts) == drafted
         and all(0 <= token < VOCAB for tokens in spoken.tokens for token in tokens)
         and sorted((said.stage, said.request, said.position) for said in spoken.said)
         == sorted(loop.due(spoken.accepted))
@@ -60,7 +63,7 @@ def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
     )
 
 
-def lossless(spoken: GeneratedTokens, expected: Expected) -> list[Finding]:
+def lossless(spoken: GeneratedTokens, loop: Loop, expected: Expected) -> list[Finding]:
     """Check that every row of an accepted token is what plain decode computes, and every token the most likely one.
 
     ``expected``: plain decode over ``spoken.tokens``, one row per token of each request.
@@ -75,17 +78,20 @@ def lossless(spoken: GeneratedTokens, expected: Expected) -> list[Finding]:
         if float(ratio.max()) > 1:
             layer, at = divmod(int(ratio.argmax()), ratio.shape[1])
             return [_finding(
-                f"request {said.request} gets another result in the loop than in plain decode, "
+                f"{loop.name(said.request)} gets another result in the loop than in plain decode, "
                 f"{times(float(ratio.max()))} over the limit",
                 f"out[layer {layer}, token {said.position}, {at}] = {number(float(said.attention[layer, at]))}, "
                 f"want {number(float(want[layer, at]))}",
                 said.stage,
             )]  # fmt: skip
+        if said.position + 1 < len(loop.texts[said.request]):
+            # The prompt says what follows.
+            continue
         logits, slack = expected.logits[row], 2 * float(expected.logits_limit[row].max())
         token = spoken.tokens[said.request][said.position + 1]
         if float(logits.max() - logits[token]) > slack:
             text = (
-                f"request {said.request} generates token {token} in the loop, but token {int(logits.argmax())} in "
+                f"{loop.name(said.request)} generates token {token} in the loop, but token {int(logits.argmax())} in "
                 "greedy decode"
             )
             return [_finding(text, f"behind token {said.position}", said.stage)]
