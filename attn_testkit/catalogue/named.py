@@ -7,10 +7,13 @@ from dataclasses import replace
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import branching
+from ..cases.declared import within_declared
 from ..cases.dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from ..cases.dimensions.rows import MOST_NEW_TOKENS, most_rows
 from ..cases.draft import Draft
 from ..cases.head_layouts import alike
+from ..cases.layers import Layers
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
@@ -62,6 +65,8 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":
         return
+    if minimal.tree:
+        yield from _verify_loop_cases(declared, minimal)
     if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
         yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
@@ -165,18 +170,55 @@ def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
         )
 
 
+_LOOP_WINDOW, _LOOP_ROUNDS = 11, 6
+
+
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
-    """The lossless loop of a chain and, from core on and where trees are declared as well, of two branches."""
-    # Keys and values that are stored in FP8 are not those that greedy decode would have attended.
-    if "same" not in declared.kv_dtypes or declared.sparse:
+    """The greedy-equivalence loop of a chain and, from core on, of two branches where trees are declared as well, with
+    the options of layers and the pool of FP8 that are declared.
+    """
+    if declared.sparse:
         return
-    small = smallest_of(declared, minimal).with_changes(page_size=minimal.page_size, kv_dtype="same", data="gauss")
+    small = _of_loop(declared, minimal, Drafted(Draft(1, 3), rounds=_LOOP_ROUNDS))
+    yield small
+    most = min(declared.max_topk, declared.max_draft_branches)
+    branches = most > 1 and declared.max_q_rows > 6
+    if tier != "smoke":
+        rows = Drafted(Draft(2 if branches else 1, 3), rounds=_LOOP_ROUNDS)
+        yield _with_loop_options(declared, small.with_changes(rows=rows))
+
+
+def _verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """The greedy-equivalence loop of target-verify, with the options of layers and the KV groups that are declared."""
+    nodes = min(4, declared.max_q_rows)
+    if declared.sparse or nodes < 2:
+        return
+    small = _with_loop_options(declared, _of_loop(declared, minimal, Verify(chain(nodes), _LOOP_ROUNDS)))
+    prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in small.prefixes)
+    groups = Layers(groups=True) if declared.kv_groups and small.window >= 0 else Layers()
+    kv_dtype = "same" if "same" in declared.kv_dtypes else small.kv_dtype
+    yield small.with_changes(prefixes=prefixes, layers=groups, kv_dtype=kv_dtype)
+
+
+def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
     page = minimal.page_size
-    prefixes = (page + 1, 2 * page, 1)
-    for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
-        most = min(declared.max_topk, declared.max_draft_branches)
-        if draft.branches <= most and 1 + draft.branches * draft.steps <= declared.max_q_rows:
-            yield small.of_requests(prefixes, padded=1, rows=Drafted(draft, rounds=6))
+    kv_dtype = "same" if "same" in declared.kv_dtypes else minimal.kv_dtype
+    small = smallest_of(declared, minimal).with_changes(page_size=page, kv_dtype=kv_dtype, data="gauss")
+    return small.of_requests((page + 1, 2 * page, 1), padded=1, rows=rows)
+
+
+def _with_loop_options(declared: Capabilities, small: Case) -> Case:
+    """A loop with the options that all of its modes take. A window is shorter than some of its texts."""
+    found = with_options(declared, small, max(_LOOP_WINDOW, declared.windows.smallest))
+    kv_dtype = "fp8_e4m3" if "fp8_e4m3" in declared.kv_dtypes else small.kv_dtype
+    found = found.with_changes(
+        rows=small.rows, prefixes=(max(found.prefixes[0], found.window + 2), *found.prefixes[1:])
+    )
+    unscaled = found.with_changes(kv_dtype=kv_dtype)
+    found = unscaled if within_declared(declared, nearest_declared(declared, unscaled)) else found
+    if within_declared(declared, nearest_declared(declared, found)):
+        return found
+    return found.with_changes(window=-1, layer_windows="any", prefixes=small.prefixes)
 
 
 def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:
