@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -63,10 +64,16 @@ def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
     )
 
 
-def lossless(spoken: GeneratedTokens, loop: Loop, expected: Expected) -> list[Finding]:
+def lossless(
+    spoken: GeneratedTokens,
+    loop: Loop,
+    expected: Expected,
+    mistake: Callable[[TokenAttention, int], str] = lambda said, layer: "",
+) -> list[Finding]:
     """Check that every row of an accepted token is what plain decode computes, and every token the most likely one.
 
-    ``expected``: plain decode over ``spoken.tokens``, one row per token of each request.
+    ``expected``: plain decode over ``spoken.tokens``, one row per token of each request. ``mistake``: (wrong row,
+    number of a wrong layer) -> the mistake that explains it, or nothing.
     """
     starts = [0]
     for tokens in spoken.tokens:
@@ -83,6 +90,7 @@ def lossless(spoken: GeneratedTokens, loop: Loop, expected: Expected) -> list[Fi
                 f"out[layer {layer}, token {said.position}, {at}] = {number(float(said.attention[layer, at]))}, "
                 f"want {number(float(want[layer, at]))}",
                 said.stage,
+                mistake(said, layer) or _HINT,
             )]  # fmt: skip
         if said.position + 1 < len(loop.texts[said.request]):
             # The prompt says what follows.
@@ -94,27 +102,26 @@ def lossless(spoken: GeneratedTokens, loop: Loop, expected: Expected) -> list[Fi
                 f"{loop.name(said.request)} generates token {token} in the loop, but token {int(logits.argmax())} in "
                 "greedy decode"
             )
-            return [_finding(text, f"behind token {said.position}", said.stage)]
+            return [_finding(text, f"behind token {said.position}", said.stage, _HINT)]
     return []
 
 
-def _finding(headline: str, where: str, stage: str) -> Finding:
-    return Finding(
-        "lossless",
-        headline,
-        where=where,
-        step=stage,
-        hint="here a stage reads KV that earlier stages wrote, not KV that the kit stored: probably tokens of a "
-        "rejected draft are still visible, or something is kept from one stage for the next",
-    )
+_HINT = (
+    "here a stage reads KV and states that earlier stages left, not what the kit stored: probably tokens of a "
+    "rejected draft are still visible, or something is kept from one stage for the next"
+)
+
+
+def _finding(headline: str, where: str, stage: str, hint: str) -> Finding:
+    return Finding("lossless", headline, where=where, step=stage, hint=hint)
 
 
 CHECKS = (
     Check(
         "lossless",
-        "Draft-decode, target-verify and draft-extend, round after round on one instance, generate the tokens of plain "
-        "greedy decode, whatever is accepted of a draft.",
-        "Something kept from one stage for the next; tokens of a rejected draft that are still visible.",
+        "Draft-decode, target-verify and draft-extend, or decode, target-verify and commit, round after round on one "
+        "instance, generate the tokens of plain greedy decode, whatever is accepted of a draft.",
+        "Something kept from one stage for the next; tokens of a rejected draft that are still visible or in a state.",
         "sglang #21987; vLLM #43810",
         "`step` names the first round and stage that differ.",
         evaluated_from=Stage.COMPLETED,

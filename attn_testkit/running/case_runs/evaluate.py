@@ -15,6 +15,7 @@ from ...cases.declared import not_declared
 from ...cases.server_variants import dialect_of, variant_of
 from ...checks import NUMERIC, Comparison, Stage, evaluated
 from ...checks.graphs import at_capture
+from ...checks.loop_mistakes import mistake_in
 from ...checks.lossless import lossless, ran_to_its_end
 from ...checks.observation import Observation, StepInputs
 from ...checks.sameness import batch_invariant, mode_invariant, repeatable
@@ -224,7 +225,8 @@ def _said(
     # Of all modes of a loop, the last one's products are the coarsest: those of extend.
     numerics = vars(schedule_for(loop.schedules[-1].case, declared).numerics) | {"new_rows_as_given": False}
     schedule = loop.schedules[0].with_numerics(**numerics)
-    return lossless(generated, loop, expect_of(schedule, texts.data(schedule, generated.tokens)))
+    data = texts.data(schedule, generated.tokens)
+    return lossless(generated, loop, expect_of(schedule, data), partial(mistake_in, schedule, loop, generated, data))
 
 
 def _observations(run_record: RunRecord, schedules: Sequence[Schedule]) -> list[Observation]:
