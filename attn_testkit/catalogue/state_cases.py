@@ -242,7 +242,7 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
 
 
-_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS = (_CHUNK + 2, 33, 1), 4, 6
+_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS = (_CHUNK + 2, 33, 1), 4, 4
 
 
 def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
