@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import branching
-from ..cases.declared import within_declared
+from ..cases.declared import not_declared
 from ..cases.dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from ..cases.dimensions.rows import MOST_NEW_TOKENS, most_rows
 from ..cases.draft import Draft
@@ -66,7 +66,7 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
     if tier == "smoke":
         return
     if minimal.tree:
-        yield from _verify_loop_cases(declared, minimal)
+        yield from _verify_loops(declared, minimal)
     if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
         yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
@@ -180,24 +180,27 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
     if declared.sparse:
         return
     small = _of_loop(declared, minimal, Drafted(Draft(1, 3), rounds=_LOOP_ROUNDS))
-    yield small
-    most = min(declared.max_topk, declared.max_draft_branches)
-    branches = most > 1 and declared.max_q_rows > 6
+    branching = small.with_changes(rows=Drafted(Draft(2, 3), rounds=_LOOP_ROUNDS))
+    found = [small]
     if tier != "smoke":
-        rows = Drafted(Draft(2 if branches else 1, 3), rounds=_LOOP_ROUNDS)
-        yield _with_loop_options(declared, small.with_changes(rows=rows))
+        found.append(_with_loop_options(declared, branching if _takes(declared, branching) else small))
+    yield from (case for case in found if _takes(declared, case))
 
 
-def _verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+def _verify_loops(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """The greedy-equivalence loop of target-verify, with the options of layers and the KV groups that are declared."""
     nodes = min(4, declared.max_q_rows)
     if declared.sparse or nodes < 2:
         return
-    small = _with_loop_options(declared, _of_loop(declared, minimal, Verify(chain(nodes), _LOOP_ROUNDS)))
-    prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in small.prefixes)
-    groups = Layers(groups=True) if declared.kv_groups and small.window >= 0 else Layers()
-    kv_dtype = "same" if "same" in declared.kv_dtypes else small.kv_dtype
-    yield small.with_changes(prefixes=prefixes, layers=groups, kv_dtype=kv_dtype)
+    plain = _of_loop(declared, minimal, Verify(chain(nodes), _LOOP_ROUNDS))
+    plain = plain.with_changes(prefixes=tuple(min(prefix, declared.max_extend_tokens) for prefix in plain.prefixes))
+    small = _with_loop_options(declared, plain).with_changes(kv_dtype=plain.kv_dtype)
+    grouped = small.with_changes(layers=Layers(groups=declared.kv_groups and small.window >= 0))
+    yield from (case for case in (grouped,) if _takes(declared, case))
+
+
+def _takes(declared: Capabilities, case: Case) -> bool:
+    return not not_declared(declared, nearest_declared(declared, case))
 
 
 def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
@@ -209,16 +212,12 @@ def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
 
 def _with_loop_options(declared: Capabilities, small: Case) -> Case:
     """A loop with the options that all of its modes take. A window is shorter than some of its texts."""
-    found = with_options(declared, small, max(_LOOP_WINDOW, declared.windows.smallest))
-    kv_dtype = "fp8_e4m3" if "fp8_e4m3" in declared.kv_dtypes else small.kv_dtype
-    found = found.with_changes(
-        rows=small.rows, prefixes=(max(found.prefixes[0], found.window + 2), *found.prefixes[1:])
-    )
-    unscaled = found.with_changes(kv_dtype=kv_dtype)
-    found = unscaled if within_declared(declared, nearest_declared(declared, unscaled)) else found
-    if within_declared(declared, nearest_declared(declared, found)):
-        return found
-    return found.with_changes(window=-1, layer_windows="any", prefixes=small.prefixes)
+    found = with_options(declared, small, max(_LOOP_WINDOW, declared.windows.smallest)).with_changes(rows=small.rows)
+    longer = found.with_changes(prefixes=(max(found.prefixes[0], found.window + 2), *found.prefixes[1:]))
+    unwindowed = found.with_changes(window=-1, layer_windows="any")
+    found = next((each for each in (longer, unwindowed) if _takes(declared, each)), small)
+    narrow = found.with_changes(kv_dtype="fp8_e4m3")
+    return narrow if _takes(declared, narrow) else found
 
 
 def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:

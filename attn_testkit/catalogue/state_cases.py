@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from ..cases.case import Case, Heads
+from ..cases.declared import not_declared
 from ..cases.dimensions.rows import rows_of_two
 from ..cases.dimensions.state import nearest_state
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
@@ -254,7 +256,9 @@ def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):
         case = _of_shape(_plain(declared, first, kinds[index % len(kinds)]), rollback=rollbacks[index % len(rollbacks)])
         prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in _LOOP_PREFIXES)
-        yield case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
+        case = case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
+        if not not_declared(declared, nearest_declared(declared, _with_softmax(declared, case))):
+            yield case
 
 
 _NARROWEST = ("bf16", "fp16", "fp32")
