@@ -35,10 +35,10 @@ class _Text:
     """Tokens of a text; all but the last have KV and are in the state."""
 
     row: int
-    """Its row of the request table."""
+    """Index of its row of the request table."""
     tokens: list[int]
     taken: int = 1
-    """With rollback ``slots``: accepted nodes of the last draft."""
+    """Number of accepted nodes of its last draft, for rollback ``slots``."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,16 +24,19 @@ class _Continues(PlannedBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.before: dict[int, int] = {}
+        self.before: dict[int, tuple[int, list[int]]] = {}
+        """Row of the request table -> keys before its last draft, and their slots."""
 
     def rejected(self, batch: ForwardBatch) -> list[int]:
         """Tokens of each request's last draft that were rejected; 0 for one that does not continue."""
         n, lens, found = self.context.num_draft_tokens, batch.seq_lens_cpu, list[int]()
         assert lens is not None
         for row, prefix in zip(batch.req_pool_indices.tolist(), lens.tolist(), strict=True):
-            last = self.before.get(row, -1)
-            found.append(last + n - prefix if 0 <= last < prefix <= last + n else 0)
-            self.before[row] = prefix
+            last, held = self.before.get(row, (-1, []))
+            slots = self.context.req_to_token[row, :prefix].tolist()
+            continues = 0 < last < prefix <= last + n and slots[:last] == held
+            found.append(last + n - prefix if continues else 0)
+            self.before[row] = prefix, slots
         return found
 
 
@@ -54,8 +57,7 @@ class _KeepsRejectedKeys(_Continues):
     source="general",
     modes=_VERIFY,
     executions=_EAGER,
-    checks=("lossless",),
-    hint="rejected draft",
+    checks=("writes-own-kv", "reads-own-state", "lossless"),
 )
 class HybridKeepsKeysOfARejectedDraft(HybridParent):
     """States are rolled back, and the softmax layers of the model keep the keys of the rejected tokens."""

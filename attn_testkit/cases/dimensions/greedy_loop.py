@@ -37,7 +37,7 @@ def _loop_declared(declared: Capabilities, case: Fields) -> bool:
 
 GREEDY_LOOP = Dimension(
     name="loop",
-    fields=Without("`rows` of a draft-decode has it."),
+    fields=Without("`rows` of a draft-decode and of a target-verify have it."),
     words=(
         Word(
             r"loop(\d+)",
@@ -49,7 +49,7 @@ GREEDY_LOOP = Dimension(
     describe=lambda case: {
         "rounds": f"{case.rounds} of a greedy-equivalence loop after the steps" if case.rounds else ""
     },
-    declared=(Asked(lambda case: "a lossless loop of this draft", _loop_declared),),
+    declared=(Asked(lambda case: "a greedy-equivalence loop of this draft, with these options", _loop_declared),),
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     combined=Without("A loop costs as much as a mode."),
     values=Without("catalogue/named.py makes its cases: a loop costs as much as a mode."),
@@ -63,5 +63,5 @@ GREEDY_LOOP = Dimension(
     undeclared=Without("A loop follows from the modes, and is not a separate capability."),
     random=Without("A loop costs as much as a mode."),
     varies="instance",
-    apply=Without("steps/greedy_loop.py lays the rounds out."),
+    apply=Without("steps/greedy_loop.py and steps/verify_loop.py lay the rounds out."),
 )
