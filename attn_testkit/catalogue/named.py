@@ -19,7 +19,7 @@ from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options
 
-__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
+__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "verify_loop_cases", "without_options_of"]
 
 MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
@@ -65,8 +65,6 @@ def named_cases(declared: Capabilities, mode: ForwardMode, tier: str, base: Case
         yield from _loops(declared, minimal, tier)
     if tier == "smoke":
         return
-    if minimal.tree:
-        yield from _verify_loops(declared, minimal)
     if minimal.heads.layout.values_in_keys and max(declared.gqa_ratios) > 16:
         # As many heads as there are: a few cases, because what is compared grows with them.
         yield minimal.with_changes(heads=replace(minimal.heads, q_heads=max(declared.gqa_ratios)), data="gauss")
@@ -170,7 +168,7 @@ def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
         )
 
 
-_LOOP_WINDOW, _LOOP_ROUNDS = 11, 6
+_LOOP_WINDOW, _LOOP_ROUNDS, _LOOP_PAGE = 11, 6, 16
 
 
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
@@ -187,12 +185,13 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
     yield from (case for case in found if _takes(declared, case))
 
 
-def _verify_loops(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """The greedy-equivalence loop of target-verify, with the options of layers and the KV groups that are declared."""
     nodes = min(4, declared.max_q_rows)
-    if declared.sparse or nodes < 2:
+    if declared.sparse or nodes < 2 or not minimal.tree:
         return
-    plain = _of_loop(declared, minimal, Verify(chain(nodes), _LOOP_ROUNDS))
+    paged = minimal.with_changes(page_size=min(declared.page_sizes, key=lambda size: abs(size - _LOOP_PAGE)))
+    plain = _of_loop(declared, paged, Verify(chain(nodes), _LOOP_ROUNDS))
     plain = plain.with_changes(prefixes=tuple(min(prefix, declared.max_extend_tokens) for prefix in plain.prefixes))
     small = _with_loop_options(declared, plain).with_changes(kv_dtype=plain.kv_dtype)
     grouped = small.with_changes(layers=Layers(groups=declared.kv_groups and small.window >= 0))
