@@ -13,7 +13,7 @@ from ...steps.data import StepData
 __all__ = ["misread_rows"]
 
 
-def misread_rows(data: StepData) -> Iterator[tuple[str, StepData]]:
+def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, StepData]]:
     """Mistakes in reading packed rows, and the numbers of the step that are attended then. Nothing for other rows."""
     packed, keys, values = data.row_format, data.stored_keys, data.stored_values
     if packed is None or keys.dtype != torch.uint8:
@@ -21,12 +21,20 @@ def misread_rows(data: StepData) -> Iterator[tuple[str, StepData]]:
     parts = [keys] if values is None else [keys, values]
     for plane in packed.scale_planes:
         held = [packed.raw(rows, plane).unflatten(-1, (-1, plane.dtype.itemsize)) for rows in parts]
-        for text, scales in _scales(plane, held):
+        for text, scales in _scales(plane, held, page_size):
             misread = [rows.clone() for rows in parts]
             for rows, raw in zip(misread, scales, strict=True):
                 packed.raw(rows, plane).copy_(raw.flatten(-2))
             if not all(map(torch.equal, misread, parts)):
                 yield f"{text}: the result is right for that", _with(data, misread)
+    if packed.format.layer_scale == "head":
+        heads = "in an FP8 pool with scales of heads, "
+        for text, scales in (
+            ("the scale of KV head 0 is used for all", data.kv_scales[..., :1, :].expand_as(data.kv_scales)),
+            ("the scale of a head is used for the next", data.kv_scales.roll(1, -2)),
+        ):
+            if not torch.equal(scales, data.kv_scales):
+                yield f"{heads}{text}: the result is right for that", replace(data, kv_scales=scales)
     if any(plane.dtype == FP4 for plane in packed.format.planes):
         text = "the halves of a byte of two FP4 numbers are swapped: the first is the lower one"
         yield f"{text}. The result is right for that", _with(data, [_swapped(packed, rows) for rows in parts])
@@ -45,7 +53,7 @@ def _swapped(packed: PackedRows, rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _scales(plane: Plane, held: Sequence[torch.Tensor]) -> Iterator[tuple[str, list[torch.Tensor]]]:
+def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
     """Scales of keys and of values, [L, B, S, Hk, tiles, bytes] uint8, in the place of those that rows have."""
 
     def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
@@ -57,8 +65,13 @@ def _scales(plane: Plane, held: Sequence[torch.Tensor]) -> Iterator[tuple[str, l
         "in packed rows, the scale of the first tile is used for all tiles",
         each(lambda own: own[..., :1, :].expand_as(own)),
     )
-    yield "in packed rows, the scales of a key are used for the key behind it", each(lambda own: own.roll(1, 2))
-    yield "in packed rows, the scales of a key are used for the key before it", each(lambda own: own.roll(-1, 2))
+    key, last = torch.arange(held[0].shape[2]), held[0].shape[2] - 1
+    for other, text in (
+        ((key - 1).clamp(min=0), "of a key are used for the key behind it"),
+        ((key + 1).clamp(max=last), "of a key are used for the key before it"),
+        (key // page_size * page_size, "of the first key of a page are used for the page"),
+    ):
+        yield f"in packed rows, the scales {text}", each(lambda own, other=other: own[:, :, other])  # type: ignore[misc]
     yield "in packed rows, the scales of KV head 0 are used for all", each(lambda own: own[:, :, :, :1].expand_as(own))
     yield "in packed rows, the scales of a head are used for the next", each(lambda own: own.roll(1, 3))
     yield (
