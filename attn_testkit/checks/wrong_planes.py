@@ -11,9 +11,13 @@ __all__ = ["wrong_planes"]
 
 def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> str:
     """Describe ``row`` [Hk, bytes] that should be ``want``; empty if its numbers and its scales are both unlike."""
-    wrong = [plane for plane in packed.format.planes if not torch.equal(packed.raw(row, plane), packed.raw(want, plane))]
+    wrong = [
+        plane for plane in packed.format.planes if not torch.equal(packed.raw(row, plane), packed.raw(want, plane))
+    ]
     scales = [plane for plane in wrong if plane.is_scales]
-    one_for_all = [plane for plane in scales if len(row) > 1 and (packed.raw(row, plane) == packed.raw(row, plane)[0]).all()]
+    one_for_all = [
+        plane for plane in scales if len(row) > 1 and (packed.raw(row, plane) == packed.raw(row, plane)[0]).all()
+    ]
     if one_for_all:
         return "all its KV heads have the same scale: it was probably stored with one scale for all heads"
     if len(wrong) == len(scales):

@@ -182,7 +182,9 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
                 f"lay_out_kv_pool: layer {layer.layer_id} has {len(found.scales)} views of scales that lie apart; "
                 + (f"give scales=(of K, of V), {apart} bytes per row" if apart else "its rows have none: leave it out")
             )
-        views = [(name, view, spec.row_width(layer)) for name, view in zip(("keys", "values"), found.parts, strict=False)]
+        views = [
+            (name, view, spec.row_width(layer)) for name, view in zip(("keys", "values"), found.parts, strict=False)
+        ]
         views += [(f"scales of {name}", view, apart) for name, view in zip(("K", "V"), found.scales, strict=False)]
         for name, view, width in views:
             wrong = _wrong(spec, layer, view, None if name.startswith("scales") else found.buffer, width)
