@@ -50,7 +50,7 @@ class KVPool:
 
     In a pool with a ``row_format`` a row is bytes: D and Dv are the bytes of a row, the dtype is uint8, and of MLA the
     value buffer is the key buffer. ``rows_of`` has the planes of a row, and ``get_planes`` views of them. Scales that
-    lie apart are no part of D and Dv: they have memory of their own in the same order of axes.
+    lie apart do not count in D and Dv: they have memory of their own in the same order of axes.
     """
 
     def __init__(
@@ -133,7 +133,7 @@ class KVPool:
         """Planes of K and of V by name, [pages, page_size, Hk, numbers] each: views, wherever scales lie.
 
         Two FP4 numbers are a byte, and a scale that is an exponent is one too; other planes have their dtype. Raises
-        ``ValueError`` if rows are no packed ones of K and V, or no strides give such views of a custom layout.
+        ``ValueError`` if rows are not packed ones of K and V, or no strides give such views of a custom layout.
         """
         layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         packed = self.rows_of(layer)

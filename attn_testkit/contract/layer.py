@@ -56,12 +56,12 @@ class AttentionLayer(OfHeadLayout):
     """The KV pool holds K / k_scale when its dtype is FP8, or rows of a format with a scale per layer; 1.0 otherwise.
     With ``ServerConventions.takes_unused_scales`` it may be a checkpoint's where the pool holds K as given."""
     v_scale: float = 1.0
-    """The same of V."""
+    """``k_scale`` of V."""
     k_head_scales: torch.Tensor | None = field(default=None, compare=False)
     """[tp_k_head_num] float32 on the device, of rows of format ``fp8_per_head``: the pool holds K / k_head_scales. The
     server changes it in place between steps, so a graph has to read it from there. None: there is one scale."""
     v_head_scales: torch.Tensor | None = field(default=None, compare=False)
-    """The same of V."""
+    """``k_head_scales`` of V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
     causal: bool = True

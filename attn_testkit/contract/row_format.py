@@ -17,8 +17,8 @@ from .head_layout import HeadLayout
 from .layer import AttentionLayer
 
 __all__ = [
-    "ALL_NAN", "FP4", "LARGEST", "LATENT_FORMATS", "POWER_OF_TWO", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat", "codes_of",
-    "in_tiles", "next_power_of_two",
+    "ALL_NAN", "FP4", "LARGEST", "LATENT_FORMATS", "POWER_OF_TWO", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat",
+    "codes_of", "in_tiles", "next_power_of_two",
 ]  # fmt: skip
 
 ALL_NAN = 0xFF
@@ -255,14 +255,14 @@ class PackedRows:
         return rows[..., slice(*self.offsets[plane.name])]
 
     def planes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name. FP4 and exponents: bytes."""
+        """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name. FP4, exponents: bytes."""
         return {
             plane.name: self.raw(rows, plane).view(torch.uint8 if plane.dtype in (FP4, POWER_OF_TWO) else plane.dtype)
             for plane in self.format.planes
         }
 
     def planes_of(self, rows: torch.Tensor, apart: torch.Tensor | None) -> dict[str, torch.Tensor]:
-        """The same of rows whose scales may lie ``apart`` [..., bytes of scales] uint8."""
+        """Views of the planes of ``rows`` whose scales may lie ``apart`` [..., bytes of scales] uint8."""
         if apart is None:
             return self.planes(rows)
         inside, found = rows.shape[-1], dict[str, torch.Tensor]()

@@ -176,8 +176,8 @@ def dequantised(stored: torch.Tensor, scales: torch.Tensor, row_format: PackedRo
     if stored.dtype.itemsize > 1:
         return stored.double()
     if row_format:
-        numbers = row_format.unpack(stored, torch.float64)
-        return numbers if row_format.format.layer_scale == "none" else numbers.mul_(scales)
+        meant = row_format.unpack(stored, torch.float64)
+        return meant if row_format.format.layer_scale == "none" else meant.mul_(scales)
     # torch converts FP8 one by one; there are 256 numbers.
     numbers = np.take(_fp8_numbers(stored.dtype), stored.view(torch.uint8).numpy(), mode="clip")
     return torch.from_numpy(numbers).mul_(scales)

@@ -23,7 +23,7 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
     keys = keys + 0.0  # no -0, of which a format may have none
     for plane in packed.format.planes:
         scales = packed.scales_of(plane)
-        if plane.is_scales or scales is None and plane.dtype not in LARGEST:
+        if plane.is_scales or (scales is None and plane.dtype not in LARGEST):
             continue
         part = keys[..., packed.part(plane)]
         tiles = in_tiles(part, scales.tile if scales else 0)

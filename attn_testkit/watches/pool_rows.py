@@ -136,7 +136,7 @@ class PoolRows:
         """
         parts = torch.split(rows, [len(slots) * table.slot_bytes for table in self._tables])
         for table, view, part in zip(self._tables, self.views(self._slots), parts, strict=True):
-            # Behind scales of a few bytes a part may begin between two words.
+            # Behind scales of few bytes the next view may begin between two words.
             table.put(view, slots, part.clone() if part.storage_offset() % table.word else part)
 
     def take(self, slots: torch.Tensor) -> torch.Tensor:

@@ -118,9 +118,9 @@ class PoolWatch:
     def _parts(self, whole: Bytes, count: int) -> Bytes:
         """Convert rows of ``count`` slots from the case's shape to the layers' shapes, view by view of memory."""
         if self._apart and count:
-            rows = whole.reshape(math.prod(self._shape), -1, self._row[1])
-            each = (rows[..., : -self._apart], rows[..., -self._apart :])
-            return np.concatenate([part[index].reshape(-1) for index in range(len(rows)) for part in each])
+            raw = whole.reshape(math.prod(self._shape), -1, self._row[1])
+            pair = raw[..., : -self._apart], raw[..., -self._apart :]
+            return np.concatenate([part[index].reshape(-1) for index in range(len(raw)) for part in pair])
         if not self._maps or not count:
             return whole
         rows = torch.from_numpy(whole).view(self.bits).view(*self._shape, count, *self._row)
@@ -130,11 +130,10 @@ class PoolWatch:
     def whole(self, parts: Bytes, count: int) -> Bytes:
         """Convert rows of ``count`` slots from the layers' shapes to the bytes of [L, 2 or 1, count, Hk, Dqk]."""
         if self._apart and count:
-            each = parts.reshape(math.prod(self._shape), -1)
-            inside = each.shape[1] // self._row[1] * (self._row[1] - self._apart)
-            pair = (each[:, :inside], self._row[1] - self._apart), (each[:, inside:], self._apart)
-            views = [part.reshape(len(each), -1, width) for part, width in pair]
-            return np.concatenate(views, -1).reshape(-1)
+            raw, width = parts.reshape(math.prod(self._shape), -1), self._row[1] - self._apart
+            inside = raw.shape[1] // self._row[1] * width
+            pair = raw[:, :inside].reshape(len(raw), -1, width), raw[:, inside:].reshape(len(raw), -1, self._apart)
+            return np.concatenate(pair, -1).reshape(-1)
         if not self._maps or not count:
             return parts
         layers, pairs = [], self._shape[1]

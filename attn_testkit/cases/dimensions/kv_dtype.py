@@ -18,10 +18,10 @@ __all__ = ["KV_DTYPE"]
 def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]
     kind = ROW_FORMATS[case.kv_dtype].layer_scale if case.kv_dtype in ROW_FORMATS else "tensor"
-    if case.kv_dtype == "same" and UNUSED_SCALES not in case.variants or kind == "none":
+    if (case.kv_dtype == "same" and UNUSED_SCALES not in case.variants) or kind == "none":
         return [{} for _ in own]
     if kind == "head":
-        # What a graph is captured with; a step has its own (``steps/data.py``).
+        # Scales at capture are 1; each step has its own (``steps/data.py``).
         ones = torch.ones(case.heads.kv_heads)
         return [{"k_head_scales": ones, "v_head_scales": ones} for _ in own]
     by = _ABOVE_SCALES_OF_BLOCKS if case.kv_dtype in ROW_FORMATS else 1.0

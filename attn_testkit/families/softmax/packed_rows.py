@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...contract.row_format import FP4, PackedRows, Plane, next_power_of_two
+from ...contract.row_format import FP4, PackedRows, Plane, in_tiles, next_power_of_two
 from ...steps.data import StepData
 
 __all__ = ["misread_rows"]
@@ -20,7 +20,7 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
         return
     parts = [keys] if values is None else [keys, values]
     for plane in packed.scale_planes:
-        held = [packed.raw(rows, plane).unflatten(-1, (-1, plane.dtype.itemsize)) for rows in parts]
+        held = [in_tiles(packed.raw(rows, plane), plane.dtype.itemsize) for rows in parts]
         for text, scales in _scales(plane, held, page_size):
             misread = [rows.clone() for rows in parts]
             for rows, raw in zip(misread, scales, strict=True):
@@ -29,12 +29,12 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
                 yield f"{text}: the result is right for that", _with(data, misread)
     if packed.format.layer_scale == "head":
         heads = "in an FP8 pool with scales of heads, "
-        for text, scales in (
+        for text, other in (
             ("the scale of KV head 0 is used for all", data.kv_scales[..., :1, :].expand_as(data.kv_scales)),
             ("the scale of a head is used for the next", data.kv_scales.roll(1, -2)),
         ):
-            if not torch.equal(scales, data.kv_scales):
-                yield f"{heads}{text}: the result is right for that", replace(data, kv_scales=scales)
+            if not torch.equal(other, data.kv_scales):
+                yield f"{heads}{text}: the result is right for that", replace(data, kv_scales=other)
     if any(plane.dtype == FP4 for plane in packed.format.planes):
         text = "the halves of a byte of two FP4 numbers are swapped: the first is the lower one"
         yield f"{text}. The result is right for that", _with(data, [_swapped(packed, rows) for rows in parts])
