@@ -1,6 +1,8 @@
-"""Row formats of K and V: planes, packing, meaning, memory that lies apart, scales that change in place, and mistakes."""
+"""Row formats of K and V: planes, packing, meaning, memory that lies apart, scales that change, and mistakes."""
 
 from __future__ import annotations
+
+from itertools import pairwise
 
 import pytest
 import torch
@@ -65,7 +67,7 @@ def test_numbers_of_fp4_are_rounded_to_the_nearest_and_two_lie_in_a_byte() -> No
     assert rows[0].item() == 0x10, "0 is the lower half of the first byte, 0.5 the upper one"
     assert rows[32:].tolist() == [127] * 4, "a scale of 1 is an exponent of 127"
     assert torch.equal(packed.unpack(rows), numbers)
-    middles = [(a + b) / 2 for a, b in zip(SIZES, SIZES[1:], strict=False)]
+    middles = [(a + b) / 2 for a, b in pairwise(SIZES)]
     for index, middle in enumerate(middles):
         below, above = codes_of(torch.tensor([middle * (1 - 1e-5), -middle * (1 + 1e-5)]), FP4).tolist()
         assert (below, above) == (index, index + 1 + 8)
@@ -122,7 +124,9 @@ def test_pools_store_rows_and_show_their_planes_in_every_layout(name: str, layou
     for planes, given, scale in zip(pool.get_planes(0), (k, v), by, strict=True):
         want = packed.planes(packed.pack(given / scale))
         for plane, held in planes.items():
-            assert torch.equal(held.view(torch.uint8)[slots // 16, slots % 16], want[plane].contiguous().view(torch.uint8))
+            assert torch.equal(
+                held.view(torch.uint8)[slots // 16, slots % 16], want[plane].contiguous().view(torch.uint8)
+            )
             held.view(torch.uint8)[2, 3] = 1
     assert len(pool.get_scale_pages(0)) == 2 * (name in APART)
 
@@ -164,7 +168,9 @@ def test_a_custom_layout_has_views_of_scales_that_lie_apart_and_no_others() -> N
 
     def pool(name: str, scales: bool) -> KVPool:
         own = (layer(),)
-        return KVPool(32, 16, own, torch.uint8, "cpu", "custom", lambda spec: laid(spec, scales=scales), row_format=name)
+        return KVPool(
+            32, 16, own, torch.uint8, "cpu", "custom", lambda spec: laid(spec, scales=scales), row_format=name
+        )
 
     assert pool("nvfp4", True).get_scale_pages(0)[1].shape == (3, 16, 2, 4)
     assert pool("int8_per_token_head", False).get_scale_pages(0) == ()
@@ -209,7 +215,8 @@ def test_mistakes_about_scales_change_what_is_attended_to_and_a_swap_of_halves_i
     for text, misread in texts.items():
         assert misread.stored_values is not None
         assert not (
-            torch.equal(misread.stored_keys, data.stored_keys) and torch.equal(misread.stored_values, data.stored_values)
+            torch.equal(misread.stored_keys, data.stored_keys)
+            and torch.equal(misread.stored_values, data.stored_values)
         ), text
     assert any("halves" in text for text in texts) == (name == "nvfp4")
     assert any("of the first key of a page" in text for text in texts)
@@ -254,7 +261,9 @@ def test_the_reference_backend_passes_every_format_in_graphs(name: str) -> None:
         ("unused-scales-in-the-store", UNUSED, "eager", "writes-own-kv", "takes_unused_scales"),
     ],
 )
-def test_mistakes_about_formats_are_found_and_named(slug: str, case: str, execution: str, check: str, hint: str) -> None:
+def test_mistakes_about_formats_are_found_and_named(
+    slug: str, case: str, execution: str, check: str, hint: str
+) -> None:
     found = check_backend(entry_of(slug).backend, device="cpu", cases=[case], executions=[execution])  # type: ignore[list-item]
     finding = next(each.findings for each in found if each.case)[0]
     assert finding.check == check
