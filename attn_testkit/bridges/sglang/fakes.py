@@ -16,6 +16,7 @@ import torch
 
 from attn_testkit.backends.flashinfer_kv_splits import MERGE_STATE
 from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE, BATCH_MLA_FA2, BATCH_PREFILL, BATCH_RAGGED
+from attn_testkit.backends.vendor.gdn_fake import DECODE, PREFILL, VERIFY
 from attn_testkit.backends.vendor.provider import EntryPoint, device_is_real, fake_of, swapped
 from attn_testkit.backends.vendor.trtllm_fake import DECODE_XQA
 
@@ -48,6 +49,7 @@ _WRAPPERS = MappingProxyType(
 _OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
 
 _KERNELS = "sglang.kernels.ops.attention"
+_GDN = "sglang.srt.layers.attention.linear.kernels.gdn_flashinfer"
 _OF_DSA = {
     each.path: each
     for each in (
@@ -79,6 +81,16 @@ SETS: Mapping[str, FakeSet] = {
     ),
     # The class asks at each call, and plans with its Triton kernels on CUDA only.
     "dsa": FakeSet(("dsa_backend",), _OF_DSA, answers={"dsa_backend:is_cuda": True}),
+    # The module keeps what it imports, which needs CuTe DSL, in these names, and whether it could.
+    "gdn": FakeSet(
+        (),
+        {
+            f"{_GDN}:_flashinfer_gated_delta_rule_decode": DECODE,
+            f"{_GDN}:_flashinfer_gated_delta_rule_mtp": VERIFY,
+            f"{_GDN}:_flashinfer_chunk_gated_delta_rule": PREFILL,
+        },
+        answers={"linear.kernels.gdn_flashinfer:_flashinfer_gdn_available": True, "linear.gdn_backend:is_cuda": True},
+    ),
 }
 """Name -> set. ``declared.Claims.fakes`` says which."""
 _ATTENTION = "sglang.srt.layers.attention"
