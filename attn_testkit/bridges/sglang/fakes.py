@@ -35,6 +35,8 @@ class FakeSet:
     """Answers to SGLang's questions about the machine, for the emulated device."""
     answers: Mapping[str, bool] = field(default_factory=dict)
     """Answers of functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
+    on_cuda: Mapping[str, str] = field(default_factory=dict)
+    """Names that a module imports only where SGLang sees CUDA -> ``module:name`` of what they are."""
 
 
 _WRAPPERS = MappingProxyType(
@@ -49,6 +51,7 @@ _WRAPPERS = MappingProxyType(
 _OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
 
 _KERNELS = "sglang.kernels.ops.attention"
+_SPLIT = "fused_qkv_split_gdn_prefill"
 _GDN = "sglang.srt.layers.attention.linear.kernels.gdn_flashinfer"
 _OF_DSA = {
     each.path: each
@@ -90,6 +93,7 @@ SETS: Mapping[str, FakeSet] = {
             f"{_GDN}:_flashinfer_chunk_gated_delta_rule": PREFILL,
         },
         answers={"linear.kernels.gdn_flashinfer:_flashinfer_gdn_available": True, "linear.gdn_backend:is_cuda": True},
+        on_cuda={f"linear.gdn_backend:{_SPLIT}": f"{_KERNELS}.triton_gdn_fused_proj:{_SPLIT}"},
     ),
 }
 """Name -> set. ``declared.Claims.fakes`` says which."""
@@ -122,6 +126,11 @@ def put_in_place(name: str) -> None:
     for path, answer in chosen.answers.items():
         module, _, attribute = path.partition(":")
         setattr(importlib.import_module(f"{_ATTENTION}.{module}"), attribute, lambda answer=answer: answer)
+    for path, source in chosen.on_cuda.items():
+        module, _, attribute = path.partition(":")
+        owner, _, name = source.partition(":")
+        found = getattr(importlib.import_module(owner), name)
+        setattr(importlib.import_module(f"{_ATTENTION}.{module}"), attribute, found)
     if chosen.platform:
         from sglang.srt.runtime_context import override_platform
 

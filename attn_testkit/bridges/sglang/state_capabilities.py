@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attn_testkit.contract import SGLANG, State
+from attn_testkit.contract import SGLANG, Requires, State
 
 from ..capabilities import D, Line, V, X
 from .bridge_capabilities import BridgeCapabilities
@@ -44,6 +44,7 @@ _OF_KDA = {
     "max_topk": Line("max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
     "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
 }
+_CUTE_DSL = Requires(sm=(90, 90), packages=("flashinfer-python>=0.7.2,<0.8",), compilers=("nvidia-cutlass-dsl>=4.6.2",))
 _OF_GDN_FLASHINFER = {
     "head_dims": Line("head_dims", {128}, f"{_FLASHINFER}.decode"),
     "max_topk": Line("max_topk", 1, f"{_FLASHINFER}.target_verify"),
@@ -96,6 +97,7 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         (
             *(_OF_GDN_FLASHINFER.get(line.capability, line) for line in _OF_GDN),
             Line("state", _GDN_FLASHINFER_STATE, f"{_FLASHINFER}.extend"),
+            Line("requires", _CUTE_DSL, f"{_FLASHINFER}.__init__"),
         ),
         fakes="gdn",
         options={"linear_attn_backend": "flashinfer"},
