@@ -18,16 +18,19 @@ def as_projected(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(rows.shape[0], rows.shape[1] * rows.shape[2])
 
 
-def of_softmax_layer(*given: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+def of_softmax_layer(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of a softmax layer between those that keep a state, in place of ``mixed``, ``a`` and ``b``.
 
     The kit cuts a row of all layers, whose gates have any width. A server's projection begins at an aligned address and
     has aligned rows, so others are copied.
     """
-    rows = tuple(each for each in given if each is not None)
-    assert len(rows) == len(given), "a softmax layer has q, k and v"
-    return tuple(each if _is_aligned(each) else each.clone(memory_format=torch.contiguous_format) for each in rows)
+    assert k is not None
+    assert v is not None
+    return _aligned(q), _aligned(k), _aligned(v)
 
 
-def _is_aligned(rows: torch.Tensor) -> bool:
-    return not (rows.data_ptr() % _ALIGNED or rows.stride(0) * rows.element_size() % _ALIGNED)
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    apart = rows.data_ptr() % _ALIGNED or rows.stride(0) * rows.element_size() % _ALIGNED
+    return rows.clone(memory_format=torch.contiguous_format) if apart else rows

@@ -13,7 +13,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompilationError, make_backend
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "kernels"))
-from alone import VLLM, load  # noqa: E402
+from alone import VLLM, load
 
 KERNEL = load(
     "vllm.third_party.flash_linear_attention.ops.fused_gdn_prefill_post_conv", VLLM

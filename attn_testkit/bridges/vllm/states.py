@@ -70,7 +70,8 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
         assert context.state is not None
         softmax = tuple(layer for layer in context.layers if not isinstance(layer, StateLayer))
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
-        of_softmax, kind = _SOFTMAX.get_class(), self.declared.state_layer
+        kind = self.declared.state_layer
+        self.real = of_softmax = _SOFTMAX.get_class()
         self.config = _with_states(
             make_config(self.declared, context, blocks, pools.layout_of(of_softmax).name), context
         )
