@@ -1,7 +1,7 @@
 """vLLM 0.33.0's prefill of GDN does not compile if a key and a value have different widths.
 
 ``_fused_post_conv_kernel`` makes ``mask_2d`` [16, K] in one branch of a condition that only the running program knows,
-and [16, V] in the other. Triton wants one type behind them. Its compiler is asked for the first representation, which
+and [16, V] in the other. Triton needs one type behind them. Its compiler is asked for the first representation, which
 needs no GPU, and runs nothing. No check of the kit is used. Ends with code 1 if only K = V compiles.
 """
 

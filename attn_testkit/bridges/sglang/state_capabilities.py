@@ -131,7 +131,7 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
 
 
 def _hybrid(alone: BridgeCapabilities) -> BridgeCapabilities:
-    """With softmax layers between, as every model of SGLang has."""
+    """Capabilities with softmax layers between, as every model of SGLang has."""
     lines = {line.capability: line for line in alone.lines}
     state = Line("state", replace(lines["state"].value, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward")
     return replace(alone, lines=tuple((lines | {"state": state}).values()))

@@ -88,7 +88,7 @@ def _of_states(name: str, registered: str, layer: str, environment: Mapping[str,
 
 
 def _hybrid(alone: BridgeCapabilities) -> BridgeCapabilities:
-    """With softmax layers of ``TRITON_ATTN`` between them, in KV cache groups of their own."""
+    """Capabilities with softmax layers of ``TRITON_ATTN`` between, in KV cache groups of their own."""
     lines = {line.capability: line for line in alone.lines}
     lines |= {line.capability: line for line in _RUNNER if line.capability == "kv_layouts"}
     state = replace(lines["state"].value, hybrid=True)
