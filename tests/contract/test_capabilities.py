@@ -31,7 +31,10 @@ VALUES: dict[str, Any] = {
 
 
 LATER = {
-    *(("server", name) for name in ("finite_padding", "instances_run_at_once", "takes_rewritten_table")),
+    ("server", "finite_padding"),
+    ("server", "instances_run_at_once"),
+    ("server", "takes_rewritten_table"),
+    ("server", "takes_unused_scales"),
     ("windows", "chunked"),
 }
 """Fields of records that ``Capabilities`` never had itself."""
