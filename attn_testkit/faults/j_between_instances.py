@@ -194,3 +194,28 @@ class WorkspaceOfInstancesThatRunAtOnce(WorkspaceOfEachInstance):
         if kept is None or len(kept) < numbers:
             kept = _WORKSPACES[self.context.device] = super().new_workspace(max(numbers, 1 << 20))
         return kept[:numbers]
+
+
+_SEMAPHORES: dict[torch.device, torch.Tensor] = {}
+
+
+@fault(
+    slug="semaphores-of-the-device",
+    source="aiter #3288",
+    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
+    executions=("graph",),
+    checks=("completes", "buckets-independent", "matches-oracle"),
+    hint="on another stream",
+    modelled="only on emulated CUDA: on a GPU the numbers are wrong when the two graphs meet, and seldom",
+)
+class SemaphoresOfTheDevice(CountingBackend):
+    """Splits that are done are counted in one semaphore of the device, and graphs of two instances run at once."""
+
+    capabilities = WorkspaceOfEachInstance.capabilities
+
+    @override
+    def new_counters(self, count: int) -> torch.Tensor:
+        kept = _SEMAPHORES.get(self.context.device)
+        if kept is None or len(kept) < count:
+            kept = _SEMAPHORES[self.context.device] = super().new_counters(max(count, 256))
+        return kept[:count]
