@@ -60,7 +60,7 @@ def table_writes(harness: ServerHarness, staged: StagedStep) -> Callable[[], Abs
 
 @contextmanager
 def _rewritten(table: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor) -> Iterator[None]:
-    # A device begins with the forward when the table is written, and the table gets its rows again when the forward is done.
+    # A device begins with the forward when the table is written; the rows come back when the forward is done.
     stream = server_stream(partial(table.index_fill_, 1, rows, 0))
     yield
     stream.wait_stream(torch.cuda.current_stream())
