@@ -282,7 +282,6 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits of fewer keys": lambda case: case.kv_splits not in ("", "whole"),
     "KV groups": lambda case: case.layers.groups,
     "heads by layer": lambda case: bool(case.layers.shapes),
-    "other layers": lambda case: case.layers != Layers(),
     "FP8 pool": lambda case: case.kv_dtype != "same",
     "packed rows": lambda case: case.kv_dtype in ROW_FORMATS,
     "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
