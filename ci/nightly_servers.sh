@@ -27,7 +27,7 @@ declare -A backends=(
     vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_index_metadata:Metadata vllm_wider:LseInFloat32
     vllm:gdn vllm:mamba2 vllm:bailing vllm:linear"
   [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32
-    sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedTF32
+    sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedPerTokenHead vllm_kernels:UnifiedTF32
     vllm_kernels:ChunkedPrefillPagedDecode vllm_kernels:WithPaddedRequests vllm_kernels:Windowed vllm_kernels:PrefixPrefill
     vllm_kernels:DecodeMLA vllm_kernels:DecodeMLAOneHead vllm_kernels:GroupedDecode lightllm_kernels:GQADecode
     lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask

@@ -17,7 +17,7 @@ from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
+from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 from .covering import covering_array
 
 __all__ = ["state_cases", "two_requests_with_states"]
@@ -134,8 +134,8 @@ def _with_softmax(declared: Capabilities, case: Case) -> Case:
 
 
 def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
-    columns = _columns(declared, mode, tier)
-    if any(not values for values in columns.values()):
+    columns, state = _columns(declared, mode, tier), declared.state
+    if state is None or any(not values for values in columns.values()):
         return
     names, sizes = list(columns), [len(values) for values in columns.values()]
     if _STRENGTH[tier] > 1:
@@ -143,10 +143,12 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
     else:
         array = [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]
     first: Case | None = None
-    for row in array:
+    for index, row in enumerate(array):
         case = _case(declared, mode, {name: columns[name][i] for name, i in zip(names, row, strict=True)})
         first = first or case
-        yield case
+        # No column of its own: ids of other cases stay, and every third case meets most of what there is.
+        reads = index % 3 == 1 and mode is not ForwardMode.TARGET_VERIFY and "source" in state.continues
+        yield _of_shape(case, continues="source") if reads else case
     assert first is not None
     yield from _exact(declared, mode, tier, first)
     if mode is ForwardMode.TARGET_VERIFY:
@@ -154,6 +156,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
         yield from _loops(declared, tier, first)
     if tier != "smoke":
         yield from _named(declared, mode, first)
+        yield from _continued(declared, mode, first)
         yield from _in_big_pools(declared, tier, first)
 
 
@@ -283,6 +286,28 @@ def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Ca
             yield _with_prompts(declared, case, ((0, 11), (5, 9)))
         else:
             yield case.of_requests((9, 37, 1), padded=1)
+
+
+_CACHED = ((37, 20, 20, 0, 37), (9, 3, 17, 6, 2))
+"""Prompts that continue cached ones of two lengths, next to a fresh one."""
+_ROOM = 33
+"""Most tokens of a cached prompt: two chunks of 16, and one more."""
+
+
+def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
+    """Requests that continue states of a prefix cache: of the first kind, on exact data, and of the last."""
+    assert declared.state is not None
+    if mode is not ForwardMode.EXTEND:
+        return
+    kinds, snapshots = _kinds(declared), min(declared.state.snapshots, default=0)
+    exact = UNIT_KEYS if declared.state.plain_convolution else _DRAWN[0]
+    tried = dict.fromkeys([(kinds[0], exact), (kinds[-1], _DRAWN[0])])
+    for heads, data in tried:
+        for way in CONTINUES:
+            if way in declared.state.continues:
+                case = _with_prompts(declared, _plain(declared, first, heads).with_changes(data=data), _CACHED)
+                case = case.with_changes(rows=Extend(case.new, min(_ROOM, declared.max_extend_tokens)))
+                yield _of_shape(case, continues=way, snapshots=snapshots if snapshots < _ROOM else 0)
 
 
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:

@@ -52,6 +52,9 @@ class StateBackend(AttentionBackend):
         it and the N new ones, so that the window behind row t begins at column t. Extend and decode of such an instance
         read and store state and window in the first slot, the window from column 0 on.
 
+        If ``batch.state.sources`` is given, in decode and extend, the window and the state before the rows are those of
+        slot ``sources[i]``, which is not written unless it is ``indices[i]``.
+
         If ``batch.state.snapshot`` is given, in decode and extend, window and state behind ``rows[i]`` rows of request
         i are also stored in slot ``slots[i]``.
         """

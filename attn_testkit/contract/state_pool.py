@@ -161,6 +161,10 @@ class StateInput:
     num_accepted: torch.Tensor | None = None
     """[bs] int32, in target-verify with rollback ``slots``: accepted nodes of the request's previous step, 1 to N; 1
     for padded requests and after a prompt."""
+    sources: torch.Tensor | None = None
+    """[bs] int32, in decode and extend with ``StateContext.continues`` ``source``: slot whose window and state request
+    i continues. It may be its own (``indices[i]``), or one of the prefix cache, which other requests of the batch may
+    continue, too, and which stays as it is. For fresh and padded requests as ``indices``."""
     snapshot: Snapshot | None = None
     """Copies to make; None if the case has none (``State.snapshots``)."""
 
@@ -183,3 +187,5 @@ class StateContext:
     """Way in which rejected nodes are taken back (``State.rollback``); ``commit`` if no mode is target-verify."""
     snapshots: int = 0
     """Length of a chunk at whose ends states are copied (``State.snapshots``); 0: never."""
+    continues: str = "copy"
+    """Way in which a request continues a state of the prefix cache (``State.continues``)."""

@@ -10,7 +10,7 @@ from .catalogue import control
 from .hybrids import HybridBySlotsParent, HybridParent
 from .states import StateParent
 from .states_in_trees import TreesParent
-from .states_of_servers import SlotsParent, SnapshotsParent
+from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 
 __all__ = [
     "HybridAsItIs",
@@ -20,6 +20,7 @@ __all__ = [
     "StatesBySlots",
     "StatesClearedByTheServer",
     "StatesInTrees",
+    "StatesOfAPrefixCache",
     "StatesOfPaddingUnwritten",
     "StatesWithSnapshots",
 ]
@@ -38,6 +39,11 @@ class StatesBySlots(SlotsParent):
 @control("states-with-snapshots")
 class StatesWithSnapshots(SnapshotsParent):
     """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
+
+
+@control("states-of-a-prefix-cache")
+class StatesOfAPrefixCache(SourcesParent):
+    """States read from a slot of the prefix cache and written to another one (FlashInfer, Mamba2 of vLLM)."""
 
 
 @control("states-in-trees")

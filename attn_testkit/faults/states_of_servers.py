@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, StateInput, StateLayer
+from ..contract import ForwardBatch, ForwardMode, StateInput, StateLayer
 from .states import StateParent
 
-__all__ = ["SlotsParent", "SnapshotsParent"]
+__all__ = ["SlotsParent", "SnapshotsParent", "SourcesParent"]
 
 
 class SlotsParent(StateParent):
@@ -136,3 +136,31 @@ class SnapshotsParent(StateParent):
     def copied_nodes(self, nodes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """[bs] int64: number of the node whose state is copied, or -1. ``steps``: of the last accepted ones."""
         return nodes
+
+
+class SourcesParent(SnapshotsParent):
+    """A right backend that reads the state of a request from another slot than it writes, as FlashInfer can."""
+
+    capabilities = SnapshotsParent.capabilities.with_changes(
+        eager={ForwardMode.DECODE, ForwardMode.EXTEND},
+        graph={ForwardMode.DECODE},
+        state=replace(StateParent.declared_state(), snapshots={16}, continues={"copy", "source"}),
+    )
+
+    sources: torch.Tensor
+    """[bs] int64: slot whose state and window each request continues."""
+
+    @override
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        assert batch.state is not None
+        self.sources = self.index if batch.state.sources is None else self.continued_slots(batch.state.sources)
+
+    def continued_slots(self, sources: torch.Tensor) -> torch.Tensor:
+        """[bs] int64: slots that requests continue, of ``StateInput.sources``."""
+        return torch.where(sources < 0, 0, sources).long()
+
+    @override
+    def before(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        conv, temporal = self.pools(layer)
+        return self.loaded(conv, self.sources, self.begun), self.loaded(temporal, self.sources, self.begun)
