@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from attn_testkit.cases.server_variants import width_of
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
 from attn_testkit.graphs.capture import Captured, record, warm_up
@@ -97,7 +98,9 @@ class ScheduleGraphs:
 
 
 def mode_suffix(harness: ServerHarness, schedule: Schedule) -> str:
-    """Suffix of labels, as `` of decode``, if several modes share an instance."""
+    """Suffix of labels, as `` of decode`` if several modes share an instance, or `` of width 4`` if widths do."""
+    if harness.context.draft_widths:
+        return f" of width {width_of(schedule.case)}"
     return f" of {schedule.case.mode}" if len(harness.context.modes) > 1 else ""
 
 
@@ -127,8 +130,7 @@ def capture_schedules(
             )
         fill = 0 if harness.pads_with_nothing else fill_value(harness.backend)
     # A server has all its buffers before its first capture.
-    cases = [(each.case, each.max_bs) for each in schedules]
-    static = [make_static_inputs(harness, case.width, bs, fill, case.rows_at_once) for case, bs in cases]
+    static = [make_static_inputs(harness, schedule, fill) for schedule in schedules]
     return tuple(
         _capture_schedule(harness, schedule, inputs, fill, pool, clock, filled)
         for schedule, inputs in zip(schedules, static, strict=True)

@@ -15,7 +15,7 @@ import torch
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.dimensions.kv_splits import splits_of
 from attn_testkit.cases.layers import PERIOD
-from attn_testkit.cases.server_variants import dialect_of, variant_of
+from attn_testkit.cases.server_variants import dialect_of, variant_of, width_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
@@ -98,6 +98,7 @@ def context_for(
     mostly_unused = bool(variant_of(case).pool_elements)
     ctx = _largest(schedules, "max_context_len")
     spec = [s for s in schedules if s.case.mode.is_speculative()]
+    widths = {width_of(s.case) for s in schedules if s.case.mode is case.mode}
     verify = [s for s in schedules if s.case.tree is not None]
 
     def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
@@ -124,6 +125,7 @@ def context_for(
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
+        draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),

@@ -82,6 +82,7 @@ class TorchNativeBackend(AttentionBackend):
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
             padding_slots=frozenset({0, -1}),
+            narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         kv_groups=True,

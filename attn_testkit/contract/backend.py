@@ -68,6 +68,10 @@ class BackendContext:
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     draft_branches: int = 0
     """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
+    draft_widths: tuple[int, ...] = ()
+    """Widths of the batches if they differ (``ServerConventions.narrower_widths``), ascending: N of target-verify and
+    draft-extend v2, S + 1 of draft-extend, S of draft-decode. The fields above have the largest. Empty: all batches
+    have that."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
@@ -157,6 +161,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          context.max_extend_tokens <= capabilities.max_extend_tokens),
         ("topk", context.topk, context.topk <= capabilities.max_topk),
         ("draft branches", context.draft_branches, context.draft_branches <= capabilities.max_draft_branches),
+        ("batches of several widths in", ", ".join(sorted(context.modes - capabilities.server.narrower_widths)),
+         not context.draft_widths or context.modes <= capabilities.server.narrower_widths),
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
         ("sliding window", ", ".join(sorted(context.modes - capabilities.windows.modes)),
          not windowed or context.modes <= capabilities.windows.modes),
