@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from attn_testkit.cases.server_variants import width_of
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
 from attn_testkit.graphs.capture import Captured, record, warm_up
@@ -23,7 +22,7 @@ from .batches import captured_batch
 from .clock import Clock
 from .errors import blame
 from .forward import forward
-from .harness import ServerHarness
+from .harness import ServerHarness, mode_of
 from .hook_answers import fill_value, verify_mask_of
 from .mode_runner import ModeRunner
 from .mode_runners import MODE_RUNNERS
@@ -98,10 +97,9 @@ class ScheduleGraphs:
 
 
 def mode_suffix(harness: ServerHarness, schedule: Schedule) -> str:
-    """Suffix of labels, as `` of decode`` if several modes share an instance, or `` of width 4`` if widths do."""
-    if harness.context.draft_widths:
-        return f" of width {width_of(schedule.case)}"
-    return f" of {schedule.case.mode}" if len(harness.context.modes) > 1 else ""
+    """Suffix of labels, as `` of decode``, if several modes or widths share an instance."""
+    several = harness.context.draft_widths or len(harness.context.modes) > 1
+    return f" of {mode_of(harness, schedule)}" if several else ""
 
 
 def blocks_held(harness: ServerHarness) -> dict[str, tuple[int, int]]:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -48,7 +48,7 @@ from .pieces import Pieces
 from .state_pools import load_states, with_states
 from .tables import Tables
 
-__all__ = ["ServerHarness", "StagedStep", "context_for"]
+__all__ = ["ServerHarness", "StagedStep", "context_for", "mode_of", "what_alternates"]
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,17 @@ class StagedStep:
     def ids(self) -> torch.Tensor:
         """Values ``input_ids`` of every row, [T] int64, host."""
         return torch.from_numpy(np.arange(self.step.tokens)) if self.tokens is None else self.tokens
+
+
+def mode_of(harness: ServerHarness, schedule: Schedule) -> str:
+    """The mode of a schedule in messages, with its width if the instance has several."""
+    case = schedule.case
+    return f"{case.mode} of width {width_of(case)}" if harness.context.draft_widths else str(case.mode)
+
+
+def what_alternates(harness: ServerHarness) -> Literal["modes", "widths"]:
+    """What differs between the schedules of an instance, in messages: ``modes`` or ``widths``."""
+    return "widths" if harness.context.draft_widths else "modes"
 
 
 def _largest(schedules: Sequence[Schedule], name: str) -> int:

@@ -15,7 +15,7 @@ from .big_pool import BIG_POOL, big_pool_cases
 from .empty_batches import EMPTY_BATCHES
 from .large_max_context_len import LARGE_MAX_CONTEXT_LEN
 from .many_shapes import MANY_BATCH_SHAPES
-from .narrower_widths import MIN_WIDTH, NARROWER_WIDTHS, narrower, rows_of_width, width_of
+from .narrower_widths import MIN_WIDTH, NARROWER_WIDTHS, narrower, rows_of_width, shares_widths, width_of
 from .non_causal import NON_CAUSAL
 from .out_given import OUT_GIVEN
 from .overlap_scheduling import OVERLAP_SCHEDULING
@@ -35,6 +35,7 @@ __all__ = [
     "excluded",
     "narrower",
     "rows_of_width",
+    "shares_widths",
     "usual_page",
     "variant_cases",
     "variant_of",

@@ -16,7 +16,7 @@ from ..rows import Accepted, Drafted, Rows, Verify
 from ..trees import chain
 from .variant import ServerVariant
 
-__all__ = ["MIN_WIDTH", "NARROWER_WIDTHS", "narrower", "rows_of_width", "width_of"]
+__all__ = ["MIN_WIDTH", "NARROWER_WIDTHS", "narrower", "rows_of_width", "shares_widths", "width_of"]
 
 _LENS = (9, 70, 1)
 _WIDEST = 8
@@ -48,9 +48,13 @@ def narrower(case: C) -> list[C]:
     widths = sorted({max(MIN_WIDTH, width_of(case) // 2), MIN_WIDTH}, reverse=True)
     variants = case.variants - {NARROWER_WIDTHS.word}
     return [
-        case.with_changes(rows=rows_of_width(case.rows, width), variants=variants, instance_of=case)
-        for width in widths
+        case.with_changes(rows=rows_of_width(case.rows, width), variants=variants, instance_of=case) for width in widths
     ]
+
+
+def shares_widths(case: Fields) -> bool:
+    """True for a case whose instance has batches of other widths."""
+    return NARROWER_WIDTHS.word in case.variants | (case.instance_of or case).variants
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
