@@ -59,6 +59,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
         head_dims=frozenset({32, 64, 128, 256, 512}),
         mla_rope_dims=frozenset({32, 64}),
+        wider_keys=frozenset({64}),
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
         kv_layouts=frozenset(KV_LAYOUTS) - {"custom"},
         gqa_ratios=frozenset(range(1, 129)),

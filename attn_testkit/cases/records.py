@@ -50,7 +50,8 @@ class ModelShape:
     dtype: str
     """Dtype of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     rope_dim: int = 0
-    """MLA: width of the part of a key that is not a value. 0 elsewhere."""
+    """MLA: width of the part of a key that is not a value. Elsewhere columns that keys have more than values, mostly
+    0."""
     state: StateShape | None = None
     """Recurrent states; None: layers have keys."""
 

@@ -63,9 +63,16 @@ class KVPoolSpec:
         return self.row_format.of(layer) if self.row_format else None
 
     def row_width(self, layer: AttentionLayer) -> int:
-        """Elements of a row of one head."""
+        """Elements of a row of one head: of a key, or of what holds both."""
         rows = self.rows_of(layer)
         return rows.nbytes if rows else layer.head_dim
+
+    def part_widths(self, layer: AttentionLayer) -> tuple[int, ...]:
+        """Elements of a row of one head in each part: K and V, or what holds both."""
+        key = self.row_width(layer)
+        if layer.head_layout.pool_rows == 1:
+            return (key,)
+        return key, key if self.row_format else layer.v_head_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,12 +100,27 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
     """
     if layout not in _ORDERS:
         raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
+    if any(len(set(spec.part_widths(layer))) > 1 for layer in spec.layers):
+        if layout != "nhd":
+            raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values take 'nhd'")
+        return _apart(spec)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
         laid = _lay_out(replace(spec, layers=tuple(alike)), _ORDERS[layout])
         found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
     return tuple(found[layer.layer_id] for layer in spec.layers)
+
+
+def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
+    """Allocate K and V of each layer by themselves, as pools of servers do whose values have their own width."""
+    make = torch.zeros if spec.cleared else torch.empty
+
+    def part(layer: AttentionLayer, width: int) -> torch.Tensor:
+        shape = spec.pages, spec.page_size, layer.tp_k_head_num, width
+        return make(shape, dtype=spec.dtype, device=spec.device)
+
+    return tuple(KVLayer(*(part(layer, width) for width in spec.part_widths(layer))) for layer in spec.layers)
 
 
 def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:

@@ -6,6 +6,8 @@ from .by_layer import ByLayerBackend
 from .catalogue import control
 from .dense import DenseBackend
 from .grouped import GroupedBackend
+from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
+from .parent import PlannedBackend
 
 
 @control("backend-per-kv-group")
@@ -33,4 +35,14 @@ class HeadsOfEachLayerInEveryFamily(DenseBackend):
     capabilities = DenseBackend.capabilities.with_changes(
         heads_by_layer=True, families={"mha", "gqa", "mqa"}, head_dims={32, 64}, page_sizes={4}, max_q_rows=6,
         max_topk=2, gqa_ratios={1, 2, 4}, max_context_len=1 << 12,
+    )  # fmt: skip
+
+
+@control("keys-wider-than-values")
+class KeysWiderThanValues(WiderKeysBackend):
+    """Keys of 128 next to values of 64, in buffers of their own (MiMo-V2; DeepSeek's models as MHA)."""
+
+    capabilities = WIDER_KEYS.with_changes(
+        eager=PlannedBackend.capabilities.eager, graph=PlannedBackend.capabilities.graph, max_topk=4,
+        windows=PlannedBackend.capabilities.eager, sinks=True, kv_dtypes={"same", "fp8_e4m3"},
     )  # fmt: skip

@@ -40,6 +40,21 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     return {"head_dim": dim, "rope_dim": draws.one_of(sorted(declared.mla_rope_dims)) if has_rope else 0}
 
 
+def _wider(case: Fields) -> int:
+    """Columns of a key behind those of a value, outside MLA."""
+    return 0 if case.heads.layout.values_in_keys else case.rope_dim
+
+
+def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # A backend without any is asked for many things already, and its contexts stay what they were.
+    more = first_undeclared((16, 32, 48), declared.wider_keys)
+    if more is None or not declared.wider_keys or any(layer.head_layout.values_in_keys for layer in context.layers):
+        return None
+    layers = tuple(replace(layer, head_dim=layer.v_head_dim + more) for layer in context.layers)
+    pool = pool_like(context, layers=layers, layout="nhd")
+    return (f"keys wider than values by {more}", replace(context, layers=layers, kv_pool=pool)) if pool else None
+
+
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     dim = first_undeclared((48, 80, 24), declared.head_dims)
     if dim is None or context.layers[0].head_layout.values_in_keys:
@@ -67,7 +82,12 @@ HEAD_DIM = Dimension(
             bounds=(Bound("head dim", 1, 4096), Bound("rope width", 1, 4096, 2)),
         ),
     ),
-    describe=lambda case: {"head_dim": str(case.head_dim), "rope_dim": str(case.rope_dim or "")},
+    describe=lambda case: {
+        "head_dim": f"{case.head_dim}, and {case.head_dim + case.rope_dim} of keys"
+        if _wider(case)
+        else str(case.head_dim),
+        "rope_dim": "" if _wider(case) else str(case.rope_dim or ""),
+    },
     declared=(
         Asked(
             lambda case: f"head dim {case.head_dim}",
@@ -79,8 +99,13 @@ HEAD_DIM = Dimension(
         Asked(
             lambda case: f"MLA rope width {case.rope_dim}",
             lambda declared, case: (
-                case.rope_dim in (declared.mla_rope_dims if case.heads.layout.values_in_keys else {0})
+                bool(_wider(case))
+                or (case.rope_dim in (declared.mla_rope_dims if case.heads.layout.values_in_keys else {0}))
             ),
+        ),
+        Asked(
+            lambda case: f"keys wider than values by {_wider(case)}",
+            lambda declared, case: _wider(case) in declared.wider_keys | {0},
         ),
     ),
     fit=Without("Cases are made of declared head dims."),
@@ -109,9 +134,16 @@ HEAD_DIM = Dimension(
             lambda declared, case: case.rope_dim if case.heads.layout.values_in_keys else None,
             lambda declared, case, dim: of_mla(declared, case, rope_dim=dim),
         ),
+        Covered(
+            "wider keys",
+            "columns of keys behind those of values",
+            lambda declared, mode: declared.wider_keys if per_head(declared) and "nhd" in declared.kv_layouts else (),
+            lambda declared, case: _wider(case) or None,
+            lambda declared, case, columns: of_others(declared, case, rope_dim=columns),
+        ),
     ),
     simpler=of_number("head_dim", steps=smaller_declared("head_dim", "head_dims")),
-    undeclared=(_undeclared,),
+    undeclared=(_undeclared, _undeclared_wider),
     random=_random,
     varies="layer",
     apply=(OnLayers(_layers),),
