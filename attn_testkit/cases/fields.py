@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from ..contract import ROW_FORMATS, ForwardMode, HeadShape
+from ..contract.kv_layouts import OWN
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .indexing import Indexing
@@ -296,7 +297,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
     "keys wider than values": lambda case: case.rope_dim > 0 and not case.heads.layout.values_in_keys,
-    "another KV layout": lambda case: case.kv_layout != "nhd",
+    "K and V in one allocation": lambda case: case.kv_layout not in ("nhd", OWN),
     "states": lambda case: case.state is not None,
     "rollback of states by slots": lambda case: case.state is not None and case.state.rollback == "slots",
     "snapshots of states": lambda case: case.state is not None and case.state.snapshots > 0,
@@ -319,7 +320,7 @@ _EXCLUSIVE = (
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
-    ("keys wider than values", "another KV layout", "K and V of the other layouts have one width"),
+    ("keys wider than values", "K and V in one allocation", "there K and V have one width"),
     ("keys wider than values", "heads by layer", "the heads of all layers lie in one tensor of values and keys"),
     ("keys wider than values", "loop", "the model of a loop has one width"),
     ("heads with their own scaling", "usual scaling", "MLA has its own scaling"),

@@ -78,7 +78,7 @@ class Capabilities(Declared):
     wider_keys: Set[int] = frozenset()
     """Numbers of columns by which queries and keys may be wider than values, outside MLA: ``{64}`` for keys of 192 next
     to values of 128 (MiMo-V2, DeepSeek's models as MHA). ``head_dims`` are the widths of values. K and V then lie in
-    memory of their own, in the KV layout ``nhd``."""
+    memory of their own, in the KV layouts ``nhd`` and ``custom``."""
     heads_by_layer: bool = False
     """True: layers of one model may differ in head counts and head dims, as windowed and full layers do, and the layers
     of a draft model. ``families``, ``gqa_ratios`` and ``head_dims`` declare the shape of each layer;

@@ -177,8 +177,8 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
         if (found.value is None) != layer.head_layout.values_in_keys:
             has = "has no values; give the view of them" if found.value is None else "is MLA: leave value out"
             raise ValueError(f"lay_out_kv_pool: layer {layer.layer_id} {has}")
-        for name, view in zip(("keys", "values"), found.parts, strict=False):
-            wrong = _wrong(spec, layer, view, found.buffer)
+        for name, view, width in zip(("keys", "values"), found.parts, spec.part_widths(layer), strict=False):
+            wrong = _wrong(spec, layer, view, width, found.buffer)
             if wrong:
                 raise ValueError(f"lay_out_kv_pool: the {name} of layer {layer.layer_id} {wrong}")
     for memory, views in pieces_of([part for each in layers for part in each.parts]):
@@ -191,9 +191,9 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
     return tuple(layers)
 
 
-def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None) -> str:
-    """Text about a mistake in a view, and the remedy; empty if there is no mistake."""
-    heads, width = layer.tp_k_head_num, spec.row_width(layer)
+def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, width: int, buffer: torch.Tensor | None) -> str:
+    """Text about a mistake in a view of rows of ``width``, and the remedy; empty if there is no mistake."""
+    heads = layer.tp_k_head_num
     if type(view) is not torch.Tensor:
         return f"are not a plain torch.Tensor: {view!r}"[:200]
     if view.dtype != spec.dtype or view.device.type != spec.device.type:

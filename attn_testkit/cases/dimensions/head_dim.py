@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...contract.kv_layouts import OWN
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
@@ -18,6 +19,8 @@ __all__ = ["HEAD_DIM"]
 
 _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 """Wider rows than the second are those of MLA."""
+_APART = {"nhd", OWN}
+"""KV layouts in which K and V may have their own widths."""
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
@@ -137,7 +140,7 @@ HEAD_DIM = Dimension(
         Covered(
             "wider keys",
             "columns of keys behind those of values",
-            lambda declared, mode: declared.wider_keys if per_head(declared) and "nhd" in declared.kv_layouts else (),
+            lambda declared, mode: declared.wider_keys if per_head(declared) and declared.kv_layouts & _APART else (),
             lambda declared, case: _wider(case) or None,
             lambda declared, case, columns: of_others(declared, case, rope_dim=columns),
         ),
