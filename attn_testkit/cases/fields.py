@@ -102,6 +102,7 @@ class Fields:
     window = _Of[int]("options")
     layer_windows = _Of[str]("options")
     local_chunk = _Of[int]("options")
+    alibi = _Of[bool]("options")
     usual_scaling = _Of[bool]("options")
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
@@ -293,6 +294,10 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "usual scaling": lambda case: case.usual_scaling,
     "sliding window": lambda case: case.window >= 0,
     "chunked-local layers": lambda case: case.local_chunk > 0,
+    "ALiBi": lambda case: case.alibi,
+    "soft cap": lambda case: case.logit_cap > 0,
+    "sinks": lambda case: case.sinks,
+    "data that count keys": lambda case: case.data == "plus_minus_one",
     "selected keys": lambda case: case.selection is not None,
     "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
@@ -319,6 +324,13 @@ _EXCLUSIVE = (
     ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
     ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
+    ("ALiBi", "soft cap", "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit"),
+    ("ALiBi", "sinks", "a bias may be given up to a constant of the row, and a sink is compared with it"),
+    ("ALiBi", "KV splits", "a bias may be given up to a constant of the row, and a log-sum-exp has it"),
+    ("ALiBi", "branching trees", "nodes of a tree have positions of their own"),
+    ("ALiBi", "data that count keys", "a key that is farther has less weight"),
+    ("ALiBi", "loop", "the model of a loop has no bias"),
+    ("ALiBi", "selected keys", "models with an indexer have rotary embeddings"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
     ("keys wider than values", "K and V in one allocation", "there K and V have one width"),
     ("keys wider than values", "heads by layer", "the heads of all layers lie in one tensor of values and keys"),

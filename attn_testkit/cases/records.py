@@ -109,6 +109,8 @@ class LayerOptions:
     window."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
+    alibi: bool = False
+    """All layers have ALiBi slopes, one a query head."""
     usual_scaling: bool = False
     """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
     without."""

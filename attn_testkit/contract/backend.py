@@ -174,6 +174,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          _windows_agree(capabilities, context)),
         ("chunked-local layers in", ", ".join(sorted(context.modes - capabilities.windows.chunked)),
          context.modes <= capabilities.windows.chunked or not any(layer.attention_chunk_size for layer in own)),
+        ("ALiBi in", ", ".join(sorted(context.modes - capabilities.alibi)),
+         context.modes <= capabilities.alibi or all(layer.alibi_slopes is None for layer in context.layers)),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),

@@ -142,6 +142,9 @@ class Capabilities(Declared):
     """True: the kernel honors ``AttentionLayer.logit_cap`` (soft cap)."""
     sinks: bool = False
     """True: the kernel honors ``AttentionLayer.sinks`` (attention sinks)."""
+    alibi: Set[ForwardMode] = frozenset()
+    """Modes in which the kernel honors ``AttentionLayer.alibi_slopes``, of any values: a rank has the slopes of its own
+    heads."""
     sparse: Sparse | None = None
     """Selections of keys that the backend takes (DSA). A backend that declares one always gets one. Without it a row
     attends to all keys that it may see."""
@@ -221,7 +224,7 @@ class Capabilities(Declared):
                 f"Capabilities.q_scale is {self.q_scale!r}, and matmul_dtype='model' says that queries are not rounded "
                 "to FP8; write matmul_dtype='fp8_e4m3', or leave q_scale out"
             )
-        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal")
+        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal", "alibi")
         causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
         if causal:
             raise ValueError(f"Capabilities.non_causal may hold only extend and target-verify, got {', '.join(causal)}")

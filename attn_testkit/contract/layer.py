@@ -59,6 +59,10 @@ class AttentionLayer(OfHeadLayout):
     """The pool holds V / v_scale when its dtype is FP8; 1.0 otherwise."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    alibi_slopes: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_q_head_num] float32 on the device: the logit of a row at position p and a key at position j has ``slope *
+    (j - p)`` added, after scaling and before masking. None: no ALiBi. Such a layer has no soft cap and no sinks, which
+    servers apply before it or after."""
     causal: bool = True
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
@@ -76,7 +80,9 @@ class AttentionLayer(OfHeadLayout):
 
     def to(self, device: torch.device) -> AttentionLayer:
         """The layer with its tensors on a device."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks.to(device))
+        tensors = {name: getattr(self, name) for name in ("sinks", "alibi_slopes")}
+        moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+        return replace(self, **moved) if moved else self
 
     @property
     def parts(self) -> tuple[int, ...]:

@@ -41,6 +41,7 @@ def _attention(real: Any, config: Any, layer: AttentionLayer) -> Any:
     return Attention(
         layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, cache_config=config.cache_config,
         logits_soft_cap=layer.logit_cap or None,
+        alibi_slopes=None if layer.alibi_slopes is None else layer.alibi_slopes.tolist(),
         per_layer_sliding_window=None if window < 0 else window + 1,  # it counts the row's own key
         prefix=name_of(layer), attn_backend=real,
         **({} if layer.sinks is None else {"sinks": layer.sinks}),

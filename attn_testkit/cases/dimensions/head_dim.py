@@ -54,7 +54,7 @@ def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[
     if more is None or not declared.wider_keys or any(layer.head_layout.values_in_keys for layer in context.layers):
         return None
     layers = tuple(replace(layer, head_dim=layer.v_head_dim + more) for layer in context.layers)
-    pool = pool_like(context, layers=layers, layout="nhd")
+    pool = pool_like(context, layers=layers)
     return (f"keys wider than values by {more}", replace(context, layers=layers, kv_pool=pool)) if pool else None
 
 
