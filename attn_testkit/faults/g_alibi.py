@@ -42,7 +42,7 @@ class AlibiBackend(DenseBackend):
     source="general; slopes indexed by the head inside its group",
     modes=_MODES,
     checks=("matches-oracle",),
-    hint="",
+    hint="order turned",
 )
 class SlopesOfAnotherGroup(AlibiBackend):
     """Slopes are laid out as [G, Hk], so most query heads have the slope of another one."""
@@ -58,7 +58,7 @@ class SlopesOfAnotherGroup(AlibiBackend):
     source="general; slopes made from the number of heads on the rank (FlashInfer's ALIBI with tensor parallelism)",
     modes=_MODES,
     checks=("matches-oracle",),
-    hint="",
+    hint="number of heads",
 )
 class SlopesOfTheFirstRank(AlibiBackend):
     """The kernel makes slopes from the number of its heads, as if the rank had all of them."""
@@ -93,14 +93,19 @@ class BiasByTheLongestRequest(AlibiBackend):
     source="general; the bias is added to q.k, and the sum is scaled",
     modes=_MODES,
     checks=("matches-oracle",),
-    hint="",
+    hint="scaled slopes",
 )
 class BiasBeforeTheScale(AlibiBackend):
     """The scale is applied to the bias as well."""
 
     @override
     def distance(self) -> torch.Tensor:
-        return super().distance() * self.context.layers[0].scaling
+        return super().distance() * self.scaling
+
+    @override
+    def with_bias(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        self.scaling = layer.scaling
+        return super().with_bias(logits, layer)
 
 
 @fault(
@@ -108,7 +113,7 @@ class BiasBeforeTheScale(AlibiBackend):
     source="general; slopes kept by the plan of the first layer",
     modes=_MODES,
     checks=("matches-oracle",),
-    hint="",
+    hint="slopes of layer 0",
 )
 class BiasOfTheFirstLayer(AlibiBackend):
     """Slopes are read from the first layer once, and used in all."""

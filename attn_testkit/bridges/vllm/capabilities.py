@@ -107,6 +107,7 @@ _TRITON_LINES = (
     Line("non_causal", {V, X}, f"{_TRITON}:TritonAttentionBackend.supports_non_causal"),
     Line("logit_cap", True, f"{_TRITON}:TritonAttentionImpl.__init__"),
     Line("sinks", True, f"{_TRITON}:TritonAttentionBackend.supports_sink"),
+    Line("alibi", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionImpl.__init__"),
     *_LAYERS_DIFFER,
     *_RUNNER,
 )
