@@ -27,7 +27,8 @@ def name_of(layer: AttentionLayer) -> str:
 def make_layers(real: Any, config: Any, context: BackendContext) -> dict[str, Any]:
     """Name -> layer, each bound to its KV cache; ``config`` knows them afterwards."""
     made: dict[str, Any] = {}
-    with set_current_vllm_config(config):
+    # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
+    with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
             found = _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer)
             found.bind_kv_cache(_as_vllm_has_it(context, layer, found.kv_cache_dtype))
