@@ -84,7 +84,7 @@ def mode_of(harness: ServerHarness, schedule: Schedule) -> str:
 
 
 def what_alternates(harness: ServerHarness) -> Literal["modes", "widths"]:
-    """What differs between the schedules of an instance, in messages: ``modes`` or ``widths``."""
+    """Name of what differs between the schedules of an instance, in messages: ``modes`` or ``widths``."""
     return "widths" if harness.context.draft_widths else "modes"
 
 

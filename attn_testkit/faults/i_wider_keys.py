@@ -34,7 +34,7 @@ class WiderKeysBackend(PlannedBackend):
     modes=_MODES,
     checks=("writes-own-kv",),
     hint="slot",
-    modelled="addresses behind the buffer begin anew in it",
+    modelled="addresses behind the buffer wrap around to its beginning",
 )
 class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
     """The store kernel gets the stride of K for both, so values land in the rows of other slots."""
@@ -52,7 +52,7 @@ class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
     modes=_MODES,
     checks=("reads-own-kv", "matches-oracle", "finite"),
     hint="",
-    modelled="addresses behind the buffer begin anew in it",
+    modelled="addresses behind the buffer wrap around to its beginning",
 )
 class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
     """The kernel finds the value of a slot by the stride of K."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from attn_testkit.runner_modes.harness import context_for
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
@@ -13,7 +14,6 @@ from attn_testkit.contract import AttentionLayer, KVLayer, KVPool, KVPoolSpec, U
 from attn_testkit.contract.kv_layouts import OWN
 from attn_testkit.families.expected import expect
 from attn_testkit.families.softmax.attention import attend
-from attn_testkit.runner_modes.harness import context_for
 from attn_testkit.steps.data import held_kv, make_layers, make_step_data, new_kv, pool_image
 from attn_testkit.steps.schedule import make_schedule
 from attn_testkit.watches.pool_watch import PoolWatch
@@ -67,7 +67,7 @@ def test_slopes_are_those_of_the_second_of_two_ranks_and_differ_by_layer() -> No
 def test_a_large_bias_makes_the_limit_of_a_logit_larger_and_nothing_else() -> None:
     schedule = make_schedule(parse_case(CASES[0]))
     data, layers = make_step_data(schedule, schedule.steps[0]), make_layers(schedule.case)
-    plain = [layer for layer in make_layers(parse_case(CASES[2]))]
+    plain = make_layers(parse_case(CASES[2]))
     grown = attend(data, layers).logit_noise - attend(data, plain).logit_noise
     for place, layer in enumerate(layers):
         assert layer.alibi_slopes is not None
