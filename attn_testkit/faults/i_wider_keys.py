@@ -77,4 +77,5 @@ class ScaleOfTheWidthOfValues(WiderKeysBackend):
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        return super().logits(rows, keys, layer) * (layer.head_dim / layer.v_head_dim) ** 0.5
+        wrong: float = (layer.head_dim / layer.v_head_dim) ** 0.5
+        return super().logits(rows, keys, layer) * wrong
