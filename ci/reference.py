@@ -188,7 +188,7 @@ def _record(record: type, presets: list[str]) -> list[str]:
 
 def _value(value: object) -> str:
     if isinstance(value, frozenset):
-        return f"{{{', '.join(repr(each) for each in sorted(value))}}}"
+        return f"{{{', '.join(repr(getattr(each, 'value', each)) for each in sorted(value))}}}"
     return repr(value)
 
 
