@@ -76,18 +76,18 @@ class ServerConventions(Declared):
     output_lifetime: str = "layer"
     """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
     all layers share one buffer. ``model``: until every layer of the model has run."""
-    drafts_without_prefix: bool = True
-    """True: a request of a draft-decode may have no key before the draft. Servers draft after a prefill, so theirs have
-    at least one. Declare False if the planner counts on that."""
-    eager_without_waits: bool = True
-    """True: eager plans and forwards do not wait for the device if ``needs_cpu_seq_lens`` is False; a wait fails
-    ``no-host-lengths``. Declare False if they may wait, as SGLang's Triton class does for windowed layers."""
     narrower_widths: Set[ForwardMode] = frozenset()
     """Modes in which batches of one instance may be narrower than its context: fewer nodes than ``num_draft_tokens`` in
     target-verify (chains), fewer rows in a draft-extend, fewer steps in draft-decode. Graphs of each width are captured
     and replayed in turn; ``BackendContext.draft_widths`` lists the widths, and ``spec_info`` has that of a batch. vLLM
     shortens drafts in this way as batches grow (``num_speculative_tokens_per_batch_size``). SGLang's
     ``speculative_adaptive`` makes an instance for each width, so its backends need not take others."""
+    drafts_without_prefix: bool = True
+    """True: a request of a draft-decode may have no key before the draft. Servers draft after a prefill, so theirs have
+    at least one. Declare False if the planner counts on that."""
+    eager_without_waits: bool = True
+    """True: eager plans and forwards do not wait for the device if ``needs_cpu_seq_lens`` is False; a wait fails
+    ``no-host-lengths``. Declare False if they may wait, as SGLang's Triton class does for windowed layers."""
     overlap_scheduling: bool = True
     """True: the server may plan the next step while the device still runs this one, including its copies from pinned
     memory. Declare False if the server has to wait for the device in between."""
