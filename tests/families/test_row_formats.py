@@ -6,13 +6,16 @@ from itertools import pairwise
 
 import pytest
 import torch
+from attn_testkit.runner_modes.harness import context_for
 from in_process import check_backend
 
+from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.key_counts import code_sizes
 from attn_testkit.checks.wrong_planes import wrong_planes
 from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, KVLayer, KVPool, KVPoolSpec, PackedRows
+from attn_testkit.contract.backend import Unsupported, refuse_undeclared
 from attn_testkit.contract.row_format import FP4, INT4, codes_of
 from attn_testkit.families.softmax.packed_rows import misread_rows
 from attn_testkit.faults.catalogue import entry_of
@@ -198,6 +201,14 @@ def test_rows_without_planes_are_refused_with_a_reason() -> None:
 def test_a_case_of_other_rows_is_refused(words: str) -> None:
     with pytest.raises(ValueError, match="in bf16"):
         parse_case(f"decode-{words}-p16-k9-shuffled-gauss-kvnvfp4-b1prod")
+
+
+def test_scales_of_a_checkpoint_over_an_unquantized_pool_are_refused_where_they_are_not_declared() -> None:
+    schedule = make_schedule(parse_case(UNUSED))
+    context = context_for([schedule], torch.device("cpu"), make_layers(schedule.case))
+    refuse_undeclared(TorchNativeFormatsBackend.capabilities, context)
+    with pytest.raises(Unsupported, match="k_scale or v_scale other than 1"):
+        refuse_undeclared(TorchNativeBackend.capabilities, context)
 
 
 @pytest.mark.parametrize("name", FORMATS)
