@@ -20,7 +20,7 @@ from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
 from .co_resident import CoResidentGraphs
 from .eager import eager_by_turns, run_eager
-from .harness import ServerHarness
+from .harness import ServerHarness, what_alternates
 from .kept_state import KeptState
 from .memory_bounded import memory_bounded
 from .options import RunOptions
@@ -215,7 +215,7 @@ def _modes_by_turns(
     Every plan is then made for the lengths of the same mode's last one, with plans of other modes between, and the
     first eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
     """
-    harness = graphs[0].harness
+    harness, what = graphs[0].harness, what_alternates(graphs[0].harness)
     supported = [each for each in schedules if each.case.mode in harness.capabilities.eager]
     eager = [(each, last_live(each)) for each in supported]
     with clock.phase("setup"):
@@ -224,9 +224,9 @@ def _modes_by_turns(
     replays = []
     for each in reversed(graphs):
         again = replay(each, last_live(each.schedule), canaries, clock, options).observed
-        replays.append(replace(again, label=f"{again.label}, again, modes in turn"))
+        replays.append(replace(again, label=f"{again.label}, again, {what} in turn"))
     # The last of the eager plans first: only replays were planned since, the last of another mode.
-    after = eager_by_turns(harness, eager[::-1], clock, ("behind replays of all modes",))
+    after = eager_by_turns(harness, eager[::-1], clock, (f"behind replays of all {what}",))
     return [(seen.schedule, seen) for seen in (*before, *replays, *after)]
 
 
