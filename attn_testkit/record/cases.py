@@ -154,10 +154,14 @@ def _case_of_states(line: Mapping[str, Any], commits: bool) -> tuple[Case, list[
         raise _NoCase("no live request")
     if mode not in _OF_TARGETS:
         raise _NoCase(f"mode {mode.value}: layers of a draft model keep no state")
+    if "unreadable" in held:
+        raise _NoCase(f"the memory of {held['kind']}'s states was not found: {held['unreadable']}")
     differs = ["slots of states: the case has others, which are no row of a table and no place in the batch"]
     rows = _rows(mode, line, differs)
     shape, heads, head_dim = _state_shape(held)
     verifies = mode is ForwardMode.TARGET_VERIFY
+    if line.get("bounds"):
+        differs.append("lengths: the host had an upper bound of them, as it has with asynchronous scheduling")
     if verifies:
         differs.append("accepted nodes: the case accepts all, the fewest, and different numbers")
         if held["rollback"] == _ROLLBACK and not commits:

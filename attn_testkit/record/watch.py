@@ -261,15 +261,17 @@ def _states_of(self: Any, batch: Any) -> dict[str, Any] | None:
         return {
             **_state_shapes(first.kind, window.shape[1:], state.shape[1:], window.dtype, state.dtype),
             "padding": own.padding, "rollback": own.rollback, "more_columns": pool.more_columns,
-            "order": pool.order,
-            "copies": own.snapshots,
+            "order": pool.order, "copies": own.snapshots,
             "has_prefix_states": getattr(given, "sources", None) is not None,
         }  # fmt: skip
     linear = getattr(self, "linear_attn_backend", self)
     if not any(each.__name__ == "MambaAttnBackendBase" for each in type(linear).__mro__):
         return None
-    held = linear.req_to_token_pool.mamba_pool.mamba_cache
-    window, state = held.conv[0], held.temporal
+    try:
+        held = linear.req_to_token_pool.mamba_pool.mamba_cache
+        window, state = held.conv[0], held.temporal
+    except (AttributeError, IndexError) as error:
+        return {"kind": type(linear).__name__, "unreadable": str(error)}
     return {
         **_state_shapes(type(linear).__name__, window.shape[2:], state.shape[2:], window.dtype, state.dtype),
         "padding": "skip_minus_one", "rollback": "commit",
@@ -286,18 +288,15 @@ def _state_shapes(kind: str, window: Any, state: Any, window_dtype: Any, dtype: 
 
 def _slots_of(self: Any, batch: Any) -> Any:
     """Slots of the states of a batch's requests."""
-    if getattr(batch, "state", None) is not None:
-        return batch.state.indices
-    pool = getattr(self, "linear_attn_backend", self).req_to_token_pool
-    return pool.req_index_to_mamba_index_mapping[batch.req_pool_indices]
+    pool = getattr(getattr(self, "linear_attn_backend", self), "req_to_token_pool", None)
+    return batch.state.indices if pool is None else pool.req_index_to_mamba_index_mapping[batch.req_pool_indices]
 
 
 def _committed(name: str, self: Any, call: SimpleNamespace) -> None:
     """A commit of accepted states: the number of the last accepted node of each draft, if the host knows it."""
-    steps = call.places[0]
-    line = {"line": "commit", **_about(self), "hook": name, "requests": int(steps.shape[0])}
+    line = {"line": "commit", **_about(self), "hook": name, "requests": int(call.places[0].shape[0])}
     if _record.wants(json.dumps(line)):
-        known = _lens(steps, line["requests"])
+        known = _lens(call.places[0], line["requests"])
         _record.write(line if known is None else {**line, "steps": known})
 
 
@@ -309,23 +308,24 @@ def _built(name: str, self: Any, call: SimpleNamespace) -> None:
     batch, drafts = call.by_name["common_attn_metadata"], call.by_name.get("num_decode_draft_tokens_cpu")
     starts = _lens(batch.query_start_loc_cpu, int(batch.num_reqs) + 1) or [0]
     new = [after - before for before, after in itertools.pairwise(starts) if after > before]
-    bound = _first((getattr(batch, "seq_lens_cpu_upper_bound", None), batch.seq_lens))
-    lens, asked = _lens(bound, len(new)), _lens(drafts, len(new)) if drafts is not None else None
+    bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
+    known = _lens(batch.seq_lens, len(new)) if bound is None else None
+    lens, asked = known or _lens(bound, len(new)), _lens(drafts, len(new)) if drafts is not None else None
     verifies = bool(new) and asked is not None and min(asked) >= 0 and len(set(new)) == 1
     before = None if lens is None else [length - count for length, count in zip(lens, new, strict=True)]
     decodes = set(new) == {1} and (before is None or min(before) > 0)
-    windows = [tuple(shape) for shape in spec.shapes if len(shape) == 2] or [()]
-    (state,) = [tuple(shape) for shape in spec.shapes if len(shape) == 3][:1] or [()]
+    window, state = (next((shape for shape in spec.shapes if len(shape) == count), ()) for count in (2, 3))
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
     line: dict[str, Any] = {
         "line": "batch", **_about(self), "hook": name, "how": "capture" if _capturing() else "eager",
         "mode": "target-verify" if verifies else "decode" if decodes else "extend",
         "requests": len(new), "padded_to": int(batch.num_reqs),
         "state": {
-            **_state_shapes(str(getattr(spec.mamba_type, "name", spec.mamba_type)), windows[0], state, spec.dtypes[0],
-                            spec.dtypes[-1]),
+            **_state_shapes(kind, window, state, spec.dtypes[0], spec.dtypes[-1]),
             "padding": "skip_zero", "rollback": "slots",
             "more_columns": int(getattr(spec, "num_speculative_blocks", 0)), "copies": 0,
         },
+        "bounds": known is None and (verifies or decodes),
     }  # fmt: skip
     if verifies:
         line["spec"] = {"draft_token_num": new[0], "kind": "drafts"}

@@ -82,6 +82,7 @@ def test_shapes_of_a_servers_memory_are_heads_and_widths(state: dict[str, Any], 
     [
         ({"kind": "ShortConvAttnBackend"}, "states of ShortConvAttnBackend: the kit has gdn, kda, mamba, lightning"),
         ({"kind": "MAMBA1"}, "states of MAMBA1"),
+        ({"unreadable": "no mamba_pool"}, "memory of GDNAttnBackend's states was not found: no mamba_pool"),
         ({"window": [8193, 3]}, "does not fit gdn with 32 value heads"),
         ({"window": [4096, 3]}, "does not fit gdn"),
         ({"window": [8192, 1], "more_columns": 1}, "0 columns"),
@@ -154,10 +155,12 @@ class HybridLinearAttnBackend(AttentionBackend):
 
 cache = N(conv=[Tensor(2, 9, 512, 3)], temporal=Tensor(2, 9, 4, 64, 64, dtype="torch.float32"))
 pool = N(mamba_pool=N(mamba_cache=cache))
+other = GDNAttnBackend(N(pool=N()))
 backend = HybridLinearAttnBackend(None, GDNAttnBackend(N(pool=pool)), [1])
 batch = N(forward_mode=N(name="EXTEND"), batch_size=2, spec_info=None, seq_lens=Tensor(2), seq_lens_cpu=None,
           extend_prefix_lens_cpu=[64, 0], extend_seq_lens_cpu=[1, 30], mamba_track_mask=Tensor(2))
 backend.init_forward_metadata(batch)
+other.init_forward_metadata(batch)
 batch.forward_mode.name, batch.seq_lens_cpu = "TARGET_VERIFY", [65, 30]
 batch.spec_info = N(draft_token_num=4, topk=1)
 backend.init_forward_metadata(batch)
@@ -242,6 +245,8 @@ def test_a_server_is_recorded_without_a_line_of_its_own(
     out, err = capfd.readouterr()
     assert out.splitlines() == wanted
     assert "asked for none" not in err
+    assert ("memory of GDNAttnBackend's states was not found" in err) is base.startswith("sglang")
+    assert ("an upper bound of them" in err) is base.startswith("vllm")
 
 
 def test_lines_of_a_newer_recorder_are_refused(tmp_path: Path) -> None:
@@ -249,3 +254,20 @@ def test_lines_of_a_newer_recorder_are_refused(tmp_path: Path) -> None:
     file.write_text(json.dumps({**LINE, "line": "states"}) + "\n")
     with pytest.raises(ValueError, match="line 1: expected a line that"):
         read_lines(file)
+
+
+def test_what_sglang_0_5_23_and_vllm_0_33_0_were_asked() -> None:
+    """Recorded on their own classes of GDN, behind the kit's bridges, in the emulation."""
+    found = cases_of(read_lines(Path(__file__).parent / "data" / "servers_states.jsonl"))
+    of_sglang, of_vllm = list(found.cases)[:6], list(found.cases)[6:]
+    assert of_sglang[:2] == [
+        "extend-gdn2x2-d64-bf16-p16-k20.7-n7a5.9-shuffled-mild_decay-k64w4s32-b2prod",
+        "extend-gqa2x2-d64-bf16-p16-k20.7-n7a5.9-shuffled-gauss-b2prod",
+    ]
+    assert of_vllm[:2] == [
+        "decode-gdn2x2-d64-bf16-p16-k63x2-shuffled-mild_decay-k64w4s32.null-b2prod",
+        "target-verify-gdn2x2-d64-bf16-p16-k45x2-chain3-shuffled-mild_decay-k64w4s32.null.slots-b2prod",
+    ]
+    # SGLang's lengths of a verify were on the device, for states and for keys.
+    assert found.skipped["the host did not know its lengths"] == 4
+    assert len(of_vllm) == 7
