@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -40,6 +40,7 @@ __all__ = [
     "planned",
     "resolve",
     "scratch",
+    "server_stream",
     "side_stream",
 ]
 
@@ -107,10 +108,11 @@ class Environment:
 
         ``fill``: byte of uninitialized memory. On a device only the allocator's free memory is filled, unless the run
         is ``controlled``, which is slower. ``last_first``: if the device is emulated, the last program of a launch of a
-        Triton kernel runs first.
+        Triton kernel runs first, and side streams are late.
         """
         if self.emulated:
-            with emulated_cuda(Policy(fill=fill, program_order="reverse" if last_first else "forward")):
+            order = Policy(fill=fill, program_order="reverse", side_streams="late") if last_first else Policy(fill=fill)
+            with emulated_cuda(order):
                 folder = os.environ.get(NOTES_OF_LAUNCHES)
                 with note_launches(folder) if folder else nullcontext():
                     yield
@@ -171,6 +173,21 @@ def side_stream() -> torch.cuda.Stream:
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
 
 
+def server_stream(work: Callable[[], object]) -> torch.cuda.Stream:
+    """Do ``work`` on a stream of the server's own, after the present work of this one.
+
+    On a device the next work of this stream comes after it: of all orders that are possible, the one that shows. The
+    emulation knows that nothing orders the two.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    if not is_active():
+        torch.cuda.current_stream().wait_stream(stream)
+    return stream
+
+
 @contextmanager
 def memory_peak() -> Iterator[Callable[[], int]]:
     """Follow allocations inside the block. The function gives the most bytes of device memory that were allocated
@@ -219,13 +236,15 @@ def missing_here(capabilities: Capabilities, environment: Environment, mode: For
     """
     of_mode = capabilities.mode_requires.get(mode) if mode is not None else None
     for needs in (capabilities.requires, of_mode or Requires()):
-        missing = _package_missing(needs) or _device_missing(needs, environment)
+        missing = _package_missing(needs.packages) or _device_missing(needs, environment)
         if missing:
             return missing
     return ""
 
 
 def _device_missing(needs: Requires, environment: Environment) -> str:
+    if not environment.emulated and (missing := _package_missing(needs.compilers)):
+        return missing
     ranges = needs.sm_ranges
     sm = None if ranges is None else environment.sm  # a question to the driver
     if sm is None or ranges is None or needs.runs_on(sm):
@@ -234,8 +253,8 @@ def _device_missing(needs: Requires, environment: Environment) -> str:
     return f"needs {wanted}, this device is SM{sm}" + (f" ({needs.why})" if needs.why else "")
 
 
-def _package_missing(needs: Requires) -> str:
-    return next((missing for text in needs.packages if (missing := _missing(text))), "")
+def _package_missing(packages: Iterable[str]) -> str:
+    return next((missing for text in packages if (missing := _missing(text))), "")
 
 
 @lru_cache

@@ -42,6 +42,7 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
+from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memory_use import MemoryUse
 from .pieces import Pieces
@@ -209,7 +210,8 @@ class ServerHarness:
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
         self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
-        tables = self._tables.req_to_token
+        self.request_tables = tables = self._tables.req_to_token
+        """Request table of each KV group, [G, requests, max_context_len] int32, on the device."""
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
@@ -265,6 +267,7 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        load_head_scales(self.context.layers, None)
         if self.index:
             self.index.clear()
 
@@ -317,6 +320,7 @@ class ServerHarness:
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
             self.model.select_none_from(step.tokens)
         load_states(self.context, schedule, step)
+        load_head_scales(self.context.layers, data.kv_scales)
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
         slots = (schedule.num_pages + 1) * schedule.case.page_size

@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.steps.data import HIDDEN
 from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
@@ -169,10 +168,13 @@ _BUFFERS: Mapping[str, _Buffer] = {
 """Buffers in the order in which messages name them."""
 
 
-def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0) -> StaticInputs:
+def make_static_inputs(
+    harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0, listed: int = 1
+) -> StaticInputs:
     """Make buffers as before a capture: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
 
-    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer.
+    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer. ``listed``: slots of states that a
+    batch lists per request.
     """
     context = harness.context
     each = {
@@ -181,7 +183,7 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "slot": context.draft_branches * context.speculative_num_steps,
         "token of each group": width * len(context.kv_groups),
         "state": 1 if context.state else 0,
-        "state list": slots_listed(harness.case) if context.state else 0,
+        "state list": listed if context.state else 0,
         "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
     }

@@ -179,7 +179,7 @@ class TorchNativeStateBackend(StateBackend):
                 self.store(conv, window, self.snapshot.slots, copied)
                 self.store(temporal, state.to(temporal.dtype), self.snapshot.slots, copied)
         if not verifies:
-            self.store(conv, window, self.index, self.live)
+            self.store(conv[..., : window.shape[-1]], window, self.index, self.live)
             self.store(temporal, state.to(temporal.dtype), self.index, self.live)
         return out[:-1]
 
@@ -202,7 +202,8 @@ class TorchNativeStateBackend(StateBackend):
     def windows(self, held: torch.Tensor, state: StateInput, columns: int) -> torch.Tensor:
         """[bs, C, W - 1] before the step, of what the first slot of each request holds [bs, C, columns]."""
         if state.num_accepted is None or not columns:
-            return held
+            # With a slot for each node, a window that no draft has moved begins at column 0.
+            return held[..., :columns]
         first = state.num_accepted.long()[:, None] - 1
         at = first + torch.arange(columns, device=held.device)
         return held.gather(2, at[:, None].expand(-1, held.shape[1], -1))
@@ -213,6 +214,10 @@ class TorchNativeStateBackend(StateBackend):
         """Store the state behind node ``token`` in its slot, and the inputs [bs, C] behind the window of the first."""
         conv, temporal = self.pools(layer)
         self.store(temporal, state.to(temporal.dtype), self.lists[:, token], self.live)
+        self.store_window(conv, token, inputs, window)
+
+    def store_window(self, conv: torch.Tensor, token: int, inputs: torch.Tensor, window: torch.Tensor) -> None:
+        """Store the window behind the root, or a later node's inputs [bs, C], in the first slot of each request."""
         if window.shape[-1]:
             # Behind the root the window begins at column 0; each later node adds a column.
             width = window.shape[-1] if token == 0 else 1

@@ -205,8 +205,8 @@ class Fields:
 
     @property
     def rounds(self) -> int:
-        """Draft-decode: rounds of a greedy-equivalence loop. 0 elsewhere."""
-        return self.rows.rounds if isinstance(self.rows, Drafted) else 0
+        """Draft-decode and target-verify: rounds of a greedy-equivalence loop. 0 elsewhere."""
+        return self.rows.rounds if isinstance(self.rows, Drafted | Verify) else 0
 
     @property
     def with_prefix(self) -> bool:
@@ -282,8 +282,9 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits of fewer keys": lambda case: case.kv_splits not in ("", "whole"),
     "KV groups": lambda case: case.layers.groups,
     "heads by layer": lambda case: bool(case.layers.shapes),
-    "other layers": lambda case: case.layers != Layers(),
     "FP8 pool": lambda case: case.kv_dtype != "same",
+    "packed rows": lambda case: case.kv_dtype in ROW_FORMATS,
+    "scales of the pool that lie apart": lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
     "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
     "loop": lambda case: case.rounds > 0,
     "multi-mode instance": lambda case: case.multi_mode,
@@ -303,6 +304,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "no prompts": lambda case: case.mode is not ForwardMode.EXTEND,
     "drafts to verify": lambda case: case.tree is not None,
     "chunks": lambda case: case.chunks > 1,
+    "fresh requests": lambda case: case.tree is not None and 0 in case.prefixes,
     "no draft to verify": lambda case: case.tree is None,
     "no states": lambda case: case.state is None,
     "hybrid layers": lambda case: case.layers.hybrid,
@@ -318,10 +320,14 @@ _EXCLUSIVE = (
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
     ("KV groups", "draft-decode", "all layers of a draft share one KV group"),
     ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
-    ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
-    ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
+    ("loop", "packed rows", "the words of a loop are numbers, and no rows of bytes"),
+    ("loop", "heads by layer", "the words of a loop have heads of one shape"),
+    ("loop", "fresh requests", "a loop of target-verify computes prompts first, of a token or more before the last"),
+    ("loop", "branching trees", "a loop of target-verify verifies chains; that of draft-decode has branches"),
+    ("loop", "snapshots of states", "no prefix cache takes part in a loop"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
+    ("packed rows", "heads by layer", "all layers have rows of the same bytes"),
     ("heads with their own scaling", "usual scaling", "MLA has its own scaling"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
     ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),

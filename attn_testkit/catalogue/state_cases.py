@@ -7,10 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ..cases.case import Case, Heads
+from ..cases.declared import not_declared
+from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.dimensions.rows import rows_of_two
 from ..cases.dimensions.state import nearest_state
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
@@ -128,7 +131,8 @@ def _with_softmax(declared: Capabilities, case: Case) -> Case:
     if declared.state is None or not declared.state.hybrid:
         return case
     # One layer would be one of a single kind.
-    return case.with_changes(layers=replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True))
+    layers = replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True)
+    return case.with_changes(layers=layers, kv_layout=usual_layout(declared))
 
 
 def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
@@ -151,6 +155,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
     yield from _exact(declared, mode, tier, first)
     if mode is ForwardMode.TARGET_VERIFY:
         yield from _in_trees(declared, tier, first)
+        yield from _loops(declared, tier, first)
     if tier != "smoke":
         yield from _named(declared, mode, first)
         yield from _continued(declared, mode, first)
@@ -242,6 +247,23 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield exact.of_requests((3, 12, 1, 7), padded=1)
         for snapshots in sorted(declared.state.snapshots)[:1]:
             yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
+
+
+_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS = (_CHUNK + 2, 33, 1), 4, 4
+
+
+def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
+    """Greedy-equivalence loops with each rollback; of a hybrid model also with each kind, from core on."""
+    assert declared.state is not None
+    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.max_q_rows), _rollbacks(declared), _kinds(declared)
+    if tier == "smoke" or nodes < 2:
+        return
+    for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):
+        case = _of_shape(_plain(declared, first, kinds[index % len(kinds)]), rollback=rollbacks[index % len(rollbacks)])
+        prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in _LOOP_PREFIXES)
+        case = case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
+        if not not_declared(declared, nearest_declared(declared, _with_softmax(declared, case))):
+            yield case
 
 
 _NARROWEST = ("bf16", "fp16", "fp32")

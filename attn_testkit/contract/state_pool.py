@@ -153,7 +153,8 @@ class StateInput:
 
     indices: torch.Tensor
     """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
-    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node."""
+    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node.
+    Other modes of such an instance have the first of them."""
     has_initial_state: torch.Tensor | None = None
     """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
     decode and target-verify."""
@@ -183,7 +184,7 @@ class StateContext:
     fresh: str = "flag"
     """Way in which a fresh request begins from zeros (``State.fresh``)."""
     rollback: str = "commit"
-    """Way in which rejected nodes are taken back (``State.rollback``); ``commit`` outside of target-verify."""
+    """Way in which rejected nodes are taken back (``State.rollback``); ``commit`` if no mode is target-verify."""
     snapshots: int = 0
     """Length of a chunk at whose ends states are copied (``State.snapshots``); 0: never."""
     continues: str = "copy"

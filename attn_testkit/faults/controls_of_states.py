@@ -7,13 +7,14 @@ from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
-from .hybrids import HybridParent
+from .hybrids import HybridBySlotsParent, HybridParent
 from .states import StateParent
 from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 
 __all__ = [
     "HybridAsItIs",
+    "HybridBySlots",
     "StatesAsTheyAre",
     "StatesByConvention",
     "StatesBySlots",
@@ -111,3 +112,8 @@ class StatesOfPaddingUnwritten(StateParent):
 @control("hybrid")
 class HybridAsItIs(HybridParent):
     """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""
+
+
+@control("hybrid-by-slots")
+class HybridBySlots(HybridBySlotsParent):
+    """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""

@@ -34,8 +34,8 @@ from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
 
-__all__ = ["End", "StateStepData", "layers", "make_state_data", "shape_of", "slots_listed", "slots_per_row",
-           "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
+__all__ = ["End", "StateStepData", "activations", "layers", "make_state_data", "shape_of", "slots_listed",
+           "slots_per_row", "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -176,6 +176,8 @@ class StateStepData(StepData):
     it continues none."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
+    stored_each: bool = False
+    """True: the state behind each row is stored, and read again for the next, as decode steps do."""
     asked_keys: torch.Tensor | None = None
     """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
 
@@ -190,7 +192,8 @@ class StateStepData(StepData):
 
 
 def slots_listed(case: Fields) -> int:
-    """Slots of a request that a batch lists: one, or with rollback ``slots`` one for each node of a draft."""
+    """Slots of a request in a pool: one, or with rollback ``slots`` one for each node of a draft, in every mode."""
+    case = case.instance_of or case
     return case.width if shape_of(case).rollback == "slots" else 1
 
 
@@ -416,6 +419,12 @@ def _copied_rows(case: Fields, request: Request, step: Step, kept: int) -> int:
 def _is_fresh(case: Fields, prefix: int) -> bool:
     """True for a request without a token before the step, in every mode."""
     return prefix == 0
+
+
+def activations(case: Fields, rows: int, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows ``mixed``, ``a`` and ``b`` [L, rows, n] of the case's data, as ``StateStepData`` has them as q, k and v."""
+    found = _of_request(case, case.data, rows, True, seed)
+    return found["mixed"], found["a"], found["b"]
 
 
 def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -11,10 +11,11 @@ import torch
 from ...cases.trees import Tree
 from ...steps.data import StepData
 from ...steps.schedule import Schedule
-from ..family import Answer, Family, Supposition
+from ..family import Answer, Family, Supposition, Texts
 from .data import StateStepData, layers, make_state_data
 from .memory import STATE_POOL
 from .recurrence import recur
+from .texts import data_of_state_tokens, make_state_vocabulary
 
 __all__ = ["RECURRENT"]
 
@@ -85,11 +86,12 @@ RECURRENT = Family(
     name="recurrent",
     dimensions=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "data", "state",
-         "layers", "padded requests", "padding", "multi_mode", "variants", "seed"}
+         "layers", "padded requests", "padding", "multi_mode", "variants", "seed", "loop"}
     ),
     layers=layers,
     data=make_state_data,
     memory=STATE_POOL,
+    texts=Texts(vocabulary=make_state_vocabulary, data=data_of_state_tokens),
     answer=answer,
     supposed=_supposed,
     poisoned="slots of other owners and of fresh requests",

@@ -154,6 +154,9 @@ def _loop(
         })  # fmt: skip
         one = _step(state[:, who], walk[:, who], now, delta, products, data)
         state[:, who], walk[:, who], out[:, at], limit[:, at] = one
+        if data.stored_each:
+            stored = UNIT_ROUNDOFF[data.shape.dtype] * _norm(state)
+            walk = (walk**2 + stored**2).sqrt()
         if data.trees:
             behind.append((state.clone(), walk.clone()))
         done = (rows == token + 1).nonzero()[:, 0]
