@@ -156,7 +156,7 @@ def _case_of_states(line: Mapping[str, Any], commits: bool) -> tuple[Case, list[
         raise _NoCase(f"mode {mode.value}: layers of a draft model keep no state")
     if "unreadable" in held:
         raise _NoCase(f"the memory of {held['kind']}'s states was not found: {held['unreadable']}")
-    differs = ["slots of states: the case has others, which are no row of a table and no place in the batch"]
+    differs = ["slots of states: the case has others, none of which is a row of a table or a place in the batch"]
     rows = _rows(mode, line, differs)
     shape, heads, head_dim = _state_shape(held)
     verifies = mode is ForwardMode.TARGET_VERIFY

@@ -14,6 +14,7 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.faults import r_published as published
 from attn_testkit.faults import r_rollback as rollback
 from attn_testkit.faults import r_states as faults
 from attn_testkit.faults.controls_of_states import (
@@ -215,6 +216,7 @@ MISTAKES = [
     (rollback.StateStoredInTheSlotOfTheNodeBefore, VERIFY_SLOTS, "eager", "state-matches-oracle", "behind"),
     (rollback.PaddedDraftsWriteSlot0, VERIFY_SLOTS, "graph", "writes-own-state", "slot 0"),
     (rollback.SnapshotOfTheLastAcceptedNode, VERIFY_COPIES, "eager", "state-matches-oracle", "prefix cache"),
+    (published.IdleReplayWritesStaleWindows, f"{DECODE}-empty_batches", "graph", "writes-own-state", "no request of"),
     (faults.SlotsOfTheCapture, DECODE, "graph", "conv-window-exact", "not stored"),
 ]
 
