@@ -1,0 +1,154 @@
+"""What a row sees: masks, windows, sinks; bugs of the fourteenth set."""
+
+from __future__ import annotations
+
+import torch
+from fourth_parents import FP8, SPEC, WIDE, Known
+from plain_backends import LOWEST, Tiled, WithoutCausalMask, declared
+from plain_splits import WithKVSplits
+from torch.nn.functional import pad
+
+from attn_testkit.contract import LogSumExp
+
+
+class TailIsScored(WithoutCausalMask):
+    """Without a causal mask keys behind the length stay in a tile of 256: logits of 0, and values of 0."""
+
+    capabilities = declared(
+        "extend", "target-verify", **WIDE, max_q_rows=16, non_causal={"extend", "target-verify"},
+        server={"takes_bare_chains": True},
+    )  # fmt: skip
+    WHOLE = 256
+
+    def parts(self, scores, seen, v, rows):
+        if rows.layer.causal:
+            return super().parts(scores, seen, v, rows)
+        more = -seen.shape[1] % self.WHOLE
+        scores, seen, v = pad(scores, (0, more)), pad(seen, (0, more)), pad(v, (0, 0, 0, 0, 0, more))
+        index, lens = torch.arange(seen.shape[1], device=seen.device), rows.kv_lens[:, None]
+        behind = (index >= lens) & (index < (lens + self.WHOLE - 1) // self.WHOLE * self.WHOLE)
+        scores = scores.masked_fill(behind[:, None], 0.0)
+        v = v.float().masked_fill(behind[:, :, None, None], 0.0)
+        return super().parts(scores, seen | behind, v, rows)
+
+
+class OwnKeyNotCounted(WithKVSplits):
+    """The bound of a row among a rank's keys counts those before the row; of none, the mask is left out."""
+
+    capabilities = WithKVSplits.capabilities.with_changes(
+        eager={"decode", "target-verify"}, graph={"decode", "target-verify"},
+        lse=LogSumExp(
+            base="e", whole={"decode", "target-verify"}, pages={"decode", "target-verify"}, prefix=(), merges=True
+        ),
+    )  # fmt: skip
+
+    def sees(self, key, rows):
+        right = super().sees(key, rows)
+        if rows.plan.part.kind != "rank" or rows.plan.max_q_len == 1:
+            return right
+        before = key < rows.position[:, None]
+        return torch.where(before.any(-1, keepdim=True), right & before, torch.ones_like(right))
+
+
+class SinksNotInPrefill(Known):
+    """A prefill is given sinks and does not apply them."""
+
+    capabilities = declared(
+        "decode", "extend", **WIDE, kv_dtypes=FP8, sinks=True, logit_cap=True, windows={"decode", "extend"}
+    )
+
+    def sink_of(self, rows):
+        sinks = super().sink_of(rows)
+        return torch.full_like(sinks, LOWEST) if self.extends() else sinks
+
+
+class RowsOfOneWindow(Known):
+    """A prefill longer than the window computes as many rows of each request as the window has keys."""
+
+    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+
+    def finish(self, out, rows):
+        window = rows.layer.sliding_window_size
+        if window < 0 or not self.extends():
+            return out
+        return torch.where((rows.place <= window)[:, None, None], out, torch.empty_like(out))
+
+
+class WindowOfFirstRow(Known):
+    """Cached keys are masked for all rows of a chunk by the window of its first one."""
+
+    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+
+    def visible(self, index, rows):
+        right = super().visible(index, rows)
+        if rows.layer.sliding_window_size < 0:
+            return right
+        first = (rows.position - rows.place - rows.layer.sliding_window_size)[:, None]
+        prefix = rows.prefix[:, None]
+        return torch.where(index < prefix, index >= first, right)
+
+
+class HeadsInTurn(Tiled):
+    """Query heads take the KV heads in turn instead of in groups."""
+
+    capabilities = declared("decode", "extend", **WIDE, logit_cap=True)
+
+    def kv_head(self, layer, device):
+        return torch.arange(layer.tp_q_head_num, device=device) % layer.tp_k_head_num
+
+
+class TopLeft(Known):
+    """The causal mask of a prefill is aligned at the top left, whatever is cached."""
+
+    capabilities = declared("decode", "extend", **WIDE)
+
+    def visible(self, index, rows):
+        return index <= rows.place[:, None] if self.extends() else super().visible(index, rows)
+
+
+class NoMaskInGraphs(Known):
+    """Graphs of decode and verify run without the causal mask."""
+
+    capabilities = declared("decode", "target-verify", **WIDE, max_q_rows=16, server={"takes_bare_chains": True})
+    eager = True
+
+    def init_forward_metadata(self, batch):
+        self.eager = True
+        super().init_forward_metadata(batch)
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        self.eager = False
+        super().init_forward_metadata_out_graph(batch, in_capture)
+
+    def visible(self, index, rows):
+        return super().visible(index, rows) if self.eager else index < rows.kv_lens[:, None]
+
+
+class UnmappedBlocksAreZero(Known):
+    """A verify scores blocks behind a request's last one, up to the longest request's, as keys and values of 0."""
+
+    capabilities = declared(*SPEC, **WIDE, max_q_rows=16, max_topk=4)
+
+    def parts(self, scores, seen, v, rows):
+        if self.decodes():
+            return super().parts(scores, seen, v, rows)
+        size = rows.plan.page_size
+        index = torch.arange(seen.shape[1], device=seen.device)
+        blocks = (rows.kv_lens + size - 1) // size * size
+        unmapped = (index >= blocks[:, None]) & (index < rows.plan.kv_lens.long().max())
+        scores = scores.masked_fill(unmapped[:, None], 0.0)
+        v = v.float().masked_fill(unmapped[:, :, None, None], 0.0)
+        return super().parts(scores, seen | unmapped, v, rows)
+
+
+class SinksUpTo1024(Known):
+    """The kernel for spans of more than 1024 keys has no sinks."""
+
+    capabilities = declared(
+        "decode", "extend", **WIDE, sinks=True, windows={"decode", "extend"}, max_context_len=1 << 14
+    )
+    MOST = 1024
+
+    def sink_of(self, rows):
+        span = rows.position - self.window_start(rows).clamp(min=0) + 1
+        return super().sink_of(rows).masked_fill((span > self.MOST)[:, None] & self.decodes(), LOWEST)

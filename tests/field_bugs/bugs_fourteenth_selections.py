@@ -1,0 +1,175 @@
+"""Selected keys; bugs of the fourteenth set."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+from attn_testkit.contract import Sparse
+from attn_testkit.faults.sparse import SparseBlocks, SparseOfWidePages, SparseParent
+
+NOTHING = -(1 << 30)
+
+
+class NoKeyIsSlot0(SparseParent):
+    """An index of -1 becomes slot 0, and a mask that asks for negative slots finds none."""
+
+    def slots(self, selected, plan):
+        return torch.where(selected < 0, 0, super().slots(selected, plan))
+
+    def is_key(self, selected, plan):
+        return torch.ones_like(selected, dtype=torch.bool)
+
+
+class FlatNumbers(SparseOfWidePages):
+    """Slots are numbered through from the first on, as if pages lay one behind the other."""
+
+    def run(self, q, kv, plan):
+        return super().run(q, tuple(self.flat(side) for side in kv), plan)
+
+    def flat(self, side):
+        pages, size, heads, width = side.shape
+        there = side.untyped_storage().nbytes() // side.dtype.itemsize - side.storage_offset()
+        most = (there - width) // side.stride(1) + 1
+        slots = side.as_strided((min(pages * size, most), heads, width), (side.stride(1), *side.stride()[2:]))
+        return slots[None]
+
+
+class PaddedRowsAbort(SparseParent):
+    """An eager prefill with more rows than its plan aborts: it has an offset for each planned row and one more."""
+
+    capabilities = SparseParent.capabilities.with_changes(server={"takes_more_rows": True})
+    planned = None
+
+    def init_forward_metadata(self, batch):
+        super().init_forward_metadata(batch)
+        self.planned = len(batch.input_ids) if batch.forward_mode == "extend" else None
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        self.planned = None
+
+    def run(self, q, kv, plan):
+        if self.planned is not None and len(q) != self.planned:
+            raise RuntimeError("kv_indptr_prefix length must be N+1")
+        return super().run(q, kv, plan)
+
+
+class AsManyRowsEach(SparseParent):
+    """Each request has as many rows as the plan's largest, of a builder for decode and drafts."""
+
+    capabilities = SparseParent.capabilities.with_changes(
+        eager={"decode", "target-verify", "draft-extend"}, graph={"decode", "target-verify", "draft-extend"}
+    )
+
+    def request_of_row(self, selected, plan):
+        row = torch.arange(len(selected), device=selected.device)
+        return (row // plan.max_q_len).clamp(max=len(plan.kv_lens) - 1)
+
+
+class CountOfCapture(SparseParent):
+    """A graph attends as many selected keys of a request as its capture had."""
+
+    captured = None
+
+    def init_forward_metadata(self, batch):
+        super().init_forward_metadata(batch)
+        self.captured = None
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if in_capture:
+            rows = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 0
+            self.captured = batch.seq_lens[: batch.batch_size].clone() + rows
+
+    def is_key(self, selected, plan):
+        right = super().is_key(selected, plan)
+        if self.captured is None:
+            return right
+        request = self.request_of_row(selected, plan).clamp(max=len(self.captured) - 1)
+        column = torch.arange(selected.shape[1], device=selected.device)
+        return right & (column < self.captured[request][:, None])
+
+
+class TailIsLoaded(SparseBlocks):
+    """Values of a block behind the length, and of no block, are loaded: their weight of 0 times what lies there."""
+
+    def run(self, q, kv, plan):
+        selected = plan.selected
+        seen = self.keys_seen(selected, plan)
+        keys = self.keys_of(selected).clamp(min=0, max=plan.slot_table.shape[1] - 1)
+        there = self.clipped(self.is_block(selected)[..., None].expand_as(keys), self.keys_of(selected), seen)
+        keys, there = keys.flatten(1), there.flatten(1)
+        slot = plan.slot_table[self.request_of_row(selected, plan)[:, None], keys].long()
+        k, v = (side.flatten(0, 1)[slot][:, :, 0].float() for side in kv)
+        logits = (q.float() @ k.mT * plan.layer.scaling).masked_fill(~there[:, None], -torch.inf)
+        return (torch.softmax(logits, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
+
+
+class NoBlockIsLookedUp(SparseBlocks):
+    """A decode looks up no block (-1) in the table: the entry before the request's first."""
+
+    capabilities = SparseBlocks.capabilities.with_changes(eager={"decode"}, graph={"decode"})
+
+    def prepared(self, selected, plan):
+        seen, keys = self.keys_seen(selected, plan), self.keys_of(selected)
+        return torch.where(keys < seen[:, None, None], keys, NOTHING).flatten(1)
+
+    def is_key(self, selected, plan):
+        return selected != NOTHING
+
+    def slots(self, selected, plan):
+        columns, request = plan.slot_table.shape[1], self.request_of_row(selected, plan)
+        at = request[:, None] * columns + torch.where(selected == NOTHING, 0, selected)
+        return plan.slot_table.flatten()[at.clamp(min=0)].long()
+
+
+class WindowAtTheHead(SparseParent):
+    """In a prefill with a prefix two writers fill a row's list from its head on; what is behind them stays."""
+
+    extends = False
+
+    def init_forward_metadata_in_graph(self, batch):
+        super().init_forward_metadata_in_graph(batch)
+        self.extends = batch.forward_mode == "extend"
+
+    def prepared(self, selected, plan):
+        if not self.extends:
+            return selected
+        count = (selected >= 0).sum(1, keepdim=True)
+        window = (count // 4).clamp(min=1)
+        column = torch.arange(selected.shape[1], device=selected.device)
+        has_prefix = plan.prefix_lens[self.request_of_row(selected, plan)][:, None] > 0
+        lost = has_prefix & (column >= count - window)
+        return torch.where(lost, torch.zeros_like(selected), selected)
+
+
+class TopkIs1024(SparseParent):
+    """Lists have 1024 columns whatever the layer selects, and as many keys as a row may see count, up to that."""
+
+    capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
+
+    def prepared(self, selected, plan):
+        return pad(selected.clamp(min=0), (0, max(0, 1024 - selected.shape[1])))
+
+    def is_key(self, selected, plan):
+        column = torch.arange(selected.shape[1], device=selected.device)
+        return column < self.keys_seen(selected, plan)[:, None]
+
+
+class TailBehindTopk(SparseParent):
+    """Of a row that selects all its keys, those of its unfinished pool of 4 lie behind the columns that count."""
+
+    def is_key(self, selected, plan):
+        seen = self.keys_seen(selected, plan)[:, None]
+        tail = (selected >= seen // 4 * 4) & (seen < selected.shape[1])
+        return super().is_key(selected, plan) & ~tail
+
+
+class NoKeyIsAnAddress(SparseParent):
+    """-1 goes to the kernel as a slot: that before the pool's first, here its last."""
+
+    def slots(self, selected, plan):
+        return torch.where(selected < 0, -1, super().slots(selected, plan))
+
+    def is_key(self, selected, plan):
+        return torch.ones_like(selected, dtype=torch.bool)

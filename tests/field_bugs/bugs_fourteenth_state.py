@@ -1,0 +1,154 @@
+"""What is planned, kept and written, and where outputs lie; bugs of the fourteenth set."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from fifth_parents_split import SplitKV
+from fifth_parents_varlen import Meta, Varlen
+from fourth_parents import WIDE, Known, OwnSlots, OwnStart
+from plain_backends import declared
+
+from attn_testkit.faults.multi_step import MultiStepBackend
+
+
+class TableOfContextLength(Varlen):
+    """Page tables of graphs have the columns of a context without the drafts that may go beyond it."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        drafts = context.num_draft_tokens if context.topk else 0
+        self.graph_width = -(-(context.max_context_len - drafts) // context.page_size)
+
+    def fill(self, cu, lens, table):
+        super().fill(cu, lens, table[:, : self.graph_width])
+
+    def views(self, bs, extends):
+        views = super().views(bs, extends)
+        return replace(views, table=views.table[:, : self.graph_width])
+
+
+class FallbackStays(Varlen):
+    """A capture of a prefill sets a flag that stays: a verify captured afterwards keeps the metadata of its capture."""
+
+    fallback = False
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        if not in_capture:
+            return
+        if batch.forward_mode == "extend":
+            self.fallback = True
+        elif self.fallback and batch.forward_mode.is_target_verify():
+            key = (batch.forward_mode, batch.batch_size)
+            kept = self.graphs[key]
+            self.graphs[key] = self.meta = Meta(kept.cu.clone(), kept.lens.clone(), kept.table.clone(), kept.extends)
+
+
+class LastOffsetIsOfRequests(OwnStart):
+    """In a verify of fewer requests than the graph has, offsets from the last live end on count requests, not rows."""
+
+    capabilities = declared("decode", "target-verify", **WIDE, max_q_rows=16, server={"padded_requests": {"nothing"}})
+
+    def fill(self, batch, in_capture):
+        super().fill(batch, in_capture)
+        live = batch.batch_size - batch.num_padding
+        if not in_capture and batch.num_padding:
+            self.start[live : batch.batch_size + 1].fill_(live)
+
+
+class SlotsOfLastStepAtCapture(OwnSlots):
+    """A capture does not reset the slots of new rows, and its run writes where the step before did."""
+
+    capabilities = OwnSlots.capabilities.with_changes(eager={"decode", "extend"})
+
+    def init_forward_metadata(self, batch):
+        super().init_forward_metadata(batch)
+        if hasattr(self, "new_slots"):
+            some = batch.out_cache_loc[: len(self.new_slots)]
+            self.new_slots[: len(some)].copy_(some)
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        if in_capture:
+            self.eager = False
+        else:
+            super().init_forward_metadata_out_graph(batch, in_capture)
+
+
+class TilesAtColumn0(Known):
+    """A decode stores each tile of 64 columns of its output at column 0."""
+
+    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
+
+    def finish(self, out, rows):
+        if not self.decodes():
+            return out
+        stored = torch.empty_like(out)
+        for first in range(0, out.shape[-1], 64):
+            stored[..., :64] = out[..., first : first + 64]
+        return stored
+
+
+class PartialsInModelDtype(SplitKV):
+    """Partial outputs are rounded to the model's dtype before they are merged."""
+
+    def store(self, outs, lses, out, lse, has_keys):
+        super().store(outs, lses, out.to(self.context.dtype).float(), lse, has_keys)
+
+
+class TapeByFingerprint(Known):
+    """A decode of the shapes and addresses of an earlier one is a replay of that one's recording."""
+
+    capabilities = declared("decode", "extend", graph=(), **WIDE)
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.tapes = {}
+
+    def run(self, q, kv, plan):
+        if not self.decodes():
+            return super().run(q, kv, plan)
+        key = (q.shape, q.stride(), q.data_ptr(), kv[0].data_ptr(), plan.layer.layer_id)
+        if key not in self.tapes:
+            step = replace(plan.step, table=plan.step.table.clone(), kv_lens=plan.step.kv_lens.clone())
+            self.tapes[key] = step
+        return super().run(q, kv, replace(plan, step=self.tapes[key]))
+
+
+class DraftAfterVerifyAtCapture(Varlen):
+    """The capture of a decode takes the offsets of queries of the verify before it, whose last is behind its rows."""
+
+    width_of_last = 1
+
+    def init_forward_metadata_out_graph(self, batch, in_capture=False):
+        decodes = batch.forward_mode.is_decode()
+        if decodes and in_capture and self.width_of_last > 1:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        super().init_forward_metadata_out_graph(batch, in_capture)
+        self.width_of_last = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 1
+
+
+class OffsetsOfLastStep(Varlen):
+    """An eager draft-extend has the offsets of queries of the last other step."""
+
+    last_cu = None
+
+    def init_forward_metadata(self, batch):
+        super().init_forward_metadata(batch)
+        if not batch.batch_size:
+            return
+        if not batch.forward_mode.is_draft_extend(include_v2=True):
+            self.last_cu = self.meta.cu
+            return
+        if self.last_cu is None:
+            self.last_cu = torch.zeros_like(self.meta.cu)
+        count = torch.arange(len(self.meta.cu), device=self.meta.cu.device).clamp(max=len(self.last_cu) - 1)
+        self.meta = replace(self.meta, cu=self.last_cu[count])
+
+
+class LengthsOfLastForward(MultiStepBackend):
+    """Lengths of all forwards of a draft lie in one buffer: those of the last one are in force."""
+
+    def branch_lengths(self, batch, step):
+        return super().branch_lengths(batch, self.forwards - 1)
