@@ -22,7 +22,7 @@ class OfMode(IndexerParent):
 
 
 class WorkspaceTooSmall(OfMode):
-    """A prefill gathers index keys of all requests into a workspace of one context; what is behind it is not written."""
+    """A prefill gathers index keys of all requests into a workspace of one context; those behind it are not written."""
 
     def gathered(self, slots, layer_id):
         keys, scales = super().gathered(slots, layer_id)
