@@ -152,3 +152,21 @@ class SinksUpTo1024(Known):
     def sink_of(self, rows):
         span = rows.position - self.window_start(rows).clamp(min=0) + 1
         return super().sink_of(rows).masked_fill((span > self.MOST)[:, None] & self.decodes(), LOWEST)
+
+
+class MaskInPlaceOfWindow(Tiled):
+    """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
+
+    capabilities = declared(
+        "decode", "target-verify", **WIDE, max_q_rows=16, max_topk=4,
+        windows={"modes": {"decode", "target-verify"}, "in_trees": True},
+    )  # fmt: skip
+
+    def visible(self, index, rows):
+        mask = rows.plan.mask
+        if mask is None:
+            return super().visible(index, rows)
+        n, base = mask.shape[1], (rows.position - rows.place)[:, None]
+        inner = mask[rows.request, rows.place.clamp(max=n - 1)].gather(1, (index[None] - base).clamp(0, n - 1))
+        of_mask = inner & (index >= base) & (index < base + n)
+        return ((index <= rows.place[:, None]) | of_mask) & (index < rows.kv_lens[:, None])
