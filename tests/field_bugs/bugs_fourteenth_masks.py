@@ -114,11 +114,10 @@ class NoMaskInGraphs(Known):
 
     def init_forward_metadata(self, batch):
         self.eager = True
-        super().init_forward_metadata(batch)
+        self.init_forward_metadata_in_graph(batch)
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         self.eager = False
-        super().init_forward_metadata_out_graph(batch, in_capture)
 
     def visible(self, index, rows):
         return super().visible(index, rows) if self.eager else index < rows.kv_lens[:, None]

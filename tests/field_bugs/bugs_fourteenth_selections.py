@@ -79,7 +79,9 @@ class CountOfCapture(SparseParent):
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture:
             rows = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 0
+            key = (batch.forward_mode, batch.batch_size)
             self.captured = batch.seq_lens[: batch.batch_size].clone() + rows
+            self.__dict__.setdefault("of_captures", {}).setdefault(key, []).append(self.captured)
 
     def is_key(self, selected, plan):
         right = super().is_key(selected, plan)

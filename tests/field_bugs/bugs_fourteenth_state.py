@@ -109,11 +109,11 @@ class TapeByFingerprint(Known):
     def run(self, q, kv, plan):
         if not self.decodes():
             return super().run(q, kv, plan)
-        key = (q.shape, q.stride(), q.data_ptr(), kv[0].data_ptr(), plan.layer.layer_id)
-        if key not in self.tapes:
+        key, layer = (q.shape, q.stride(), q.data_ptr(), kv[0].data_ptr()), plan.layer.layer_id
+        if layer not in self.tapes or self.tapes[layer][0] != key:
             step = replace(plan.step, table=plan.step.table.clone(), kv_lens=plan.step.kv_lens.clone())
-            self.tapes[key] = step
-        return super().run(q, kv, replace(plan, step=self.tapes[key]))
+            self.tapes[layer] = key, step
+        return super().run(q, kv, replace(plan, step=self.tapes[layer][1]))
 
 
 class DraftAfterVerifyAtCapture(Varlen):

@@ -107,7 +107,7 @@ class EndOfPromptIsADecode(StateParent):
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
-        one_row = batch.forward_mode == "extend" and self.most == 1 and not bool((self.begun == 0).any())
+        one_row = batch.forward_mode == "extend" and self.most == 1 and min(batch.extend_prefix_lens_cpu, default=0)
         if one_row and self.kept is not None:
             count = torch.arange(len(self.index), device=self.index.device)
             index, live = self.kept
@@ -144,6 +144,7 @@ class AcceptedAtCapture(SlotsParent):
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture:
             self.at_capture = self.last_accepted(batch.state.num_accepted).clone()
+            self.__dict__.setdefault("of_captures", []).append(self.at_capture)
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
@@ -165,10 +166,9 @@ class TailOfTrackBuffer(SnapshotsParent):
 
     def init_forward_metadata(self, batch):
         self.in_graph = False
-        super().init_forward_metadata(batch)
+        self.init_forward_metadata_in_graph(batch)
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
-        super().init_forward_metadata_out_graph(batch, in_capture)
         self.in_graph = True
         if batch.state.snapshot is not None:
             slots = batch.state.snapshot.slots
