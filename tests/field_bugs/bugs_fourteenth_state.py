@@ -63,11 +63,18 @@ class SlotsOfLastStepAtCapture(OwnSlots):
 
     capabilities = OwnSlots.capabilities.with_changes(eager={"decode", "extend"})
 
+    def __init__(self, context):
+        super().__init__(context)
+        self.of_server = torch.zeros(context.max_num_tokens, dtype=torch.int64, device=context.device)
+
+    def init_cuda_graph_state(self, max_bs, max_num_tokens):
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.new_slots = self.of_server
+
     def init_forward_metadata(self, batch):
         super().init_forward_metadata(batch)
-        if hasattr(self, "new_slots"):
-            some = batch.out_cache_loc[: len(self.new_slots)]
-            self.new_slots[: len(some)].copy_(some)
+        some = batch.out_cache_loc[: len(self.of_server)]
+        self.of_server[: len(some)].copy_(some)
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         if in_capture:
