@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from attn_testkit.cases.case import Case
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
+from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
@@ -128,11 +130,19 @@ def capture_schedules(
         fill = 0 if harness.pads_with_nothing else fill_value(harness.backend)
     # A server has all its buffers before its first capture.
     cases = [(each.case, each.max_bs) for each in schedules]
-    static = [make_static_inputs(harness, case.width, bs, fill, case.rows_at_once) for case, bs in cases]
+    static = [
+        make_static_inputs(harness, case.width, bs, fill, case.rows_at_once, _listed(harness, case))
+        for case, bs in cases
+    ]
     return tuple(
         _capture_schedule(harness, schedule, inputs, fill, pool, clock, filled)
         for schedule, inputs in zip(schedules, static, strict=True)
     )
+
+
+def _listed(harness: ServerHarness, case: Case) -> int:
+    """Slots of states that a batch of a mode lists per request: each node's in target-verify by slots."""
+    return slots_listed(case) if harness.context.state and case.tree is not None else 1
 
 
 def _capture_schedule(

@@ -209,7 +209,8 @@ class ServerHarness:
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
         self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
-        tables = self._tables.req_to_token
+        self.request_tables = tables = self._tables.req_to_token
+        """Request table of each KV group, [G, requests, max_context_len] int32, on the device."""
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)

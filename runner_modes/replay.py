@@ -24,7 +24,7 @@ from .harness import ServerHarness, StagedStep
 from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
-from .overlap_scheduling import next_of, plans_ahead
+from .overlap_scheduling import next_of, plans_ahead, table_writes
 from .states import captured_states, commit_states, fill_states
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
@@ -100,6 +100,7 @@ def _replayed(
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
         ahead = next_of(staged, options.pattern) if plans_ahead(staged) else None
+        server_writes = table_writes(harness, staged)
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
@@ -117,7 +118,7 @@ def _replayed(
         del view
         if between is not None:
             between()
-        with blame("replay", label):
+        with server_writes(), blame("replay", label):
             harness.replay_graph(bucket.captured.graph)
         if between is not None:
             between()

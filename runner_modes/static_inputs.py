@@ -10,7 +10,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.steps.data import HIDDEN
 from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
@@ -59,6 +58,9 @@ class StaticInputs:
     state_indices: torch.Tensor
     """Slots of states, [max_bs] or flat [max_bs * N] int32; -1 or 0 for padded requests. Empty if no layer keeps a
     state."""
+    state_sources: torch.Tensor
+    """Slots whose states requests continue, [max_bs] int32; as ``state_indices`` for padded requests. Empty if those
+    are their own."""
     state_accepted: torch.Tensor
     """Accepted nodes of the step before, [max_bs] int32; 1 for padded requests. Empty, likewise."""
     has_initial_state: torch.Tensor
@@ -131,7 +133,7 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "copy"]
+    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "source", "copy"]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -158,6 +160,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "select_index": _Buffer(torch.int64, "request", ""),
     "snapshot_slots": _Buffer(torch.int64, "copy", "batch.state.snapshot.slots"),
     "state_indices": _Buffer(torch.int32, "state list", "batch.state.indices"),
+    "state_sources": _Buffer(torch.int32, "source", "batch.state.sources"),
     "state_accepted": _Buffer(torch.int32, "state", "batch.state.num_accepted"),
     "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
@@ -165,10 +168,13 @@ _BUFFERS: Mapping[str, _Buffer] = {
 """Buffers in the order in which messages name them."""
 
 
-def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0) -> StaticInputs:
+def make_static_inputs(
+    harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0, listed: int = 1
+) -> StaticInputs:
     """Make buffers as before a capture: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
 
-    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer.
+    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer. ``listed``: slots of states that a
+    batch lists per request.
     """
     context = harness.context
     each = {
@@ -177,7 +183,8 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "slot": context.draft_branches * context.speculative_num_steps,
         "token of each group": width * len(context.kv_groups),
         "state": 1 if context.state else 0,
-        "state list": slots_listed(harness.case) if context.state else 0,
+        "state list": listed if context.state else 0,
+        "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
@@ -199,7 +206,9 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,
         "state_accepted": 1,
-        "state_indices": harness.case.state.padded_index if harness.case.state else 0,
+        **dict.fromkeys(
+            ("state_indices", "state_sources"), harness.case.state.padded_index if harness.case.state else 0
+        ),
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)

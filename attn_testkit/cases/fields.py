@@ -205,8 +205,8 @@ class Fields:
 
     @property
     def rounds(self) -> int:
-        """Draft-decode: rounds of a greedy-equivalence loop. 0 elsewhere."""
-        return self.rows.rounds if isinstance(self.rows, Drafted) else 0
+        """Draft-decode and target-verify: rounds of a greedy-equivalence loop. 0 elsewhere."""
+        return self.rows.rounds if isinstance(self.rows, Drafted | Verify) else 0
 
     @property
     def with_prefix(self) -> bool:
@@ -284,6 +284,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "heads by layer": lambda case: bool(case.layers.shapes),
     "other layers": lambda case: case.layers != Layers(),
     "FP8 pool": lambda case: case.kv_dtype != "same",
+    "packed rows": lambda case: case.kv_dtype in ROW_FORMATS,
     "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
     "loop": lambda case: case.rounds > 0,
     "multi-mode instance": lambda case: case.multi_mode,
@@ -298,6 +299,12 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "states": lambda case: case.state is not None,
     "rollback of states by slots": lambda case: case.state is not None and case.state.rollback == "slots",
     "snapshots of states": lambda case: case.state is not None and case.state.snapshots > 0,
+    "states of a prefix cache": lambda case: case.state is not None and bool(case.state.continues),
+    "copies of states before a step": lambda case: case.state is not None and case.state.continues == "copy",
+    "no prompts": lambda case: case.mode is not ForwardMode.EXTEND,
+    "drafts to verify": lambda case: case.tree is not None,
+    "chunks": lambda case: case.chunks > 1,
+    "fresh requests": lambda case: case.tree is not None and 0 in case.prefixes,
     "no draft to verify": lambda case: case.tree is None,
     "no states": lambda case: case.state is None,
     "hybrid layers": lambda case: case.layers.hybrid,
@@ -313,8 +320,11 @@ _EXCLUSIVE = (
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
     ("KV groups", "draft-decode", "all layers of a draft share one KV group"),
     ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
-    ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
-    ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
+    ("loop", "packed rows", "the words of a loop are numbers, and no rows of bytes"),
+    ("loop", "heads by layer", "the words of a loop have heads of one shape"),
+    ("loop", "fresh requests", "a loop of target-verify computes prompts first, of a token or more before the last"),
+    ("loop", "branching trees", "a loop of target-verify verifies chains; that of draft-decode has branches"),
+    ("loop", "snapshots of states", "no prefix cache takes part in a loop"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
     ("heads with their own scaling", "usual scaling", "MLA has its own scaling"),
@@ -328,6 +338,11 @@ _EXCLUSIVE = (
     ("rollback of states by slots", "branching trees", "with a slot for each node a draft is a chain"),
     ("rollback of states by slots", "multi-mode instance", "the other modes of the instance have one slot per request"),
     ("rollback of states by slots", "snapshots of states", "a request has a slot for each node already"),
+    ("states of a prefix cache", "drafts to verify", "a request that verifies has a state of its own"),
+    ("states of a prefix cache", "chunks", "the second chunk of a prompt continues the request's own state"),
+    ("states of a prefix cache", "loop", "a loop continues the states of its own requests"),
+    ("states of a prefix cache", "multi-mode instance", "only one mode of the instance would continue them"),
+    ("copies of states before a step", "no prompts", "a server copies a state to a request that it admits"),
     ("states", "layer options", "windows, soft caps, sinks and selections are those of keys"),
     ("states", "FP8 pool", "a layer that keeps a state has no KV pool"),
     ("states", "KV splits", "a layer that keeps a state has no keys to split"),

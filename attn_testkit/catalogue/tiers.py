@@ -35,7 +35,7 @@ from .large_cases import batch_mates_cases, large_cases, switch_cases
 from .layer_cases import layer_cases
 from .local_chunks import local_chunk_cases
 from .many_requests import many_request_cases
-from .named import named_cases, named_from, smallest_of, without_options_of
+from .named import named_cases, named_from, smallest_of, verify_loop_cases, without_options_of
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
@@ -174,6 +174,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
+        yield from verify_loop_cases(declared, base)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

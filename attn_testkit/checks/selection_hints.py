@@ -115,8 +115,14 @@ _OF_SCORES = (
 def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
     """The first mistake that gives what every row of a layer selected; empty if there is none."""
     found = _of_graph(selected, layer)
-    if found or malformed:
+    if found:
         return found
+    if _lacks_new(selected, layer):
+        return (
+            "keys of this step are not selected: probably they are scored before they are stored, or lengths lack them"
+        )
+    if malformed:
+        return ""
     long = [each for each in selected.scores(layer) if len(each.scores) > _topk(selected)]
     taken = {each.row: selected.mask(layer, each) for each in long}
     topk = _topk(selected)
@@ -129,27 +135,23 @@ def hint_of(selected: Selected, layer: int, *, malformed: bool = False) -> str:
             return text
     if _fits((_negated(each) for each in long), taken):
         return "the keys of the lowest scores are selected, not those of the highest"
-    if _lacks_new(selected, long, taken):
-        return (
-            "keys of this step are not selected: probably they are scored before they are stored, or lengths lack them"
-        )
     before = [other for other in selected.places if other < layer]
     if before and _fits(selected.scores(before[-1]), taken):
         return "the selection is that of the layer before"
     return _of_other_rows(selected, layer, long)
 
 
-def _lacks_new(selected: Selected, long: list[RowScores], taken: Mapping[int, torch.Tensor]) -> bool:
-    """True if rows select the best of the keys before the step."""
+def _lacks_new(selected: Selected, layer: int) -> bool:
+    """True if each row selects the best of the keys before the step: all of them, if they are at most top-k."""
     prefixes = [request.prefix for request in selected.observed.step.requests]
-    if any(bool(taken[each.row][prefixes[each.request] :].any()) for each in long):
-        return False
-    cut = (slice(prefixes[each.request]) for each in long)
-    old = [
-        RowScores(each.row, each.request, each.scores[part], each.margin[part])
-        for each, part in zip(long, cut, strict=True)
-    ]
-    return _fits(old, taken)
+    for each in selected.scores(layer):
+        taken, prefix = selected.mask(layer, each), prefixes[each.request]
+        old = RowScores(each.row, each.request, each.scores[:prefix], each.margin[:prefix])
+        if bool(taken[prefix:].any()) or int(taken.sum()) != min(_topk(selected), prefix):
+            return False
+        if consistent(old, taken[:prefix]):
+            return False
+    return any(prefixes)
 
 
 def _topk(selected: Selected) -> int:

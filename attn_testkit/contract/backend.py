@@ -213,6 +213,7 @@ def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tupl
         ("trees of drafts in layers of kind", *_without_trees(state, declared, context.topk if verifies else 1)),
         ("rollback of states by", state.rollback, state.rollback in declared.rollback or not verifies),
         ("snapshots of states each", state.snapshots, state.snapshots in declared.snapshots | {0}),
+        ("states of a prefix cache by", state.continues, state.continues in declared.continues),
     ]
 
 

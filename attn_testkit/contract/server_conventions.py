@@ -83,6 +83,10 @@ class ServerConventions(Declared):
     overlap_scheduling: bool = True
     """True: the server may plan the next step while the device still runs this one, including its copies from pinned
     memory. Declare False if the server has to wait for the device in between."""
+    takes_rewritten_table: bool = False
+    """True: only plans read ``req_to_token``, so a server that overlaps steps may rewrite rows of it as soon as a plan
+    is made, on a stream of its own (SGLang #31270). The kit does so under forwards and replays of
+    ``overlap_scheduling``. False: forwards and replays may read it too."""
 
     def __post_init__(self) -> None:
         slots = self._listed("padding_slots")

@@ -68,10 +68,10 @@ class LseOfRoundedProbabilities(SplitKVBackend):
 
 @control("empty-parts-of-any-numbers")
 class EmptyPartsOfAnyNumbers(SplitKVBackend):
-    """The output of a split without keys is large and finite, and its weight is 0."""
+    """The output of a split without keys and sinks is large and finite, and its weight is 0."""
 
     capabilities = _FEW.with_changes(lse=_LSE)
 
     @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        return out.masked_fill(~seen.any(-1)[..., None, None, None], 1e4)
+        return out if self.part.sinks else out.masked_fill(~seen.any(-1)[..., None, None, None], 1e4)

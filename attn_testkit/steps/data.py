@@ -38,6 +38,7 @@ __all__ = [
     "KEPT_BYTES",
     "VOCAB",
     "StepData",
+    "as_stored",
     "bytes_in",
     "dequantised",
     "forget_data",
@@ -47,6 +48,7 @@ __all__ = [
     "nan_of",
     "new_kv",
     "numbers_of",
+    "of_fp8_range",
     "pool_image",
     "stored_kv",
 ]
@@ -176,7 +178,9 @@ _USUAL_RANGE = 256.0
 """Largest query with an FP8 pool, except in patterns that test larger ones."""
 
 
-def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+def of_fp8_range(
+    q: torch.Tensor, k: torch.Tensor, held: bool, most: float = _USUAL_RANGE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale q and k so that queries are at most ``most``. ``held``: make FP8 hold them exactly, for kernels that round
     queries to FP8."""
     shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / most)))
@@ -203,7 +207,7 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
 
-def _store(
+def as_stored(
     rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None = None
 ) -> torch.Tensor:
     """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
@@ -256,7 +260,7 @@ def _drawn(
     if case.kv_dtype != "same":
         most, scaled = LARGEST_FP8 if pattern == "large_queries" else _USUAL_RANGE, schedule.q_scale != "none"
         if not scaled or pattern != LARGE_AND_SMALL:
-            q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
+            q, k = of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
         if scaled:
             # Small rows next to large ones are what one scale for all of them loses.
             alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
@@ -334,11 +338,11 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
     if packed:
         k, v = with_one_packing(packed, k), v if case.heads.layout.values_in_keys else with_one_packing(packed, v)
-    stored_k = _store(k, k_scales, kv_dtype, packed)
+    stored_k = as_stored(k, k_scales, kv_dtype, packed)
     if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
     else:
-        stored_v = _store(v, v_scales, kv_dtype, packed)
+        stored_v = as_stored(v, v_scales, kv_dtype, packed)
     row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])

@@ -30,7 +30,7 @@ VALUES: dict[str, Any] = {
 """A value of each moved field that is not the default; True for the others."""
 
 
-LATER = {("server", "finite_padding"), ("windows", "chunked")}
+LATER = {("server", "finite_padding"), ("server", "takes_rewritten_table"), ("windows", "chunked")}
 """Fields of records that ``Capabilities`` never had itself."""
 
 

@@ -60,6 +60,14 @@ def test_what_is_merged_may_move_by_the_weights_and_by_each_rounding_between() -
     assert float(merged_limit(limit, whole, lse, off, "bf16", 2)) == pytest.approx(1 + moved + 6 * U["bf16"])
 
 
+def test_a_log_sum_exp_of_which_nothing_can_be_asked_leaves_a_finite_limit() -> None:
+    # bfloat16 keeps -6e4 to within 128, and expm1 of four times that is infinite.
+    limit, lse = torch.ones(1, 1, 1, 1, dtype=torch.float64), torch.tensor([[[[-6e4], [-6e4]]]], dtype=torch.float64)
+    off = torch.full_like(lse, 400.0)
+    assert float(merged_limit(limit, row(-6e4, mass=0.0), lse, off, "bf16", 0)) == 1
+    assert 1e80 < float(merged_limit(limit, row(-6e4, mass=1.0), lse, off, "bf16", 0)) < math.inf
+
+
 def test_the_log_sum_exp_of_a_merge_may_be_off_by_the_worst_of_its_parts_and_its_own_rounding() -> None:
     lse = torch.tensor([[[[-8.0], [-math.inf], [1.0]]]], dtype=torch.float64)
     off = torch.tensor([[[[0.01], [0.0], [0.02]]]], dtype=torch.float64)

@@ -53,7 +53,7 @@ def speak(
         loop = replace(loop, kept=np.array(kept))
     harness = ServerHarness(backend, loop.schedules, torch.device("cuda"))
     generated = run_loop(harness, case, loop, Clock(), in_graphs=graphs)
-    return loop, generated, expect_of(loop.schedules[0], data_of_tokens(case, generated.tokens))
+    return loop, generated, expect_of(loop.schedules[0], data_of_tokens(loop.schedules[0], generated.tokens))
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
@@ -64,7 +64,7 @@ def test_drafts_that_are_right_are_accepted_as_far_as_they_were_left_alone(
     loop, generated, expected = speak(k, s, page=page, graphs=graphs)
     assert [list(counts) for counts in generated.accepted] == loop.kept.tolist()
     assert ran_to_its_end(generated, loop)
-    assert lossless(generated, expected) == []
+    assert lossless(generated, loop, expected) == []
 
 
 @pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
@@ -76,7 +76,7 @@ def test_drafts_that_are_right_are_accepted_as_far_as_they_were_left_alone(
 def test_greedy_decode_says_the_same_at_any_acceptance(kept: list[list[int]], graphs: bool) -> None:
     loop, generated, expected = speak(rounds=3, kept=kept, graphs=graphs)
     assert [list(counts) for counts in generated.accepted] == kept
-    assert lossless(generated, expected) == []
+    assert lossless(generated, loop, expected) == []
     # Plain greedy decode, token by token of the oracle.
     start = 0
     for prompt, tokens in zip(loop.prompts, generated.tokens, strict=True):
@@ -113,7 +113,7 @@ def test_a_loop_needs_verify_and_a_draft_extend(supported: set[ForwardMode], mod
 def test_either_draft_extend_closes_the_loop(modes: set[ForwardMode]) -> None:
     loop, generated, expected = speak(2, modes=frozenset(modes))
     assert ran_to_its_end(generated, loop)
-    assert lossless(generated, expected) == []
+    assert lossless(generated, loop, expected) == []
 
 
 class SeesAKeyTooMany(TorchNativeBackend):
@@ -126,7 +126,7 @@ class SeesAKeyTooMany(TorchNativeBackend):
 def test_a_key_too_many_in_a_draft_is_heard() -> None:
     loop, generated, expected = speak(backend=SeesAKeyTooMany, kept=[[3, 3, 3]] * 4)
     assert ran_to_its_end(generated, loop)
-    (finding,) = lossless(generated, expected)
+    (finding,) = lossless(generated, loop, expected)
     assert finding.check == "lossless"
     assert "draft-decode" in finding.step
 
@@ -153,16 +153,16 @@ def test_what_is_missing_of_a_loop_is_not_silence() -> None:
 
 
 def test_another_token_than_the_likeliest_is_heard() -> None:
-    _, generated, expected = speak()
+    loop, generated, expected = speak()
     row = next(each for each in generated.said if "verify" in each.stage and each.request == 0)
     far = expected.logits.clone()
     far[row.position, generated.tokens[0][row.position + 1]] -= 1e3
-    (finding,) = lossless(generated, replace(expected, logits=far))
+    (finding,) = lossless(generated, loop, replace(expected, logits=far))
     assert "greedy decode" in finding.headline
 
 
 def test_a_token_may_be_less_likely_by_what_both_logits_may_be_off_and_no_more() -> None:
-    _, generated, expected = speak()
+    loop, generated, expected = speak()
     row = next(each for each in generated.said if "verify" in each.stage and each.request == 2)
     at = sum(len(tokens) for tokens in generated.tokens[:2]) + row.position
     token = generated.tokens[2][row.position + 1]
@@ -172,7 +172,7 @@ def test_a_token_may_be_less_likely_by_what_both_logits_may_be_off_and_no_more()
         logits[at] = 0.0
         logits[at, token] = -gap
         limits[:, 1] = 0.5
-        return len(lossless(generated, replace(expected, logits=logits, logits_limit=limits)))
+        return len(lossless(generated, loop, replace(expected, logits=logits, logits_limit=limits)))
 
     assert heard(1.0) == 0, "at the limit"
     assert heard(1.0 + 1e-9) == 1

@@ -58,7 +58,7 @@ _FP8_ABSOLUTE = {"fp8_e4m3": 2.0**-12, "fp8_e4m3_unscaled": 2.0**-10}
 _FP16_ABSOLUTE = 2.0**-25
 """Half that spacing for fp16. If a sink is part of the running maximum every p of a row may be that small."""
 _LARGEST_ERROR = 100.0
-"""Largest error of a logit: beyond it nothing can be asked of a row, and the numbers stay finite."""
+"""Largest error of a logit or log-sum-exp: beyond it nothing can be asked of a row, and the numbers stay finite."""
 
 
 def factor_spacing(case: Fields, matmul_dtype: str) -> float:
@@ -187,4 +187,4 @@ def merged_limit(
     # Merging subtracts the largest from each, in float32 and in one base or the other.
     apart = (off + 8 * FLOAT32 * _finite(lse.abs())).amax(2)[..., None]
     rounded = merges * (UNIT_ROUNDOFF[dtype] * attention.mass + SMALLEST[dtype] / 2)
-    return limit + attention.mass * torch.expm1(2 * apart) + rounded
+    return limit + attention.mass * torch.expm1(2 * apart.clamp(max=_LARGEST_ERROR)) + rounded

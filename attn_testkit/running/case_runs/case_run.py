@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -35,12 +35,14 @@ from ...runner_modes.harness import ServerHarness
 from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
+from ...runner_modes.verify_loop import run_verify_loop
 from ...steps.data import DTYPES
-from ...steps.greedy_loop import loop_modes, make_loop
+from ...steps.greedy_loop import Loop, loop_modes, make_loop
 from ...steps.kv_groups import pages_in_pool
 from ...steps.last_rows import last_rows_of
 from ...steps.numerics import numerics_of
 from ...steps.schedule import Schedule, Step, make_schedule, only, part
+from ...steps.verify_loop import VerifyLoop, make_verify_loop, verify_loop_runs
 from ..planning.request import Item
 from ..processes.device_memory import filled_by_others
 from ..processes.memory_limit import no_more_than
@@ -355,23 +357,29 @@ def _co_resident(
     return _constructed(backend_class, [schedule], environment, drive.declared), schedule
 
 
-def loop_of(
-    case: Case, execution: Execution, declared: Capabilities, environment: Environment
-) -> tuple[ForwardMode, ...]:
-    """The modes of the case's lossless loop; empty where none is due."""
-    supported = declared.graph if execution is Execution.GRAPH else declared.eager
-    return loop_modes(case, {mode for mode in supported if not missing_here(declared, environment, mode)})
+def loop_of(case: Case, execution: Execution, declared: Capabilities, environment: Environment) -> Loop | None:
+    """The greedy-equivalence loop of a case; None where none is due."""
+
+    def here(modes: Set[ForwardMode]) -> set[ForwardMode]:
+        return {mode for mode in modes if not missing_here(declared, environment, mode)}
+
+    supported = here(declared.graph if execution is Execution.GRAPH else declared.eager)
+    if verify_loop_runs(case, supported, here(declared.eager)):
+        return make_verify_loop(case)
+    modes = loop_modes(case, supported)
+    return make_loop(case, modes) if modes else None
 
 
 def _loop(
     backend_class: type[AttentionBackend], drive: _CaseRun, execution: Execution, environment: Environment
 ) -> GeneratedTokens | None:
     case = drive.schedules[0].case
-    modes = loop_of(case, execution, drive.declared, environment)
-    if not modes:
+    loop = loop_of(case, execution, drive.declared, environment)
+    if loop is None:
         return None
-    loop = make_loop(case, modes)
     harness = _constructed(backend_class, loop.schedules, environment, drive.declared)
+    if isinstance(loop, VerifyLoop):
+        return run_verify_loop(harness, case, loop, drive.clock, in_graphs=execution is Execution.GRAPH)
     return run_loop(harness, case, loop, drive.clock, in_graphs=execution is Execution.GRAPH)
 
 
