@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from attn_testkit.contract import Indexer, Sparse
+from attn_testkit.faults.catalogue import bug
 from attn_testkit.faults.indexer import IndexerParent
 
 _PAGE_BYTES = 64 * 132
@@ -21,6 +22,12 @@ class OfMode(IndexerParent):
         return self.mode == "extend"
 
 
+@bug(
+    "vllm #51252",
+    "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
+    "selects-best",
+    execution="graph",
+)
 class WorkspaceTooSmall(OfMode):
     """A prefill gathers index keys of all requests into a workspace of one context; those behind it are not written."""
 
@@ -39,6 +46,11 @@ class WorkspaceTooSmall(OfMode):
         return super().scored(q, weights, plan)
 
 
+@bug(
+    "ATOM #1859",
+    "target-verify-mqa4-d128-bf16-p16-k0.1.16-chain7-contiguous-mean-sel16-idx4gauss-b3prod",
+    "selection-well-formed",
+)
 class BoundOfRequest(OfMode):
     """In decode and verify the keys to select from are the request's, for each of its rows."""
 
@@ -57,6 +69,11 @@ class PageOffsetsOf32Bits(IndexerParent):
         return super().gathered(wrapped * 64 + slots % 64, layer_id)
 
 
+@bug(
+    "pypto-lib #592",
+    "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
+    "selection-well-formed",
+)
 class ScoresAsManyAsRows(OfMode):
     """A prefill scores as many keys of a request as it has new rows, from the first key on."""
 
@@ -66,6 +83,11 @@ class ScoresAsManyAsRows(OfMode):
         return torch.minimum(right, count.long()) if self.extends() else right
 
 
+@bug(
+    "mlx-lm #1189",
+    "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
+    "selection-well-formed",
+)
 class KeysOfTheChunk(OfMode):
     """A prefill knows the index keys of its own chunk, and numbers them from 0 on."""
 
@@ -97,6 +119,11 @@ class BinOf4096(IndexerParent):
         return super().best(scores.masked_fill(dropped, -torch.inf), lengths, topk)
 
 
+@bug(
+    "ATOM #1362",
+    "draft-extend-v2-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel16-idx4gauss-b3prod",
+    "selects-best",
+)
 class LastLayerReuses(IndexerParent):
     """The last layer has the selection of the layer before it, not its own indexer's."""
 
@@ -110,6 +137,11 @@ class LastLayerReuses(IndexerParent):
         return self.last
 
 
+@bug(
+    "vllm #43966",
+    "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
+    "selection-well-formed",
+)
 class ShortPrefillIsADecode(OfMode):
     """Requests of up to 4 new rows count as decodes, whose rows select from all keys of the request."""
 

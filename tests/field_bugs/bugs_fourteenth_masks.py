@@ -9,8 +9,13 @@ from plain_splits import WithKVSplits
 from torch.nn.functional import pad
 
 from attn_testkit.contract import LogSumExp
+from attn_testkit.faults.catalogue import bug
 
 
+@bug(
+    "flashinfer #3717",
+    "target-verify-gqa2x2-d64-bf16-p16-k33.24.3-chain7-interleaved-shifted-b6prod-empty_batches-noncausal",
+)
 class TailIsScored(WithoutCausalMask):
     """Without a causal mask keys behind the length stay in a tile of 256: logits of 0, and values of 0."""
 
@@ -32,6 +37,11 @@ class TailIsScored(WithoutCausalMask):
         return super().parts(scores, seen | behind, v, rows)
 
 
+@bug(
+    "vllm-ascend #11849",
+    "target-verify-gqa2x2-d64-bf16-p16-k300.7-chain2-shared-negative-lsepages2merged-b3prod",
+    "log-sum-exp",
+)
 class OwnKeyNotCounted(WithKVSplits):
     """The bound of a row among a rank's keys counts those before the row; of none, the mask is left out."""
 
@@ -50,6 +60,7 @@ class OwnKeyNotCounted(WithKVSplits):
         return torch.where(before.any(-1, keepdim=True), right & before, torch.ones_like(right))
 
 
+@bug("vllm #52148", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-w11-sink-b2prod")
 class SinksNotInPrefill(Known):
     """A prefill is given sinks and does not apply them."""
 
@@ -62,6 +73,11 @@ class SinksNotInPrefill(Known):
         return torch.full_like(sinks, LOWEST) if self.extends() else sinks
 
 
+@bug(
+    "nntrainer #3989",
+    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
+    "output-written",
+)
 class RowsOfOneWindow(Known):
     """A prefill longer than the window computes as many rows of each request as the window has keys."""
 
@@ -74,6 +90,9 @@ class RowsOfOneWindow(Known):
         return torch.where((rows.place <= window)[:, None, None], out, torch.empty_like(out))
 
 
+@bug(
+    "executorch #21857", "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod"
+)
 class WindowOfFirstRow(Known):
     """Cached keys are masked for all rows of a chunk by the window of its first one."""
 
@@ -88,6 +107,7 @@ class WindowOfFirstRow(Known):
         return torch.where(index < prefix, index >= first, right)
 
 
+@bug("jax-js #180", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
 class HeadsInTurn(Tiled):
     """Query heads take the KV heads in turn instead of in groups."""
 
@@ -97,6 +117,7 @@ class HeadsInTurn(Tiled):
         return torch.arange(layer.tp_q_head_num, device=device) % layer.tp_k_head_num
 
 
+@bug("onnxruntime #28958", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
 class TopLeft(Known):
     """The causal mask of a prefill is aligned at the top left, whatever is cached."""
 
@@ -106,6 +127,12 @@ class TopLeft(Known):
         return index <= rows.place[:, None] if self.extends() else super().visible(index, rows)
 
 
+@bug(
+    "vllm-ascend #12605",
+    "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class NoMaskInGraphs(Known):
     """Graphs of decode and verify run without the causal mask."""
 
@@ -123,6 +150,7 @@ class NoMaskInGraphs(Known):
         return super().visible(index, rows) if self.eager else index < rows.kv_lens[:, None]
 
 
+@bug("SlimServe #23", "target-verify-gqa4x2-d64-bf16-p1-k3.21.5.17-chain2-shuffled-one_hot-b5nan")
 class UnmappedBlocksAreZero(Known):
     """A verify scores blocks behind a request's last one, up to the longest request's, as keys and values of 0."""
 
@@ -140,6 +168,7 @@ class UnmappedBlocksAreZero(Known):
         return super().parts(scores, seen | unmapped, v, rows)
 
 
+@bug("larql #237", "decode-gqa4x2-d128-bf16-p16-k560.601.577.1040.561.700.563.641.624-shared-gauss-sink-b9prod")
 class SinksUpTo1024(Known):
     """The kernel for spans of more than 1024 keys has no sinks."""
 
@@ -153,6 +182,7 @@ class SinksUpTo1024(Known):
         return super().sink_of(rows).masked_fill((span > self.MOST)[:, None] & self.decodes(), LOWEST)
 
 
+@bug("vllm #47332", "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode")
 class MaskInPlaceOfWindow(Tiled):
     """With a mask of its own a step has no window, and causality compares keys with the row's number in its step."""
 

@@ -6,11 +6,13 @@ import torch
 from torch.nn.functional import pad
 
 from attn_testkit.contract import Sparse
+from attn_testkit.faults.catalogue import bug
 from attn_testkit.faults.sparse import SparseBlocks, SparseOfWidePages, SparseParent
 
 NOTHING = -(1 << 30)
 
 
+@bug("vllm #45324", "target-verify-mqa4-d128-bf16-p16-k0.1.16-chain7-contiguous-mean-sel1empty-b3prod", "reads-own-kv")
 class NoKeyIsSlot0(SparseParent):
     """An index of -1 becomes slot 0, and a mask that asks for negative slots finds none."""
 
@@ -21,6 +23,7 @@ class NoKeyIsSlot0(SparseParent):
         return torch.ones_like(selected, dtype=torch.bool)
 
 
+@bug("vllm #47493", "decode-mqa4-d64-bf16-p16-k33.24.3-shuffled-gauss-kvlayersinblock-sel1holes-b4prod", "reads-own-kv")
 class FlatNumbers(SparseOfWidePages):
     """Slots are numbered through from the first on, as if pages lay one behind the other."""
 
@@ -35,6 +38,11 @@ class FlatNumbers(SparseOfWidePages):
         return slots[None]
 
 
+@bug(
+    "ATOM #1595",
+    "extend-mqa4-d64-bf16-p16-k9.70.1-n2a2x3-interleaved-gauss-sel16holesempty-b4prod-padded_tokens",
+    "completes",
+)
 class PaddedRowsAbort(SparseParent):
     """An eager prefill with more rows than its plan aborts: it has an offset for each planned row and one more."""
 
@@ -54,6 +62,7 @@ class PaddedRowsAbort(SparseParent):
         return super().run(q, kv, plan)
 
 
+@bug("ATOM #1058", "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod", "reads-own-kv")
 class AsManyRowsEach(SparseParent):
     """Each request has as many rows as the plan's largest, of a builder for decode and drafts."""
 
@@ -66,6 +75,12 @@ class AsManyRowsEach(SparseParent):
         return (row // plan.max_q_len).clamp(max=len(plan.kv_lens) - 1)
 
 
+@bug(
+    "vllm-ascend #10895",
+    "target-verify-mla16-d64r64-bf16-p16-k300.70.12-chain7-interleaved-shifted-sel16holes-b3prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class CountOfCapture(SparseParent):
     """A graph attends as many selected keys of a request as its capture had."""
 
@@ -92,6 +107,7 @@ class CountOfCapture(SparseParent):
         return right & (column < self.captured[request][:, None])
 
 
+@bug("vllm-ascend #13391", "target-verify-mqa4-d64-bf16-p16-k7x2-chain7-reversed-gauss-sel4of16-b2prod", "reads-own-kv")
 class TailIsLoaded(SparseBlocks):
     """Values of a block behind the length, and of no block, are loaded: their weight of 0 times what lies there."""
 
@@ -107,6 +123,7 @@ class TailIsLoaded(SparseBlocks):
         return (torch.softmax(logits, -1).nan_to_num(nan=0.0) @ v).to(q.dtype)
 
 
+@bug("vllm #54597", "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel4of16-b10prod", "reads-own-kv")
 class NoBlockIsLookedUp(SparseBlocks):
     """A decode looks up no block (-1) in the table: the entry before the request's first."""
 
@@ -125,6 +142,7 @@ class NoBlockIsLookedUp(SparseBlocks):
         return plan.slot_table.flatten()[at.clamp(min=0)].long()
 
 
+@bug("ATOM #1343", "extend-mla16-d64r32-bf16-p16-k7x2-n9a16.1-reversed-gauss-sel1empty-b2prod")
 class WindowAtTheHead(SparseParent):
     """In a prefill with a prefix two writers fill a row's list from its head on; what is behind them stays."""
 
@@ -145,6 +163,7 @@ class WindowAtTheHead(SparseParent):
         return torch.where(lost, torch.zeros_like(selected), selected)
 
 
+@bug("ATOM #1591", "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16-b3prod")
 class TopkIs1024(SparseParent):
     """Lists have 1024 columns whatever the layer selects, and as many keys as a row may see count, up to that."""
 
@@ -158,6 +177,10 @@ class TopkIs1024(SparseParent):
         return column < self.keys_seen(selected, plan)[:, None]
 
 
+@bug(
+    "local-inference-lab vllm #715",
+    "target-verify-mla16-d64r64-bf16-p16-k300.70.12-chain7-interleaved-shifted-sel16holes-b3prod",
+)
 class TailBehindTopk(SparseParent):
     """Of a row that selects all its keys, those of its unfinished pool of 4 lie behind the columns that count."""
 
@@ -167,6 +190,7 @@ class TailBehindTopk(SparseParent):
         return super().is_key(selected, plan) & ~tail
 
 
+@bug("ATOM #1831", "target-verify-mqa4-d128-bf16-p16-k0.1.16-chain7-contiguous-mean-sel1empty-b3prod", "reads-own-kv")
 class NoKeyIsAnAddress(SparseParent):
     """-1 goes to the kernel as a slot: that before the pool's first, here its last."""
 

@@ -10,9 +10,16 @@ from fifth_parents_varlen import Meta, Varlen
 from fourth_parents import WIDE, Known, OwnSlots, OwnStart
 from plain_backends import declared
 
+from attn_testkit.faults.catalogue import bug
 from attn_testkit.faults.multi_step import MultiStepBackend
 
 
+@bug(
+    "sglang #29695",
+    "target-verify-gqa2x3-d64-fp16-p1-k9.70-chain2-contiguous-gauss-b3prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class TableOfContextLength(Varlen):
     """Page tables of graphs have the columns of a context without the drafts that may go beyond it."""
 
@@ -29,6 +36,12 @@ class TableOfContextLength(Varlen):
         return replace(views, table=views.table[:, : self.graph_width])
 
 
+@bug(
+    "sglang #31198",
+    "decode-mha2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
+    "buckets-independent",
+    execution="graph",
+)
 class FallbackStays(Varlen):
     """A capture of a prefill sets a flag that stays: a verify captured afterwards keeps the metadata of its capture."""
 
@@ -46,6 +59,12 @@ class FallbackStays(Varlen):
             self.graphs[key] = self.meta = Meta(kept.cu.clone(), kept.lens.clone(), kept.table.clone(), kept.extends)
 
 
+@bug(
+    "rtp-llm #1181",
+    "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod",
+    "padding-inert",
+    execution="graph",
+)
 class LastOffsetIsOfRequests(OwnStart):
     """In a verify of fewer requests than the graph has, offsets from the last live end on count requests, not rows."""
 
@@ -58,6 +77,12 @@ class LastOffsetIsOfRequests(OwnStart):
             self.start[live : batch.batch_size + 1].fill_(live)
 
 
+@bug(
+    "vllm-ascend #11774",
+    "decode-gqa2x2-d128-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
+    "captures-cleanly",
+    execution="graph",
+)
 class SlotsOfLastStepAtCapture(OwnSlots):
     """A capture does not reset the slots of new rows, and its run writes where the step before did."""
 
@@ -83,6 +108,7 @@ class SlotsOfLastStepAtCapture(OwnSlots):
             super().init_forward_metadata_out_graph(batch, in_capture)
 
 
+@bug("flash-linear-attention #1031", "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod", "output-written")
 class TilesAtColumn0(Known):
     """A decode stores each tile of 64 columns of its output at column 0."""
 
@@ -104,6 +130,7 @@ class PartialsInModelDtype(SplitKV):
         super().store(outs, lses, out.to(self.context.dtype).float(), lse, has_keys)
 
 
+@bug("infr #38", "decode-gqa4x2-d64-bf16-p16-k15.16.17-shared-negative-b6small", "steps-independent")
 class TapeByFingerprint(Known):
     """A decode of the shapes and addresses of an earlier one is a replay of that one's recording."""
 
@@ -123,6 +150,12 @@ class TapeByFingerprint(Known):
         return super().run(q, kv, replace(plan, step=self.tapes[layer][1]))
 
 
+@bug(
+    "vllm-musa #198",
+    "target-verify-gqa2x2-d96-fp16-p16-k3.37.9.17-chain4-contiguous-one_hot-b5prod-multi_mode",
+    "completes",
+    execution="graph",
+)
 class DraftAfterVerifyAtCapture(Varlen):
     """The capture of a decode takes the offsets of queries of the verify before it, whose last is behind its rows."""
 
@@ -136,6 +169,11 @@ class DraftAfterVerifyAtCapture(Varlen):
         self.width_of_last = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 1
 
 
+@bug(
+    "sglang #36915",
+    "draft-extend-mha2-d128-bf16-p64-k0.1.64-n6a1.3.5-contiguous-mean-kvfp8e4m3-cap1.5-b3prod",
+    "reads-own-kv",
+)
 class OffsetsOfLastStep(Varlen):
     """An eager draft-extend has the offsets of queries of the last other step."""
 
@@ -154,6 +192,11 @@ class OffsetsOfLastStep(Varlen):
         self.meta = replace(self.meta, cu=self.last_cu[count])
 
 
+@bug(
+    "vllm-ascend #14236",
+    "draft-decode-gqa2x2-d64-bf16-p1-k3.21.5.17-topk1steps4-shuffled-one_hot-w0-b5nan",
+    "reads-own-kv",
+)
 class LengthsOfLastForward(MultiStepBackend):
     """Lengths of all forwards of a draft lie in one buffer: those of the last one are in force."""
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from attn_testkit.faults.catalogue import bug
 from attn_testkit.faults.states import StateParent
 from attn_testkit.faults.states_of_servers import SlotsParent, SnapshotsParent
 
@@ -32,6 +33,12 @@ class KDA(StateParent):
         return super().token(rows, state * decay, (ones, beta), layer)
 
 
+@bug(
+    "flash-linear-attention #1135",
+    "target-verify-kda1x2-d64-bf16-p16-k17.3-chain4-shuffled-mild_decay-k96w4s32-b2prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class GatesOfNextHead(KDA):
     """Channels of the next power of two have the gates that lie behind a head's, and states of 0."""
 
@@ -48,6 +55,7 @@ class GatesOfNextHead(KDA):
         return out + (0.0 * torch.exp(-torch.nn.functional.softplus(behind))).sum(-1, keepdim=True).to(out.dtype)
 
 
+@bug("flashinfer #4311", "extend-gdn4x2-d64-bf16-p16-k0.40-n34a65.3-shuffled-mild_decay-k64w4s32-layers1from0-b2stale")
 class DecayOfThread(StateParent):
     """A block's state has the decay up to token 57, 59, 61 or 63 of 64, by its column, not up to the block's end."""
 
@@ -74,6 +82,7 @@ class DecayOfThread(StateParent):
         return torch.where(ends[:, None, None, None], after * self.factor, after)
 
 
+@bug("flashinfer #4219", "decode-mamba4x2-d64-bf16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "output-contract")
 class OutputIsKept(StateParent):
     """Without an output given, the same tensor is returned for each call of a number of rows."""
 
@@ -85,6 +94,11 @@ class OutputIsKept(StateParent):
         return kept.copy_(out)
 
 
+@bug(
+    "flashinfer #3490",
+    "decode-gdn4x2-d64-bf16-p16-k0.33.0.4-shuffled-no_decay-k64w4s32.strided-layers1from0-b5stale",
+    "state-matches-oracle",
+)
 class PoolIsCopied(StateParent):
     """A pool whose slots lie apart is reshaped to a contiguous one, and the copy is updated."""
 
@@ -97,6 +111,11 @@ class PoolIsCopied(StateParent):
         return conv, temporal.contiguous()
 
 
+@bug(
+    "vllm-ascend #12255",
+    "extend-gdn4x2-d64-bf16-p16-k64-n5a5-shuffled-no_decay-k64w4s32-layers1from0-b1stale",
+    "writes-own-state",
+)
 class EndOfPromptIsADecode(StateParent):
     """A prefill of one row per request is run as a decode, in buffers that the last step filled."""
 
@@ -131,6 +150,12 @@ class EmptyRequestsNotCounted(StateParent):
         self.counts = torch.where(has, self.counts[number], 0)
 
 
+@bug(
+    "sglang #38994",
+    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain6-shuffled-unit_keys-k64w4s32.slots-b4prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class AcceptedAtCapture(SlotsParent):
     """The list of accepted nodes is made before the capture, and no replay renews it."""
 
@@ -152,6 +177,12 @@ class AcceptedAtCapture(SlotsParent):
             self.taken = self.at_capture
 
 
+@bug(
+    "sglang #32555",
+    "decode-mamba4x2-d64-bf16-p16-k0.33.0.4-shuffled-no_decay-k64w4s32.snap16-layers1from0-b5stale",
+    "writes-own-state",
+    execution="graph",
+)
 class TailOfTrackBuffer(SnapshotsParent):
     """A graph of decode takes the slots of copies from the end of a buffer that replays fill from its beginning on."""
 
@@ -180,6 +211,11 @@ class TailOfTrackBuffer(SnapshotsParent):
             self.copies = self.track[-batch.batch_size :]
 
 
+@bug(
+    "vllm #55178",
+    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain6-shuffled-unit_keys-k64w4s32.slots-b4prod",
+    "state-counts-tokens",
+)
 class PaddedTailIsAPrefill(SlotsParent):
     """The end of a prompt, padded to the rows of a verify, stores one state: that behind the padding."""
 
@@ -195,6 +231,9 @@ class PaddedTailIsAPrefill(SlotsParent):
         self.live = live
 
 
+@bug(
+    "sparkinfer #615", "decode-mamba4x2-d64-bf16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "state-counts-tokens"
+)
 class DecodeReadsTransposed(StateParent):
     """A decode takes rows of a state for its columns, when it reads and when it stores."""
 
@@ -209,6 +248,7 @@ class DecodeReadsTransposed(StateParent):
         return conv, temporal.mT if self.decodes else temporal
 
 
+@bug("lattice #262", "decode-mamba4x2-d64-bf16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod", "state-counts-tokens")
 class ValueHeadsOfKeyHeads(StateParent):
     """The loop goes over as many heads as there are key heads; outputs and states of the others stay as they were."""
 
@@ -219,6 +259,11 @@ class ValueHeadsOfKeyHeads(StateParent):
         return after, torch.where(head[:, None], read, torch.zeros_like(read))
 
 
+@bug(
+    "vllm-xpu-kernels #544",
+    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain6-shuffled-unit_keys-k64w4s32.slots-b4prod",
+    "finite",
+)
 class WindowPerToken(SlotsParent):
     """Windows of a draft lie in a slot for each token, as its states do."""
 
@@ -234,6 +279,11 @@ class WindowPerToken(SlotsParent):
         self.store(conv[..., : window.shape[-1]], window, self.slot_of(token))
 
 
+@bug(
+    "vllm-ascend #15885",
+    "target-verify-gdn4x2-d64-bf16-p16-k5.1.30-chain6-shuffled-unit_keys-k64w4s32.slots-b4prod",
+    "state-counts-tokens",
+)
 class ConvolvesAsManyAsAccepted(SlotsParent):
     """As many of this step's tokens are convolved as were accepted of the step before; the rest is 0."""
 
