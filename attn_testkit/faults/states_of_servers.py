@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, StateInput, StateLayer
+from ..contract import ForwardBatch, ForwardMode, StateInput, StateLayer
 from .states import StateParent
 
 __all__ = ["SlotsParent", "SnapshotsParent", "SourcesParent"]

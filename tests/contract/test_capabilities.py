@@ -30,7 +30,12 @@ VALUES: dict[str, Any] = {
 """A value of each moved field that is not the default; True for the others."""
 
 
-LATER = {("server", "finite_padding"), ("server", "takes_rewritten_table"), ("windows", "chunked")}
+LATER = {
+    ("server", "finite_padding"),
+    ("server", "takes_rewritten_table"),
+    ("server", "takes_unused_scales"),
+    ("windows", "chunked"),
+}
 """Fields of records that ``Capabilities`` never had itself."""
 
 
