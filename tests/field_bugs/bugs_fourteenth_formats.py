@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from plain_backends import Tiled, declared
 
+from attn_testkit.faults.catalogue import bug
+
 FP4_SIZES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 
@@ -89,6 +91,11 @@ class WritesScalesElsewhere(PackedKV):
             self.put(plane, page, place, new)
 
 
+@bug(
+    "vllm #49716",
+    "decode-gqa4x2-d64-bf16-p16-k33.24.3-shuffled-gauss-kvint8pertokenhead-kvpaddedpages-b4prod",
+    "writes-own-kv",
+)
 class StridesOfShape(WritesScalesElsewhere):
     """Strides of the scales in rows follow from the shape, as if pages lay one behind the other."""
 
@@ -101,6 +108,7 @@ class StridesOfShape(WritesScalesElsewhere):
         return rows[..., -4:].view(torch.float32)
 
 
+@bug("kvcached #435", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvfp8pertokenhead-b3prod", "writes-own-kv")
 class ScalesOfFirstLayer(WritesScalesElsewhere):
     """Views of scales have no offset of their layer: all layers have those of the first."""
 
@@ -108,6 +116,7 @@ class ScalesOfFirstLayer(WritesScalesElsewhere):
         return super().scale_planes(self.context.layers[0])
 
 
+@bug("vllm #51091", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvfp8pertokenhead-b3prod", "writes-own-kv")
 class ScalesSetAtFirstTouch(PackedKV):
     """The last layer sets the scales of the pool that it takes for its own, the first layer's, in its first forward."""
 
@@ -121,6 +130,7 @@ class ScalesSetAtFirstTouch(PackedKV):
         return super().run(q, kv, plan)
 
 
+@bug("vllm #50085", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvnvfp4-b3prod", "writes-own-kv")
 class ScalesOfVSwizzled(PackedKV):
     """Scales of V are written in squares of 4 tokens by 4 scales, rows for columns, and read as they lie."""
 
@@ -138,6 +148,7 @@ class ScalesOfVSwizzled(PackedKV):
             plane[page[:, None], row, head, to] = new[..., column]
 
 
+@bug("vllm #53681", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvnvfp4-kvhnd-b3prod", "completes")
 class HeadsAsPageSize(PackedKV):
     """The writer of a pool with heads first takes the number of heads for the size of a page."""
 
@@ -160,6 +171,7 @@ class HeadsAsPageSize(PackedKV):
                 view[page[:, None], (slots % heads)[:, None], head % view.shape[2]] = part
 
 
+@bug("sgl-kernel-xpu #252", "decode-gqa2x2-d128-bf16-p16-k0.1.16-contiguous-mean-kvfp8perhead-b3prod")
 class FirstScaleOfAll(PackedKV):
     """The scale of the first head is that of each head."""
 
@@ -169,6 +181,7 @@ class FirstScaleOfAll(PackedKV):
         return tuple(scales[:1].expand_as(scales) for scales in super().head_scales(layer))
 
 
+@bug("lmdeploy #4850", "decode-gqa2x2-d192-bf16-p16-k0.1.16-contiguous-mean-kvint8pertokenhead-b3prod", "writes-own-kv")
 class RangeOfMaskedLanes(PackedKV):
     """Where a row's width is no power of two, its range includes what lies behind it up to the next one."""
 
