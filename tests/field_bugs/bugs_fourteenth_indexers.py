@@ -59,16 +59,6 @@ class BoundOfRequest(OfMode):
         return plan.kv_lens[self.request_of_row(rows, plan)].long() if self.mode.is_target_verify() else right
 
 
-class PageOffsetsOf32Bits(IndexerParent):
-    """The byte at which a page of index keys begins is computed in 32 bits."""
-
-    def gathered(self, slots, layer_id):
-        page = slots // 64
-        offset = page.to(torch.int32) * torch.tensor(_PAGE_BYTES, dtype=torch.int32)
-        wrapped = offset.long().div(_PAGE_BYTES, rounding_mode="floor").clamp(min=0)
-        return super().gathered(wrapped * 64 + slots % 64, layer_id)
-
-
 @bug(
     "pypto-lib #592",
     "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
@@ -102,6 +92,12 @@ class KeysOfTheChunk(OfMode):
         return self.best(own, lengths, plan.layer.topk).to(torch.int32)
 
 
+@bug(
+    "sglang #37625, vllm #55314",
+    "decode-mqa4-d64-bf16-p16-k40000-contiguous-gauss-sel16-idx4ties-b1prod",
+    "selects-best",
+    of_a_tier="decode-mqa4-d64-bf16-p16-k66000-contiguous-one_hot-sel16-idx4ties-b1prod",
+)
 class BinOf4096(IndexerParent):
     """Candidates of the threshold's bin, the upper 8 bits of a score, are dropped from the 4096th on."""
 

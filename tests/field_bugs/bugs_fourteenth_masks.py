@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from fourth_parents import FP8, SPEC, WIDE, Known
-from plain_backends import LOWEST, Tiled, WithoutCausalMask, declared
+from fourth_parents import SPEC, WIDE, Known
+from plain_backends import Tiled, WithoutCausalMask, declared
 from plain_splits import WithKVSplits
 from torch.nn.functional import pad
 
@@ -60,36 +60,6 @@ class OwnKeyNotCounted(WithKVSplits):
         return torch.where(before.any(-1, keepdim=True), right & before, torch.ones_like(right))
 
 
-@bug("vllm #52148", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-w11-sink-b2prod")
-class SinksNotInPrefill(Known):
-    """A prefill is given sinks and does not apply them."""
-
-    capabilities = declared(
-        "decode", "extend", **WIDE, kv_dtypes=FP8, sinks=True, logit_cap=True, windows={"decode", "extend"}
-    )
-
-    def sink_of(self, rows):
-        sinks = super().sink_of(rows)
-        return torch.full_like(sinks, LOWEST) if self.extends() else sinks
-
-
-@bug(
-    "nntrainer #3989",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
-    "output-written",
-)
-class RowsOfOneWindow(Known):
-    """A prefill longer than the window computes as many rows of each request as the window has keys."""
-
-    capabilities = declared("decode", "extend", **WIDE, windows={"decode", "extend"})
-
-    def finish(self, out, rows):
-        window = rows.layer.sliding_window_size
-        if window < 0 or not self.extends():
-            return out
-        return torch.where((rows.place <= window)[:, None, None], out, torch.empty_like(out))
-
-
 @bug(
     "executorch #21857", "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod"
 )
@@ -105,49 +75,6 @@ class WindowOfFirstRow(Known):
         first = (rows.position - rows.place - rows.layer.sliding_window_size)[:, None]
         prefix = rows.prefix[:, None]
         return torch.where(index < prefix, index >= first, right)
-
-
-@bug("jax-js #180", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
-class HeadsInTurn(Tiled):
-    """Query heads take the KV heads in turn instead of in groups."""
-
-    capabilities = declared("decode", "extend", **WIDE, logit_cap=True)
-
-    def kv_head(self, layer, device):
-        return torch.arange(layer.tp_q_head_num, device=device) % layer.tp_k_head_num
-
-
-@bug("onnxruntime #28958", "extend-gqa4x2-d64-bf16-p64-k7x2-n33a64.1-reversed-gauss-b2prod")
-class TopLeft(Known):
-    """The causal mask of a prefill is aligned at the top left, whatever is cached."""
-
-    capabilities = declared("decode", "extend", **WIDE)
-
-    def visible(self, index, rows):
-        return index <= rows.place[:, None] if self.extends() else super().visible(index, rows)
-
-
-@bug(
-    "vllm-ascend #12605",
-    "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod",
-    "replay-follows-batch",
-    execution="graph",
-)
-class NoMaskInGraphs(Known):
-    """Graphs of decode and verify run without the causal mask."""
-
-    capabilities = declared("decode", "target-verify", **WIDE, max_q_rows=16, server={"takes_bare_chains": True})
-    eager = True
-
-    def init_forward_metadata(self, batch):
-        self.eager = True
-        self.init_forward_metadata_in_graph(batch)
-
-    def init_forward_metadata_out_graph(self, batch, in_capture=False):
-        self.eager = False
-
-    def visible(self, index, rows):
-        return super().visible(index, rows) if self.eager else index < rows.kv_lens[:, None]
 
 
 @bug("SlimServe #23", "target-verify-gqa4x2-d64-bf16-p1-k3.21.5.17-chain2-shuffled-one_hot-b5nan")
@@ -166,20 +93,6 @@ class UnmappedBlocksAreZero(Known):
         scores = scores.masked_fill(unmapped[:, None], 0.0)
         v = v.float().masked_fill(unmapped[:, :, None, None], 0.0)
         return super().parts(scores, seen | unmapped, v, rows)
-
-
-@bug("larql #237", "decode-gqa4x2-d128-bf16-p16-k560.601.577.1040.561.700.563.641.624-shared-gauss-sink-b9prod")
-class SinksUpTo1024(Known):
-    """The kernel for spans of more than 1024 keys has no sinks."""
-
-    capabilities = declared(
-        "decode", "extend", **WIDE, sinks=True, windows={"decode", "extend"}, max_context_len=1 << 14
-    )
-    MOST = 1024
-
-    def sink_of(self, rows):
-        span = rows.position - self.window_start(rows).clamp(min=0) + 1
-        return super().sink_of(rows).masked_fill((span > self.MOST)[:, None] & self.decodes(), LOWEST)
 
 
 @bug("vllm #47332", "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode")

@@ -75,38 +75,6 @@ class AsManyRowsEach(SparseParent):
         return (row // plan.max_q_len).clamp(max=len(plan.kv_lens) - 1)
 
 
-@bug(
-    "vllm-ascend #10895",
-    "target-verify-mla16-d64r64-bf16-p16-k300.70.12-chain7-interleaved-shifted-sel16holes-b3prod",
-    "replay-follows-batch",
-    execution="graph",
-)
-class CountOfCapture(SparseParent):
-    """A graph attends as many selected keys of a request as its capture had."""
-
-    captured = None
-
-    def init_forward_metadata(self, batch):
-        super().init_forward_metadata(batch)
-        self.captured = None
-
-    def init_forward_metadata_out_graph(self, batch, in_capture=False):
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        if in_capture:
-            rows = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 0
-            key = (batch.forward_mode, batch.batch_size)
-            self.captured = batch.seq_lens[: batch.batch_size].clone() + rows
-            self.__dict__.setdefault("of_captures", {}).setdefault(key, []).append(self.captured)
-
-    def is_key(self, selected, plan):
-        right = super().is_key(selected, plan)
-        if self.captured is None:
-            return right
-        request = self.request_of_row(selected, plan).clamp(max=len(self.captured) - 1)
-        column = torch.arange(selected.shape[1], device=selected.device)
-        return right & (column < self.captured[request][:, None])
-
-
 @bug("vllm-ascend #13391", "target-verify-mqa4-d64-bf16-p16-k7x2-chain7-reversed-gauss-sel4of16-b2prod", "reads-own-kv")
 class TailIsLoaded(SparseBlocks):
     """Values of a block behind the length, and of no block, are loaded: their weight of 0 times what lies there."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from fifth_parents_split import SplitKV
-from fifth_parents_varlen import Meta, Varlen
-from fourth_parents import WIDE, Known, OwnSlots, OwnStart
+from fifth_parents_varlen import Varlen
+from fourth_parents import WIDE, Known, OwnSlots
 from plain_backends import declared
 
 from attn_testkit.faults.catalogue import bug
@@ -34,47 +33,6 @@ class TableOfContextLength(Varlen):
     def views(self, bs, extends):
         views = super().views(bs, extends)
         return replace(views, table=views.table[:, : self.graph_width])
-
-
-@bug(
-    "sglang #31198",
-    "decode-mha2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-b8prod-multi_mode",
-    "buckets-independent",
-    execution="graph",
-)
-class FallbackStays(Varlen):
-    """A capture of a prefill sets a flag that stays: a verify captured afterwards keeps the metadata of its capture."""
-
-    fallback = False
-
-    def init_forward_metadata_out_graph(self, batch, in_capture=False):
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        if not in_capture:
-            return
-        if batch.forward_mode == "extend":
-            self.fallback = True
-        elif self.fallback and batch.forward_mode.is_target_verify():
-            key = (batch.forward_mode, batch.batch_size)
-            kept = self.graphs[key]
-            self.graphs[key] = self.meta = Meta(kept.cu.clone(), kept.lens.clone(), kept.table.clone(), kept.extends)
-
-
-@bug(
-    "rtp-llm #1181",
-    "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod",
-    "padding-inert",
-    execution="graph",
-)
-class LastOffsetIsOfRequests(OwnStart):
-    """In a verify of fewer requests than the graph has, offsets from the last live end on count requests, not rows."""
-
-    capabilities = declared("decode", "target-verify", **WIDE, max_q_rows=16, server={"padded_requests": {"nothing"}})
-
-    def fill(self, batch, in_capture):
-        super().fill(batch, in_capture)
-        live = batch.batch_size - batch.num_padding
-        if not in_capture and batch.num_padding:
-            self.start[live : batch.batch_size + 1].fill_(live)
 
 
 @bug(
@@ -123,13 +81,6 @@ class TilesAtColumn0(Known):
         return stored
 
 
-class PartialsInModelDtype(SplitKV):
-    """Partial outputs are rounded to the model's dtype before they are merged."""
-
-    def store(self, outs, lses, out, lse, has_keys):
-        super().store(outs, lses, out.to(self.context.dtype).float(), lse, has_keys)
-
-
 @bug("infr #38", "decode-gqa4x2-d64-bf16-p16-k15.16.17-shared-negative-b6small", "steps-independent")
 class TapeByFingerprint(Known):
     """A decode of the shapes and addresses of an earlier one is a replay of that one's recording."""
@@ -143,7 +94,7 @@ class TapeByFingerprint(Known):
     def run(self, q, kv, plan):
         if not self.decodes():
             return super().run(q, kv, plan)
-        key, layer = (q.shape, q.stride(), q.data_ptr(), kv[0].data_ptr()), plan.layer.layer_id
+        key, layer = (q.shape, q.stride(), kv[0].data_ptr()), plan.layer.layer_id
         if layer not in self.tapes or self.tapes[layer][0] != key:
             step = replace(plan.step, table=plan.step.table.clone(), kv_lens=plan.step.kv_lens.clone())
             self.tapes[layer] = key, step
