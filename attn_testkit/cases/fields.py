@@ -282,7 +282,6 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits of fewer keys": lambda case: case.kv_splits not in ("", "whole"),
     "KV groups": lambda case: case.layers.groups,
     "heads by layer": lambda case: bool(case.layers.shapes),
-    "other layers": lambda case: case.layers != Layers(),
     "FP8 pool": lambda case: case.kv_dtype != "same",
     "packed rows": lambda case: case.kv_dtype in ROW_FORMATS,
     "scales of the pool that lie apart": lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
