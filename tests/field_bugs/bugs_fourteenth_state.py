@@ -102,25 +102,6 @@ class TapeByFingerprint(Known):
 
 
 @bug(
-    "vllm-musa #198",
-    "target-verify-gqa2x2-d96-fp16-p16-k3.37.9.17-chain4-contiguous-one_hot-b5prod-multi_mode",
-    "completes",
-    execution="graph",
-)
-class DraftAfterVerifyAtCapture(Varlen):
-    """The capture of a decode takes the offsets of queries of the verify before it, whose last is behind its rows."""
-
-    width_of_last = 1
-
-    def init_forward_metadata_out_graph(self, batch, in_capture=False):
-        decodes = batch.forward_mode.is_decode()
-        if decodes and in_capture and self.width_of_last > 1:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        self.width_of_last = self.context.num_draft_tokens if batch.forward_mode.is_target_verify() else 1
-
-
-@bug(
     "sglang #36915",
     "draft-extend-mha2-d128-bf16-p64-k0.1.64-n6a1.3.5-contiguous-mean-kvfp8e4m3-cap1.5-b3prod",
     "reads-own-kv",
