@@ -31,7 +31,8 @@ VALUES: dict[str, Any] = {
 
 
 LATER = {
-    ("server", "finite_padding"), ("server", "narrower_widths"), ("server", "context_len"), ("server", "takes_rewritten_table"),
+    ("server", "finite_padding"), ("server", "narrower_widths"), ("server", "context_len"),
+    ("server", "takes_rewritten_table"),
     ("windows", "chunked"),
 }  # fmt: skip
 """Fields of records that ``Capabilities`` never had itself."""
