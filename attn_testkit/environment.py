@@ -6,7 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -236,13 +236,15 @@ def missing_here(capabilities: Capabilities, environment: Environment, mode: For
     """
     of_mode = capabilities.mode_requires.get(mode) if mode is not None else None
     for needs in (capabilities.requires, of_mode or Requires()):
-        missing = _package_missing(needs) or _device_missing(needs, environment)
+        missing = _package_missing(needs.packages) or _device_missing(needs, environment)
         if missing:
             return missing
     return ""
 
 
 def _device_missing(needs: Requires, environment: Environment) -> str:
+    if not environment.emulated and (missing := _package_missing(needs.compilers)):
+        return missing
     ranges = needs.sm_ranges
     sm = None if ranges is None else environment.sm  # a question to the driver
     if sm is None or ranges is None or needs.runs_on(sm):
@@ -251,8 +253,8 @@ def _device_missing(needs: Requires, environment: Environment) -> str:
     return f"needs {wanted}, this device is SM{sm}" + (f" ({needs.why})" if needs.why else "")
 
 
-def _package_missing(needs: Requires) -> str:
-    return next((missing for text in needs.packages if (missing := _missing(text))), "")
+def _package_missing(packages: Iterable[str]) -> str:
+    return next((missing for text in packages if (missing := _missing(text))), "")
 
 
 @lru_cache

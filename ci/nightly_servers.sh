@@ -19,15 +19,16 @@ out="$(realpath -m "${1:?usage: ci/nightly_servers.sh OUT [NIGHTS]}")" nights="$
 
 declare -A backends=(
   [sglang-0.5.23]="sglang:triton sglang:triton_mla sglang:triton_draft sglang:flashinfer sglang:flashinfer_mla
-    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:kda sglang:kda_hybrid sglang:mamba2 sglang:lightning
+    sglang:trtllm_mha sglang:torch_native sglang:trtllm_mla sglang:cutedsl_mla sglang:fa3 sglang:dsa sglang:dsa_fused sglang:gdn sglang:gdn_hybrid sglang:gdn_flashinfer sglang:kda sglang:kda_hybrid sglang:mamba2
+    sglang:mamba2_hybrid sglang:lightning sglang:lightning_hybrid
     sglang_wider:SoftCap
     sglang_wider:WindowsInVerify sglang_wider:SharedKV sglang_bugs:WindowsInDecode sglang_bugs:FP8"
   [sglang-0.5.12.post1]="sglang:triton"
   [vllm-0.33.0]="vllm:triton vllm:triton_2d vllm:triton_invariant vllm:triton_fp8 vllm:triton_mla vllm:flash_attn
     vllm:flashinfer vllm:flex vllm:flex_merged vllm:xpu_mla_sparse vllm_index_metadata:Metadata vllm_wider:LseInFloat32
-    vllm:gdn vllm:mamba2 vllm:bailing vllm:linear"
+    vllm:gdn vllm:mamba2 vllm:bailing vllm:linear vllm:gdn_hybrid vllm:mamba2_hybrid"
   [public-kernels]="sglang_kernels:Decode sglang_kernels:DecodeMHA sglang_kernels:DecodeMLA sglang_kernels:DecodeMLARope32
-    sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedTF32
+    sglang_kernels:Extend vllm_kernels:Unified vllm_kernels:UnifiedFP8 vllm_kernels:UnifiedPerTokenHead vllm_kernels:UnifiedTF32
     vllm_kernels:ChunkedPrefillPagedDecode vllm_kernels:WithPaddedRequests vllm_kernels:Windowed vllm_kernels:PrefixPrefill
     vllm_kernels:DecodeMLA vllm_kernels:DecodeMLAOneHead vllm_kernels:GroupedDecode lightllm_kernels:GQADecode
     lightllm_kernels:FlashDecoding flag_gems_kernels:FlashMLA torch_kernels:SDPA torch_kernels:SDPAFloatMask

@@ -43,6 +43,7 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
+from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memory_use import MemoryUse
 from .pieces import Pieces
@@ -291,6 +292,7 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        load_head_scales(self.context.layers, None)
         if self.index:
             self.index.clear()
 
@@ -343,6 +345,7 @@ class ServerHarness:
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
             self.model.select_none_from(step.tokens)
         load_states(self.context, schedule, step)
+        load_head_scales(self.context.layers, data.kv_scales)
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
         slots = (schedule.num_pages + 1) * schedule.case.page_size

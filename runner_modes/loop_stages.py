@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -159,7 +160,7 @@ def _numbers(step: Step, states: StatesOfStage | None) -> StepData:
         shape = request.tree or request.draft
         rows += [request.prefix + depth for depth in (shape.depths if shape else range(request.new))]
     slots = np.concatenate([request.slots[request.prefix :] for request in step.requests])
-    numbers = {
+    numbers: dict[str, Any] = {
         "q": none, "k": none, "v": none, "stored_keys": none, "stored_values": None, "kv_scales": none,
         "visible": none, "key_positions": none, "query_positions": none, "row_request": none, "row_offset": none,
         "row_key": none, "hidden": torch.zeros(step.tokens, HIDDEN), "positions": torch.tensor(rows),

@@ -214,6 +214,10 @@ class TorchNativeStateBackend(StateBackend):
         """Store the state behind node ``token`` in its slot, and the inputs [bs, C] behind the window of the first."""
         conv, temporal = self.pools(layer)
         self.store(temporal, state.to(temporal.dtype), self.lists[:, token], self.live)
+        self.store_window(conv, token, inputs, window)
+
+    def store_window(self, conv: torch.Tensor, token: int, inputs: torch.Tensor, window: torch.Tensor) -> None:
+        """Store the window behind the root, or a later node's inputs [bs, C], in the first slot of each request."""
         if window.shape[-1]:
             # Behind the root the window begins at column 0; each later node adds a column.
             width = window.shape[-1] if token == 0 else 1

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["as_projected"]
+__all__ = ["as_projected", "of_softmax_layer"]
+
+_ALIGNED = 16
+"""Bytes: kernels that store new rows load as many at once."""
 
 
 def as_projected(rows: torch.Tensor) -> torch.Tensor:
@@ -13,3 +16,21 @@ def as_projected(rows: torch.Tensor) -> torch.Tensor:
     Rows may be strided, heads lie one behind the other. Raises ``RuntimeError`` if they do not.
     """
     return rows.view(rows.shape[0], rows.shape[1] * rows.shape[2])
+
+
+def of_softmax_layer(
+    q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of a softmax layer between those that keep a state, in place of ``mixed``, ``a`` and ``b``.
+
+    The kit cuts a row of all layers, whose gates have any width. A server's projection begins at an aligned address and
+    has aligned rows, so others are copied.
+    """
+    assert k is not None
+    assert v is not None
+    return _aligned(q), _aligned(k), _aligned(v)
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    apart = rows.data_ptr() % _ALIGNED or rows.stride(0) * rows.element_size() % _ALIGNED
+    return rows.clone(memory_format=torch.contiguous_format) if apart else rows

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..cases.case import Case, Heads
 from ..cases.declared import not_declared
+from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.dimensions.rows import rows_of_two
 from ..cases.dimensions.state import nearest_state
 from ..cases.head_layouts import state_heads
@@ -130,7 +131,8 @@ def _with_softmax(declared: Capabilities, case: Case) -> Case:
     if declared.state is None or not declared.state.hybrid:
         return case
     # One layer would be one of a single kind.
-    return case.with_changes(layers=replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True))
+    layers = replace(case.layers, count=max(case.layers.count, PERIOD), hybrid=True)
+    return case.with_changes(layers=layers, kv_layout=usual_layout(declared))
 
 
 def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:

@@ -54,9 +54,15 @@ class AttentionLayer(OfHeadLayout):
     logit_cap: float = 0.0
     """Soft cap: logits become cap * tanh(logits / cap), after scaling and before masking. 0: none."""
     k_scale: float = 1.0
-    """The KV pool holds K / k_scale when its dtype is FP8; 1.0 otherwise."""
+    """The KV pool holds K / k_scale when its dtype is FP8, or rows of a format with a scale per layer; 1.0 otherwise.
+    With ``ServerConventions.takes_unused_scales`` it may be a checkpoint's where the pool holds K as given."""
     v_scale: float = 1.0
-    """The pool holds V / v_scale when its dtype is FP8; 1.0 otherwise."""
+    """``k_scale`` of V."""
+    k_head_scales: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_k_head_num] float32 on the device, of rows of format ``fp8_per_head``: the pool holds K / k_head_scales. The
+    server changes it in place between steps, so a graph has to read it from there. None: there is one scale."""
+    v_head_scales: torch.Tensor | None = field(default=None, compare=False)
+    """``k_head_scales`` of V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
     alibi_slopes: torch.Tensor | None = field(default=None, compare=False)
@@ -79,9 +85,12 @@ class AttentionLayer(OfHeadLayout):
     """Name of the family that the layer is of. Families other than ``softmax`` have their own head layouts."""
 
     def to(self, device: torch.device) -> AttentionLayer:
-        """The layer with its tensors on a device."""
-        tensors = {name: getattr(self, name) for name in ("sinks", "alibi_slopes")}
-        moved = {name: tensor.to(device) for name, tensor in tensors.items() if tensor is not None}
+        """The layer with its tensors on a device; scales of heads, which change there, in memory of their own."""
+        moved = {
+            name: each.to(device, copy=name.endswith("scales"))
+            for name in ("sinks", "alibi_slopes", "k_head_scales", "v_head_scales")
+            if (each := getattr(self, name)) is not None
+        }
         return replace(self, **moved) if moved else self
 
     @property

@@ -19,17 +19,22 @@ class Requires:
     """Lowest and highest compute capability, inclusive, as 90 for SM90; or several such ranges. None: any device."""
     packages: tuple[str, ...] = ()
     """Requirement strings such as ``"flashinfer-python>=0.7.2,<0.8"``."""
+    compilers: tuple[str, ...] = ()
+    """Further packages that only a real device needs, as those that compile kernels at their first call. Emulated
+    kernels do without."""
     why: str = ""
     """Reason that the package gives for not running on other devices. Reports show it."""
 
     def __post_init__(self) -> None:
         if self.sm is not None:
             object.__setattr__(self, "sm", _ranges(self.sm))
-        if isinstance(self.packages, str):
-            raise ValueError(f"Requires.packages must be a tuple, got {self.packages!r}; write ({self.packages!r},)")
-        object.__setattr__(self, "packages", tuple(self.packages))
-        for text in self.packages:
-            _requirement(text)
+        for name in ("packages", "compilers"):
+            given = getattr(self, name)
+            if isinstance(given, str):
+                raise ValueError(f"Requires.{name} must be a tuple, got {given!r}; write ({given!r},)")
+            object.__setattr__(self, name, tuple(given))
+            for text in given:
+                _requirement(name, text)
 
     @property
     def sm_ranges(self) -> tuple[tuple[int, int], ...] | None:
@@ -63,7 +68,7 @@ def _is_pair(value: object) -> bool:
     return isinstance(value, (tuple, list)) and len(value) == 2 and all(is_whole(number) for number in value)
 
 
-def _requirement(text: object) -> None:
+def _requirement(name: str, text: object) -> None:
     # Imported here: most backends need no package, and the contract is otherwise only torch.
     from packaging.requirements import InvalidRequirement, Requirement
 
@@ -72,13 +77,13 @@ def _requirement(text: object) -> None:
     except InvalidRequirement as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"Requires.packages: {text!r} is not a requirement such as 'my-kernels>=1.2': {reason}"
+            f"Requires.{name}: {text!r} is not a requirement such as 'my-kernels>=1.2': {reason}"
         ) from None
 
 
 def written_requires(given: object) -> str:
     """Text that shows how to write a ``Requires``, with the given values if they can be read."""
-    if isinstance(given, Mapping) and set(given) <= {"sm", "packages", "why"}:
+    if isinstance(given, Mapping) and set(given) <= {"sm", "packages", "compilers", "why"}:
         sm = given.get("sm")
         values = {**given, "sm": (sm, sm)} if isinstance(sm, int) else dict(given)
         return f"write Requires({', '.join(f'{name}={value!r}' for name, value in values.items())})"

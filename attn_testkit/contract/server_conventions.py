@@ -80,6 +80,10 @@ class ServerConventions(Declared):
     rows of a forward share something later, as one scale of FP8 activations (vLLM #57094). ``padding-finite`` checks it
     in replays, and in forwards with more rows than their plan. False: nobody looks at these rows. SGLang and vLLM
     quantize per tensor for some checkpoints and ask no backend for it, so their presets have False."""
+    takes_unused_scales: bool = False
+    """True: ``k_scale`` and ``v_scale`` of a layer may be a checkpoint's, other than 1, over a pool that holds K and V
+    as given, in the model's dtype. The kernel then leaves them out. False: they are 1 there, as vLLM sees to
+    (``BaseKVCacheMethod.process_weights_after_loading``)."""
     output_lifetime: str = "layer"
     """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
     all layers share one buffer. ``model``: until every layer of the model has run."""

@@ -50,6 +50,7 @@ __all__ = [
     "numbers_of",
     "of_fp8_range",
     "pool_image",
+    "scales_of_layers",
     "stored_kv",
 ]
 
@@ -111,7 +112,7 @@ class StepData:
     stored_values: torch.Tensor | None
     """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
     kv_scales: torch.Tensor
-    """[2, L, 1, 1, 1, 1] float64: of keys, of values."""
+    """[2, L, 1, 1, 1 or Hk, 1] float64: of keys, of values."""
     visible: torch.Tensor
     """[B, Tmax, S] bool, without windows."""
     key_positions: torch.Tensor
@@ -155,14 +156,30 @@ class StepData:
         return dequantised(self.stored_values, self.kv_scales[1], self.row_format)
 
 
+_HEAD_SCALES = (0.25, 0.5, 1.0, 2.0)
+"""Scales of heads: powers of two, so that a quotient is exact. No two heads next to each other have the same."""
+
+
+def scales_of_layers(case: Fields, step: Step, layers: Sequence[AttentionLayer]) -> torch.Tensor:
+    """[2, L, 1, 1, 1 or Hk, 1] float64: scales of keys and values. Those of heads are the step's own."""
+    form = ROW_FORMATS.get(case.kv_dtype)
+    if form is None or form.layer_scale != "head":
+        found = [[layer.k_scale for layer in layers], [layer.v_scale for layer in layers]]
+        return torch.tensor(found, dtype=torch.float64).view(2, -1, 1, 1, 1, 1)
+    part, layer, head = np.ix_(range(2), range(len(layers)), range(case.heads.kv_heads))
+    which = (step.seed + head + 2 * part + 3 * layer) % len(_HEAD_SCALES)
+    return torch.from_numpy(np.asarray(_HEAD_SCALES)[which]).view(2, len(layers), 1, 1, -1, 1)
+
+
 def dequantised(stored: torch.Tensor, scales: torch.Tensor, row_format: PackedRows | None = None) -> torch.Tensor:
-    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: all 1 unless the dtype is FP8.
-    ``row_format``: of whole rows of bytes.
+    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: of a pool in the model's dtype they
+    are not used. ``row_format``: of whole rows of bytes.
     """
     if stored.dtype.itemsize > 1:
         return stored.double()
     if row_format:
-        return row_format.unpack(stored, torch.float64)
+        meant = row_format.unpack(stored, torch.float64)
+        return meant if row_format.format.layer_scale == "none" else meant.mul_(scales)
     # torch converts FP8 one by one; there are 256 numbers.
     numbers = np.take(_fp8_numbers(stored.dtype), stored.view(torch.uint8).numpy(), mode="clip")
     return torch.from_numpy(numbers).mul_(scales)
@@ -208,14 +225,14 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
 
 
 def as_stored(
-    rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None = None
+    rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, row_format: PackedRows | None = None
 ) -> torch.Tensor:
-    """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
-    if row_format:
-        return row_format.pack(rows)
+    """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``. ``scale`` [L, ...]
+    float32."""
     if dtype.itemsize > 1:
         return rows.to(dtype)
-    scale = torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1))
+    if row_format:
+        return row_format.pack(rows.float() / scale)
     limit = torch.finfo(dtype).max
     return (rows.float() / scale).clamp(-limit, limit).to(dtype)
 
@@ -334,15 +351,17 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
-    k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
     packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
+    scales = scales_of_layers(case, step, layers)
+    of_k, of_v = scales.float()
     if packed:
-        k, v = with_one_packing(packed, k), v if case.heads.layout.values_in_keys else with_one_packing(packed, v)
-    stored_k = as_stored(k, k_scales, kv_dtype, packed)
+        k = with_one_packing(packed, k, of_k)
+        v = v if case.heads.layout.values_in_keys else with_one_packing(packed, v, of_v)
+    stored_k = as_stored(k, of_k, kv_dtype, packed)
     if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
     else:
-        stored_v = as_stored(v, v_scales, kv_dtype, packed)
+        stored_v = as_stored(v, of_v, kv_dtype, packed)
     row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
@@ -355,7 +374,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         hidden=normals((step.tokens, HIDDEN), rng),
         stored_keys=stored_k,
         stored_values=stored_v,
-        kv_scales=torch.tensor([k_scales, v_scales], dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
+        kv_scales=scales,
         visible=visible,
         key_positions=key_positions,
         query_positions=query_positions,

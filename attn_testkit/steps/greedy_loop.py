@@ -205,10 +205,12 @@ def stored_words(case: Case, words: Vocabulary) -> tuple[torch.Tensor, ...]:
     if case.kv_dtype == "same":
         return (words.k,) if case.heads.layout.values_in_keys else (words.k, words.v)
     layers, dtype = make_layers(case), DTYPES[case.kv_dtype]
-    k = as_stored(words.k, [layer.k_scale for layer in layers], dtype)
-    if case.heads.layout.values_in_keys:
-        return (k,)
-    return k, as_stored(words.v, [layer.v_scale for layer in layers], dtype)
+    of_k, of_v = (
+        torch.tensor(scales).view(-1, 1, 1, 1)
+        for scales in ([layer.k_scale for layer in layers], [layer.v_scale for layer in layers])
+    )
+    k = as_stored(words.k, of_k, dtype)
+    return (k,) if case.heads.layout.values_in_keys else (k, as_stored(words.v, of_v, dtype))
 
 
 def data_of_tokens(schedule: Schedule, tokens: Sequence[Sequence[int]]) -> StepData:

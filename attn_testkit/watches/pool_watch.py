@@ -26,7 +26,8 @@ class PoolWatch:
         """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then given as those of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape, self._maps = (len(pool.layers), first.head_layout.pool_rows), maps
-        self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, pool.spec.row_width(first))
+        inside, self._apart = pool.spec.row_width(first), pool.spec.width_apart(first)
+        self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, inside + self._apart)
         widths = pool.spec.part_widths(first)
         self._narrow = widths[-1] if len(set(widths)) > 1 else 0
         """Numbers of a value, if a key has more; rows are then given as those of keys, with zeros behind values."""
@@ -118,7 +119,11 @@ class PoolWatch:
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape
 
     def _parts(self, whole: Bytes, count: int) -> Bytes:
-        """Convert rows of ``count`` slots from the case's shape to the layers' shapes, layer by layer."""
+        """Convert rows of ``count`` slots from the case's shape to the layers' shapes, view by view of memory."""
+        if self._apart and count:
+            raw = whole.reshape(math.prod(self._shape), -1, self._row[1])
+            pair = raw[..., : -self._apart], raw[..., -self._apart :]
+            return np.concatenate([part[index].reshape(-1) for index in range(len(raw)) for part in pair])
         if not (self._maps or self._narrow) or not count:
             return whole
         rows = torch.from_numpy(whole).view(self.bits).view(*self._shape, count, *self._row)
@@ -134,6 +139,11 @@ class PoolWatch:
         """Convert rows of ``count`` slots from the layers' shapes to the bytes of [L, 2 or 1, count, Hk, Dqk]."""
         if self._narrow and count:
             return self._widened(parts, count)
+        if self._apart and count:
+            raw, width = parts.reshape(math.prod(self._shape), -1), self._row[1] - self._apart
+            inside = raw.shape[1] // self._row[1] * width
+            pair = raw[:, :inside].reshape(len(raw), -1, width), raw[:, inside:].reshape(len(raw), -1, self._apart)
+            return np.concatenate(pair, -1).reshape(-1)
         if not self._maps or not count:
             return parts
         layers, pairs = [], self._shape[1]

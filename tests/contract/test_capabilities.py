@@ -31,10 +31,13 @@ VALUES: dict[str, Any] = {
 
 
 LATER = {
-    ("server", "finite_padding"), ("server", "narrower_widths"), ("server", "context_len"),
+    ("server", "finite_padding"),
+    ("server", "narrower_widths"),
+    ("server", "context_len"),
     ("server", "takes_rewritten_table"),
+    ("server", "takes_unused_scales"),
     ("windows", "chunked"),
-}  # fmt: skip
+}
 """Fields of records that ``Capabilities`` never had itself."""
 
 

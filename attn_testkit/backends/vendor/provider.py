@@ -22,6 +22,8 @@ from unittest import mock
 
 import torch
 
+from .source_signature import stub_of
+
 __all__ = [
     "EntryPoint",
     "Provided",
@@ -59,6 +61,8 @@ class EntryPoint:
     returns the fake (for fakes that derive from the real class)."""
     extra: str
     """Extra of this project that installs the package."""
+    from_source: bool = False
+    """Does the module import only where its kernels run? Then the fake is bound to the signature in its source."""
 
     def runs_on(self, sm: int) -> bool:
         """True if a device of this compute capability has a kernel."""
@@ -108,12 +112,11 @@ def forced(kind: Literal["real", "fake"]) -> Iterator[None]:
 
 def provide(entry: EntryPoint, device: torch.device) -> Provided:
     """The real entry point, or its fake and the reason. Raises ``VendorMissing`` when there is no package."""
-    original = real(entry)
     why = _why_not_real(entry, device)
     if _forced and _forced[-1] == "fake":
         why = why or "a fake was asked for"
     if not why:
-        return Provided(original, is_fake=False)
+        return Provided(real(entry), is_fake=False)
     if _forced and _forced[-1] == "real":
         raise VendorMissing(f"{entry.path} was asked for, and {why}")
     return Provided(fake_of(entry), is_fake=True, why=why)
@@ -135,8 +138,12 @@ def real(entry: EntryPoint) -> Any:
 
     Raises ``VendorMissing`` when the package does not import, ``VendorMismatch`` when it has no such name.
     """
+    return _found(_attribute, entry)
+
+
+def _found(find: Callable[[str], Any], entry: EntryPoint) -> Any:
     try:
-        return _attribute(entry.path)
+        return find(entry.path)
     except ImportError as error:
         raise VendorMissing(
             f"{entry.path.partition(':')[0]} does not import ({error}); pip install 'attn-testkit[{entry.extra}]'"
@@ -148,7 +155,8 @@ def real(entry: EntryPoint) -> Any:
 @functools.cache
 def fake_of(entry: EntryPoint) -> Any:
     """The fake, its calls bound to the real signature."""
-    original, fake = real(entry), _attribute(entry.fake)
+    original = _found(stub_of, entry) if entry.from_source else real(entry)
+    fake = _attribute(entry.fake)
     if entry.fake.partition(":")[2].startswith("make_"):
         return fake(original)
     if inspect.isclass(fake):

@@ -16,6 +16,7 @@ import torch
 
 from attn_testkit.backends.flashinfer_kv_splits import MERGE_STATE
 from attn_testkit.backends.vendor.flashinfer_fake import BATCH_DECODE, BATCH_MLA_FA2, BATCH_PREFILL, BATCH_RAGGED
+from attn_testkit.backends.vendor.gdn_fake import DECODE, PREFILL, VERIFY
 from attn_testkit.backends.vendor.provider import EntryPoint, device_is_real, fake_of, swapped
 from attn_testkit.backends.vendor.trtllm_fake import DECODE_XQA
 
@@ -34,6 +35,8 @@ class FakeSet:
     """Answers to SGLang's questions about the machine, for the emulated device."""
     answers: Mapping[str, bool] = field(default_factory=dict)
     """Answers of functions that a module imported: ``module:function`` below ``sglang.srt.layers.attention``."""
+    on_cuda: Mapping[str, str] = field(default_factory=dict)
+    """Names that a module imports only where SGLang sees CUDA -> ``module:name`` of what they are."""
 
 
 _WRAPPERS = MappingProxyType(
@@ -48,6 +51,8 @@ _WRAPPERS = MappingProxyType(
 _OF_WRAPPERS = ("flashinfer_backend", "flashinfer_mla_backend")
 
 _KERNELS = "sglang.kernels.ops.attention"
+_SPLIT = "fused_qkv_split_gdn_prefill"
+_GDN = "sglang.srt.layers.attention.linear.kernels.gdn_flashinfer"
 _OF_DSA = {
     each.path: each
     for each in (
@@ -79,6 +84,17 @@ SETS: Mapping[str, FakeSet] = {
     ),
     # The class asks at each call, and plans with its Triton kernels on CUDA only.
     "dsa": FakeSet(("dsa_backend",), _OF_DSA, answers={"dsa_backend:is_cuda": True}),
+    # The module keeps what it imports, which needs CuTe DSL, in these names, and whether it could.
+    "gdn": FakeSet(
+        (),
+        {
+            f"{_GDN}:_flashinfer_gated_delta_rule_decode": DECODE,
+            f"{_GDN}:_flashinfer_gated_delta_rule_mtp": VERIFY,
+            f"{_GDN}:_flashinfer_chunk_gated_delta_rule": PREFILL,
+        },
+        answers={"linear.kernels.gdn_flashinfer:_flashinfer_gdn_available": True, "linear.gdn_backend:is_cuda": True},
+        on_cuda={f"linear.gdn_backend:{_SPLIT}": f"{_KERNELS}.triton_gdn_fused_proj:{_SPLIT}"},
+    ),
 }
 """Name -> set. ``declared.Claims.fakes`` says which."""
 _ATTENTION = "sglang.srt.layers.attention"
@@ -110,6 +126,11 @@ def put_in_place(name: str) -> None:
     for path, answer in chosen.answers.items():
         module, _, attribute = path.partition(":")
         setattr(importlib.import_module(f"{_ATTENTION}.{module}"), attribute, lambda answer=answer: answer)
+    for path, source in chosen.on_cuda.items():
+        module, _, attribute = path.partition(":")
+        owner, _, name = source.partition(":")
+        found = getattr(importlib.import_module(owner), name)
+        setattr(importlib.import_module(f"{_ATTENTION}.{module}"), attribute, found)
     if chosen.platform:
         from sglang.srt.runtime_context import override_platform
 

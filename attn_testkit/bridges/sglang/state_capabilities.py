@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from attn_testkit.contract import SGLANG, State
+from attn_testkit.contract import SGLANG, Requires, State
 
 from ..capabilities import D, Line, V, X
 from .bridge_capabilities import BridgeCapabilities
@@ -16,6 +16,7 @@ _TRITON = "layers/attention/triton_backend.py"
 _HYBRID = "layers/attention/hybrid_linear_attn_backend.py"
 _GDN = "layers/attention/linear/gdn_backend.py"
 _GDN_KERNELS = "layers/attention/linear/kernels/gdn_triton.py"
+_FLASHINFER = "layers/attention/linear/kernels/gdn_flashinfer.py:FlashInferGDNKernel"
 _SERVER = Line("server", SGLANG, "layers/radix_attention.py:RadixAttention.forward")
 
 _OF_GDN = (
@@ -43,6 +44,11 @@ _OF_KDA = {
     "max_topk": Line("max_topk", 3, f"{_HYBRID}:MambaAttnBackendBase._forward_metadata"),
     "needs_cpu_seq_lens": Line("needs_cpu_seq_lens", False, f"{_KDA}:KDAAttnBackend"),
 }
+_CUTE_DSL = Requires(sm=(90, 90), packages=("flashinfer-python>=0.7.2,<0.8",), compilers=("nvidia-cutlass-dsl>=4.6.2",))
+_OF_GDN_FLASHINFER = {
+    "head_dims": Line("head_dims", {128}, f"{_FLASHINFER}.decode"),
+    "max_topk": Line("max_topk", 1, f"{_FLASHINFER}.target_verify"),
+}
 _MIXER = "layers/attention/mamba/mamba.py"
 _OF_MAMBA2 = {
     "eager": Line("eager", {D, V, X}, f"{_MIXER}:MambaMixer2.forward"),
@@ -69,6 +75,7 @@ _GDN_STATE = State(
     k_dims={64, 128}, dtypes={"fp32", "bf16"}, conv_widths={4}, fresh={"zeroed"}, products="model",
     conv_products="model", trees={"gdn"},
 )  # fmt: skip
+_GDN_FLASHINFER_STATE = replace(_GDN_STATE, k_dims=frozenset({128}), dtypes=frozenset({"fp32"}), trees=frozenset())
 _KDA_STATE = replace(
     _GDN_STATE, k_dims=frozenset({64}), dtypes=frozenset({"fp32"}), plain_convolution=False, trees=frozenset({"kda"})
 )
@@ -78,10 +85,22 @@ _LIGHTNING_STATE = State(
     k_dims={128}, dtypes={"fp32"}, conv_widths={1}, orders={"kv"}, fresh={"zeroed"}, products="tf32"
 )
 
-OF_STATES: Mapping[str, BridgeCapabilities] = {
+_ALONE: Mapping[str, BridgeCapabilities] = {
     "gdn": BridgeCapabilities(
         "triton",
         (*_OF_GDN, Line("state", _GDN_STATE, "configs/qwen3_next.py:Qwen3NextConfig.mamba2_cache_params")),
+        keeps_states=True,
+    ),
+    # --linear-attn-backend flashinfer, as on SM90: states in fp32.
+    "gdn_flashinfer": BridgeCapabilities(
+        "triton",
+        (
+            *(_OF_GDN_FLASHINFER.get(line.capability, line) for line in _OF_GDN),
+            Line("state", _GDN_FLASHINFER_STATE, f"{_FLASHINFER}.extend"),
+            Line("requires", _CUTE_DSL, f"{_FLASHINFER}.__init__"),
+        ),
+        fakes="gdn",
+        options={"linear_attn_backend": "flashinfer"},
         keeps_states=True,
     ),
     "kda": BridgeCapabilities(
@@ -108,22 +127,18 @@ OF_STATES: Mapping[str, BridgeCapabilities] = {
         ),
         keeps_states=True,
     ),
-    # With softmax layers between, as every model of SGLang has.
-    "kda_hybrid": BridgeCapabilities(
-        "triton",
-        (
-            *(_OF_KDA.get(line.capability, line) for line in _OF_GDN),
-            Line("state", replace(_KDA_STATE, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward"),
-        ),
-        keeps_states=True,
-    ),
-    "gdn_hybrid": BridgeCapabilities(
-        "triton",
-        (
-            *_OF_GDN,
-            Line("state", replace(_GDN_STATE, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward"),
-        ),
-        keeps_states=True,
-    ),
+}
+
+
+def _hybrid(alone: BridgeCapabilities) -> BridgeCapabilities:
+    """Capabilities with softmax layers between, as every model of SGLang has."""
+    lines = {line.capability: line for line in alone.lines}
+    state = Line("state", replace(lines["state"].value, hybrid=True), f"{_HYBRID}:HybridLinearAttnBackend.forward")
+    return replace(alone, lines=tuple((lines | {"state": state}).values()))
+
+
+OF_STATES: Mapping[str, BridgeCapabilities] = {
+    **_ALONE,
+    **{f"{name}_hybrid": _hybrid(_ALONE[name]) for name in ("gdn", "kda", "mamba2", "lightning")},
 }
 """Name after ``sglang:`` -> declared capabilities."""

@@ -20,6 +20,7 @@ from attn_testkit.contract import (
 )
 from attn_testkit.emulation import scratch
 
+from ..rows import of_softmax_layer
 from .current import SGLangBackend, capturing, made_layer
 from .pools import set_ranks
 from .runner import make_runner, publish
@@ -78,9 +79,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
     ) -> torch.Tensor:
         """Hand on, as SGLang's models do: each tensor in one piece. Of a softmax layer the three are q, k and v."""
         if not isinstance(layer, StateLayer):
-            assert a is not None
-            assert b is not None
-            return super().forward(mixed, a, b, layer, batch)
+            return super().forward(*of_softmax_layer(mixed, a, b), layer, batch)
         given = mixed.contiguous(), None if a is None else a.contiguous(), None if b is None else b.contiguous()
         self._share_parents()
         with capturing(batch):

@@ -7,7 +7,7 @@ here, and described in docs/evidence/findings-vllm.md.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from attn_testkit.contract import VLLM, LogSumExp, Requires, Sparse
@@ -89,6 +89,15 @@ def _of_states(name: str, registered: str, layer: str, environment: Mapping[str,
     return BridgeCapabilities(registered, lines, state_layer=layer, environment=environment)
 
 
+def _hybrid(alone: BridgeCapabilities) -> BridgeCapabilities:
+    """Capabilities with softmax layers of ``TRITON_ATTN`` between, in KV cache groups of their own."""
+    lines = {line.capability: line for line in alone.lines}
+    lines |= {line.capability: line for line in _RUNNER if line.capability == "kv_layouts"}
+    state = replace(lines["state"].value, hybrid=True)
+    lines |= {"state": Line("state", state, f"{_PLANNING}:get_kv_cache_groups")}
+    return replace(alone, lines=tuple(lines.values()))
+
+
 _LAYERS_DIFFER = (
     Line("kv_groups", True, f"{_PLANNING}:get_kv_cache_groups"),
     Line("heads_by_layer", True, "v1/worker/gpu/attn_utils.py:init_attn_backend"),
@@ -137,7 +146,7 @@ _FLEX_LINES = (
     *_RUNNER,
 )
 
-CAPABILITIES: Mapping[str, BridgeCapabilities] = {
+_ALONE: Mapping[str, BridgeCapabilities] = {
     "triton": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES)),
     # The builder takes the bucket that is closest to 128 / KV heads for the threshold of its 3D kernel: with one bucket
     # of a request the kernel of large batches runs in small ones.
@@ -271,6 +280,10 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
     "mamba2": _of_states("mamba2", "MAMBA2", "MambaMixer2", _WINDOWS_FIRST),
     "bailing": _of_states("bailing", "LINEAR", "BailingMoELinearAttention", {}),
     "linear": _of_states("linear", "LINEAR", "MiniMaxText01LinearAttention", {}),
+}
+CAPABILITIES: Mapping[str, BridgeCapabilities] = {
+    **_ALONE,
+    **{f"{name}_hybrid": _hybrid(_ALONE[name]) for name in ("gdn", "mamba2")},
 }
 """Name after ``vllm:`` -> declared capabilities."""
 

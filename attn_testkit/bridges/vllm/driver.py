@@ -39,7 +39,7 @@ class VLLMBackend(AttentionBackend):
     """An adapter from the kit's contract to a class of vLLM's registry, its builders and implementations."""
 
     declared: ClassVar[BridgeCapabilities]
-    real: ClassVar[Any]
+    real: Any
     """Class of vLLM's registry."""
 
     def __init__(self, context: BackendContext) -> None:

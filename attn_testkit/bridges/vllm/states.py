@@ -25,6 +25,7 @@ from attn_testkit.contract import (
     StateLayer,
 )
 
+from ..rows import of_softmax_layer
 from . import pools
 from .config import make_config, width_of
 from .driver import VLLMBackend
@@ -69,7 +70,8 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
         assert context.state is not None
         softmax = tuple(layer for layer in context.layers if not isinstance(layer, StateLayer))
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
-        of_softmax, kind = _SOFTMAX.get_class(), self.declared.state_layer
+        kind = self.declared.state_layer
+        self.real = of_softmax = _SOFTMAX.get_class()
         self.config = _with_states(
             make_config(self.declared, context, blocks, pools.layout_of(of_softmax).name), context
         )
@@ -111,9 +113,7 @@ class VLLMStateBackend(VLLMBackend, StateBackend):
     ) -> torch.Tensor:
         """Call the layer's core on rows that a projection would give. Of a softmax layer the three are q, k and v."""
         if not isinstance(layer, StateLayer):
-            assert a is not None
-            assert b is not None
-            return super().forward(mixed, a, b, layer, batch)
+            return super().forward(*of_softmax_layer(mixed, a, b), layer, batch)
         with override_forward_context(self._forward_context(batch, len(mixed))):
             out = self.kind.forward(self.layers[name_of(layer)], (mixed, a, b), layer)
         return out.view(len(mixed), layer.v_heads, layer.v_dim)

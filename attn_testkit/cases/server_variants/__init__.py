@@ -22,6 +22,7 @@ from .out_given import OUT_GIVEN
 from .overlap_scheduling import OVERLAP_SCHEDULING
 from .padded_tokens import PADDED_TOKENS
 from .piecewise import PIECEWISE
+from .unused_scales import UNUSED_SCALES_VARIANT
 from .variant import ServerVariant
 from .verify import NO_TREE_TENSORS, SEQ_LENS_WITH_NEW
 from .zero_length_padding import ZERO_LENGTH_PADDING
@@ -58,6 +59,7 @@ SERVER_VARIANTS: Mapping[str, ServerVariant] = {
         BIG_POOL,
         OVERLAP_SCHEDULING,
         PIECEWISE,
+        UNUSED_SCALES_VARIANT,
         NARROWER_WIDTHS,
         CONTEXT_OF_PREFIXES,
     )

@@ -48,7 +48,7 @@ def _supposed(schedule: Schedule, data: StepData) -> Iterator[Supposition]:
 
 HYBRID = Family(
     name="hybrid",
-    dimensions=RECURRENT.dimensions,
+    dimensions=RECURRENT.dimensions | {"KV layout"},
     layers=layers,
     data=make_hybrid_data,
     memory=BOTH_POOLS,

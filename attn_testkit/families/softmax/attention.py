@@ -284,7 +284,8 @@ def _terms(
 
 def _of_heads(data: StepData, stored: torch.Tensor, part: int) -> torch.Tensor:
     """[L, B, S, Hk, D] -> [L, B, Hk, S, D] float64, in one piece: strided matrices multiply ten times slower."""
-    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), data.kv_scales[part], data.row_format)
+    scales = data.kv_scales[part].transpose(2, 3)
+    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), scales, data.row_format)
 
 
 def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_heads: int) -> torch.Tensor:
