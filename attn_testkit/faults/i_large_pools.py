@@ -24,7 +24,7 @@ _ELEMENTS = 1 << 31
     modelled="of the tile only the first slot behind the last page is read",
 )
 class RaggedTileOfThe64BitKernel(PlannedBackend):
-    """In a large pool the last tile of a request reaches behind its last page, and all of it is multiplied by 0."""
+    """The last tile of a request in a large pool reaches behind its last page, and all of it is multiplied by 0."""
 
     capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows=())
 
