@@ -150,6 +150,9 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("family", *_first_outside((layer.head_layout.name for layer in own), capabilities.families)),
         ("dtype", dtype, dtype in capabilities.dtypes),
         ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
+        ("k_scale or v_scale other than 1 over a pool that holds K and V as given,", kv_dtype,
+         kv_dtype != "same" or capabilities.server.takes_unused_scales
+         or all(layer.k_scale == layer.v_scale == 1.0 for layer in context.layers)),
         ("head dim", *_first_outside((layer.v_head_dim for layer in context.layers), capabilities.head_dims)),
         ("MLA rope dim", first.head_dim - first.kv_lora_rank,
          not first.head_layout.values_in_keys or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),

@@ -122,8 +122,9 @@ class Capabilities(Declared):
     # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
     """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or rows of a format of
-    ``contract/row_format.py``. Their scales lie in the row or apart: ``fp8_ds_mla`` for MLA in bf16,
-    ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4`` and ``fp4_mx_block16`` for K and V."""
+    ``contract/row_format.py``. Their scales lie in the row or apart: ``fp8_ds_mla`` for MLA in bf16;
+    ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16`` and ``int4_group8``
+    for K and V."""
     page_sizes: Set[int] = frozenset({16})
     """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})

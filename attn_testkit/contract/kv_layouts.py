@@ -63,7 +63,7 @@ class KVPoolSpec:
         return self.row_format.of(layer) if self.row_format else None
 
     def row_width(self, layer: AttentionLayer) -> int:
-        """Elements of a row of one head, of a key or of what holds both, without scales that lie apart."""
+        """Elements of a row of one head, without scales that lie apart: of a key, or of what holds both."""
         rows = self.rows_of(layer)
         return rows.nbytes - rows.nbytes_apart if rows else layer.head_dim
 
@@ -118,7 +118,7 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
     if any(len(set(spec.part_widths(layer))) > 1 for layer in spec.layers):
         if layout != "nhd":
             raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values take 'nhd'")
-        return _by_themselves(spec)
+        return _apart(spec)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
@@ -133,7 +133,7 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
     return tuple(found[layer.layer_id] for layer in spec.layers)
 
 
-def _by_themselves(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
+def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
     """Allocate K and V of each layer by themselves, as pools of servers do whose values have their own width."""
     make = torch.zeros if spec.cleared else torch.empty
 

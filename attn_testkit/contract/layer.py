@@ -87,7 +87,7 @@ class AttentionLayer(OfHeadLayout):
     def to(self, device: torch.device) -> AttentionLayer:
         """The layer with its tensors on a device; scales of heads, which change there, in memory of their own."""
         moved = {
-            name: each.to(device, copy=name.endswith("scales"))
+            name: each.to(device, copy=name.endswith("head_scales"))
             for name in ("sinks", "alibi_slopes", "k_head_scales", "v_head_scales")
             if (each := getattr(self, name)) is not None
         }

@@ -106,6 +106,10 @@ class ServerConventions(Declared):
     """True: only plans read ``req_to_token``, so a server that overlaps steps may rewrite rows of it as soon as a plan
     is made, on a stream of its own (SGLang #31270). The kit does so under forwards and replays of
     ``overlap_scheduling``. False: forwards and replays may read it too."""
+    instances_run_at_once: bool = False
+    """True: graphs of two instances may run at once, on two streams, as servers that overlap two batches have an
+    instance for each (``enable_two_batch_overlap`` of SGLang, dual batch overlap of vLLM). The two have pools and graph
+    memory of their own, so they may share no scratch memory. False: one runs after the other."""
 
     def __post_init__(self) -> None:
         slots = self._listed("padding_slots")

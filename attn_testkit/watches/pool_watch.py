@@ -137,13 +137,13 @@ class PoolWatch:
 
     def whole(self, parts: Bytes, count: int) -> Bytes:
         """Convert rows of ``count`` slots from the layers' shapes to the bytes of [L, 2 or 1, count, Hk, Dqk]."""
-        if self._narrow and count:
-            return self._widened(parts, count)
         if self._apart and count:
             raw, width = parts.reshape(math.prod(self._shape), -1), self._row[1] - self._apart
             inside = raw.shape[1] // self._row[1] * width
             pair = raw[:, :inside].reshape(len(raw), -1, width), raw[:, inside:].reshape(len(raw), -1, self._apart)
             return np.concatenate(pair, -1).reshape(-1)
+        if self._narrow and count:
+            return self._widened(parts, count)
         if not self._maps or not count:
             return parts
         layers, pairs = [], self._shape[1]

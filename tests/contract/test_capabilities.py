@@ -34,6 +34,7 @@ LATER = {
     ("server", "finite_padding"),
     ("server", "narrower_widths"),
     ("server", "context_len"),
+    ("server", "instances_run_at_once"),
     ("server", "takes_rewritten_table"),
     ("server", "takes_unused_scales"),
     ("windows", "chunked"),

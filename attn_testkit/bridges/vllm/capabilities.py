@@ -171,6 +171,19 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
         ),
     ),
+    "triton_per_token_head": BridgeCapabilities(
+        "TRITON_ATTN",
+        (
+            *_TRITON_LINES,
+            _HALF,
+            # Its int4_per_token_head is not known to the kit: rows are rotated, and queries in the kernel.
+            Line(
+                "kv_dtypes",
+                {"int8_per_token_head", "fp8_per_token_head"},
+                f"{_TRITON}:TritonAttentionBackend.customize_spec",
+            ),
+        ),
+    ),
     "triton_mla": BridgeCapabilities(
         "TRITON_MLA",
         (

@@ -81,7 +81,8 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
     )  # fmt: skip
     cache = CacheConfig(
         block_size=context.page_size,
-        cache_dtype="auto" if context.kv_pool.dtype == context.dtype else "fp8",
+        # The kit's formats with a scale per token and head have vLLM's names.
+        cache_dtype="auto" if context.kv_pool.dtype == context.dtype else context.kv_pool.row_format or "fp8",
         enable_prefix_caching=False,
     )
     sizes = list(declared.capture_sizes) or _capture_sizes(context)
