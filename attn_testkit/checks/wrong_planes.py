@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..contract.row_format import FP4, PackedRows, Plane
+from ..contract.row_format import HALVES, PackedRows, Plane
 
 __all__ = ["wrong_planes"]
 
@@ -32,9 +32,11 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> s
 
 def _numbers(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> str:
     held, due = packed.raw(row, plane), packed.raw(want, plane)
-    if plane.dtype == FP4 and torch.equal((held >> 4) + (held & 15) * 16, due):
-        return "the halves of each byte of two FP4 numbers are swapped: the first number is the lower half"
-    if plane.dtype != FP4 and bool(((held.view(torch.int8).int() - due.view(torch.int8).int()).abs() <= 1).all()):
+    if plane.dtype in HALVES and torch.equal((held >> 4) + (held & 15) * 16, due):
+        return "the halves of each byte of two numbers are swapped: the first number is the lower half"
+    if plane.dtype not in HALVES and bool(
+        ((held.view(torch.int8).int() - due.view(torch.int8).int()).abs() <= 1).all()
+    ):
         return (
             "its scales are right, and it holds the numbers next to the right ones: they were probably truncated "
             "instead of rounded, or their quotients rounded to 16 bits first"

@@ -17,18 +17,34 @@ from .head_layout import HeadLayout
 from .layer import AttentionLayer
 
 __all__ = [
-    "ALL_NAN", "FP4", "LARGEST", "LATENT_FORMATS", "POWER_OF_TWO", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat",
-    "codes_of", "in_tiles", "next_power_of_two",
+    "ALL_NAN",
+    "FP4",
+    "HALVES",
+    "INT4",
+    "LARGEST",
+    "LATENT_FORMATS",
+    "POWER_OF_TWO",
+    "ROW_FORMATS",
+    "PackedRows",
+    "Plane",
+    "RowFormat",
+    "codes_of",
+    "in_tiles",
+    "next_power_of_two",
 ]  # fmt: skip
 
 ALL_NAN = 0xFF
 """Byte that is NaN in every plane of scales or unscaled numbers: e4m3, bfloat16, float32 and UE8M0."""
 FP4 = torch.float4_e2m1fn_x2
 """Dtype of a plane of e2m1 numbers: two to a byte, the first in its lower half."""
+INT4 = torch.int4
+"""Dtype of a plane of signed integers of 4 bits, packed likewise."""
+HALVES = frozenset({FP4, INT4})
 POWER_OF_TWO = torch.float8_e8m0fnu
 """Dtype of a plane of scales that are bytes of an exponent, 127 more than that of two."""
-LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0}
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0}
 """Largest number of a dtype that has scales."""
+_AS_BYTES = HALVES | {POWER_OF_TWO}
 _FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 """Middles between the sizes of e2m1 numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
 _SMALLEST_E4M3 = 2.0**-9
@@ -45,7 +61,7 @@ def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
 
 
 def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8: of FP4 one for each number."""
+    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8: of 4 bits one for each number."""
     if dtype == FP4:
         # No table: a tensor of constants would be a copy from the host.
         size = numbers.abs()
@@ -53,12 +69,14 @@ def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return above + (numbers < 0).to(torch.uint8) * 8
     largest = LARGEST[dtype]
     numbers = numbers.clamp(-largest, largest)
+    if dtype == INT4:
+        return numbers.round().to(torch.int8).view(torch.uint8) & 15
     return (numbers.round() if dtype == torch.int8 else numbers).to(dtype).view(torch.uint8)
 
 
 def _bytes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[..., bytes] uint8: ``numbers`` [..., n] in the dtype of a plane."""
-    if dtype == FP4:
+    if dtype in HALVES:
         codes = codes_of(numbers.float(), dtype)
         return codes[..., 0::2] + codes[..., 1::2] * 16
     if dtype == POWER_OF_TWO:
@@ -70,8 +88,10 @@ def _bytes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _numbers_of(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """[..., n] float32: the numbers of a plane, of its bytes ``raw`` [..., bytes] uint8."""
-    if dtype == FP4:
+    if dtype in HALVES:
         codes = torch.stack((raw & 15, raw >> 4), -1).flatten(-2).to(torch.int32)
+        if dtype == INT4:
+            return torch.where(codes > 7, codes - 16, codes).float()
         half, exponent = codes & 1, codes >> 1 & 3
         sizes = torch.where(exponent > 0, (2 + half) << exponent, 2 * half).float() / 4
         return torch.where(codes > 7, -sizes, sizes)
@@ -107,7 +127,7 @@ class Plane:
     def nbytes(self, width: int) -> int:
         """Bytes of the plane in a row, for a part of ``width`` numbers."""
         entries = width // (self.tile or width)
-        return entries // 2 if self.dtype == FP4 else entries * self.dtype.itemsize
+        return entries // 2 if self.dtype in HALVES else entries * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -189,6 +209,10 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
             "fp4_mx_block16", _fp4(Plane("scales", POWER_OF_TWO, "row", tile=16, rule="power_of_two", smallest=1e-10)),
             latent=False, dtypes=_BF16, apart=True,
         ),
+        RowFormat(
+            "int4_group8", (Plane("numbers", INT4, "row"), Plane("scales", torch.bfloat16, "row", tile=8)),
+            latent=False, dtypes=_BF16, apart=True,
+        ),
     )
 }  # fmt: skip
 """``fp8_ds_mla``: FP8 rows of FlashMLA with scales, as SGLang has them for DeepSeek V3.2. With a latent part of 512 and
@@ -200,7 +224,9 @@ as vLLM has them (``TritonAttentionBackend.customize_spec``, ``_reshape_cache_pe
 ``int8_per_token_head_apart``: the same scales in memory of their own. ``fp8_per_head``: e4m3 and no scale in the pool,
 as vLLM has them for checkpoints of ``strategy: attn_head`` (``use_per_head_quant_scales``). ``nvfp4``: e2m1 with an
 e4m3 scale for 16 numbers each, and a scale per layer; ``fp4_mx_block16``: with scales of a power of two. Both as SGLang
-has them (``NVFP4KVCacheMethod`` with ``needs_linear_scale_buffer``, ``FP4MXBlock16KVQuantizeUtil``)."""
+has them (``NVFP4KVCacheMethod`` with ``needs_linear_scale_buffer``, ``FP4MXBlock16KVQuantizeUtil``). ``int4_group8``:
+integers of 4 bits with a scale in the model's dtype for 8 numbers each, as LightLLM has them
+(``PPLINT4KVMemoryManager``)."""
 
 
 LATENT_FORMATS = frozenset(name for name, each in ROW_FORMATS.items() if each.latent)
@@ -255,9 +281,9 @@ class PackedRows:
         return rows[..., slice(*self.offsets[plane.name])]
 
     def planes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name. FP4, exponents: bytes."""
+        """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name. 4-bit ones: bytes."""
         return {
-            plane.name: self.raw(rows, plane).view(torch.uint8 if plane.dtype in (FP4, POWER_OF_TWO) else plane.dtype)
+            plane.name: self.raw(rows, plane).view(torch.uint8 if plane.dtype in _AS_BYTES else plane.dtype)
             for plane in self.format.planes
         }
 
@@ -269,7 +295,7 @@ class PackedRows:
         for plane in self.format.planes:
             first, end = self.offsets[plane.name]
             raw = apart[..., first - inside : end - inside] if plane.is_scales else rows[..., first:end]
-            found[plane.name] = raw.view(torch.uint8 if plane.dtype in (FP4, POWER_OF_TWO) else plane.dtype)
+            found[plane.name] = raw.view(torch.uint8 if plane.dtype in _AS_BYTES else plane.dtype)
         return found
 
     def divided(self, rows: torch.Tensor, scale: float, by_head: torch.Tensor | None) -> torch.Tensor:
@@ -290,7 +316,7 @@ class PackedRows:
         exact = self.exact_scales(plane, keys)
         if plane.rule == "power_of_two":
             return next_power_of_two(exact)
-        return exact if plane.dtype == torch.float32 else exact.clamp(max=LARGEST[plane.dtype]).to(plane.dtype).float()
+        return exact.clamp(max=LARGEST.get(plane.dtype, math.inf)).to(plane.dtype).float()
 
     def exact_scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: the same before they are rounded to the dtype of scales."""

@@ -12,7 +12,8 @@ from .row_formats import RowFormatsBackend
 
 _ALL = tuple(mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_DECODE)
 _PER_TOKEN_HEAD = {"int8_per_token_head", "fp8_per_token_head", "int8_per_token_head_apart"}
-_FP4 = {"nvfp4", "fp4_mx_block16"}
+_BLOCKS = {"nvfp4", "fp4_mx_block16", "int4_group8"}
+"""Formats of two numbers to a byte, and a scale per block."""
 
 
 @fault(
@@ -25,7 +26,7 @@ _FP4 = {"nvfp4", "fp4_mx_block16"}
 class RowScaleOfAnotherHead(RowFormatsBackend):
     """Each KV head is multiplied by the scales of the head before it."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _FP4)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
     @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -42,7 +43,7 @@ class RowScaleOfAnotherHead(RowFormatsBackend):
 class RowScaleOfAnotherToken(RowFormatsBackend):
     """A key gets the scales of the key before it."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _FP4)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
     @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -59,7 +60,7 @@ class RowScaleOfAnotherToken(RowFormatsBackend):
 class RowScaleOfThePage(RowFormatsBackend):
     """All rows of a page are multiplied by the scales of its first slot."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _FP4, page_sizes={4, 16})
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, page_sizes={4, 16})
 
     @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -77,7 +78,7 @@ class RowScaleOfThePage(RowFormatsBackend):
 class RowScaleOfKeysForValues(RowFormatsBackend):
     """Values are multiplied by the scales of their keys."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _FP4)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
     @override
     def scales_from(self, part: int) -> int:
@@ -94,11 +95,28 @@ class RowScaleOfKeysForValues(RowFormatsBackend):
 class FP4HalvesSwapped(RowFormatsBackend):
     """The upper half of a byte is read as the first of its two numbers."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_FP4)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
 
     @override
     def halves(self, held: torch.Tensor) -> torch.Tensor:
         return torch.stack((held >> 4, held & 15), -1).flatten(-2)
+
+
+@fault(
+    slug="int4-without-sign",
+    source="general; codes of 4 bits that are read as 0 .. 15 (vLLM has them with a zero point, LightLLM without)",
+    modes=_ALL,
+    checks=("matches-oracle",),
+    hint="",
+)
+class Int4WithoutSign(RowFormatsBackend):
+    """Integers of 4 bits are read without their sign."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int4_group8"})
+
+    @override
+    def signed(self, codes: torch.Tensor) -> torch.Tensor:
+        return codes
 
 
 @fault(
@@ -111,7 +129,7 @@ class FP4HalvesSwapped(RowFormatsBackend):
 class BlockScaleOffByOne(RowFormatsBackend):
     """Each block of 16 numbers is multiplied by the scale of the block behind it."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_FP4)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
 
     @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -224,7 +242,7 @@ class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
     """Numbers of padded rows are dropped, and their scales are stored in the last slot of the pool."""
 
     capabilities = RowFormatsBackend.capabilities.with_changes(
-        kv_dtypes=_PER_TOKEN_HEAD | _FP4, server={"padding_slots": {-1}}
+        kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, server={"padding_slots": {-1}}
     )
 
     @override
@@ -246,7 +264,7 @@ class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
 class RowScalesStoredTwoAtOnce(RowFormatsBackend):
     """A store of scales is twice as wide as a row, and ends in the next slot."""
 
-    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _FP4)
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
     @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:

@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, BackendContext
-from ..contract.row_format import FP4, POWER_OF_TWO, in_tiles
+from ..contract.row_format import FP4, HALVES, POWER_OF_TWO, in_tiles
 from .parent import Metadata, PlannedBackend
 from .pool_reads import read_at
 
@@ -51,7 +51,11 @@ class RowFormatsBackend(PlannedBackend):
         assert packed is not None
         planes = self.context.kv_pool.get_planes(layer.layer_id)
         found = read_at(planes[part]["numbers"], self.at(slots))
-        numbers = self.e2m1[self.halves(found.int())] if packed.format.planes[0].dtype == FP4 else found
+        dtype = packed.format.planes[0].dtype
+        numbers = found
+        if dtype in HALVES:
+            codes = self.halves(found.int())
+            numbers = self.e2m1[codes] if dtype == FP4 else self.signed(codes).float()
         for plane in packed.scale_planes:
             scales = self.scales(planes[self.scales_from(part)]["scales"], slots)
             if plane.dtype == POWER_OF_TWO:
@@ -67,6 +71,10 @@ class RowFormatsBackend(PlannedBackend):
     def halves(self, held: torch.Tensor) -> torch.Tensor:
         """[..., 2 n] codes of FP4 numbers in bytes [..., n]: the first in the lower half."""
         return torch.stack((held & 15, held >> 4), -1).flatten(-2)
+
+    def signed(self, codes: torch.Tensor) -> torch.Tensor:
+        """Integers of 4 bits, from their codes 0 .. 15."""
+        return torch.where(codes > 7, codes - 16, codes)
 
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """[B, C, Hk, tiles] float32: scales of rows, of a plane [pages, page_size, Hk, tiles]."""

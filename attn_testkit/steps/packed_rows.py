@@ -49,8 +49,9 @@ def _unclear_scale(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> tor
         return next_power_of_two(exact.contiguous()) == exact
     if scales.dtype == torch.float32:
         return torch.zeros_like(exact, dtype=torch.bool)
-    low, high = (codes_of(exact * (1 + off), scales.dtype) for off in (-_NEAR_TIE, _NEAR_TIE))
-    return low != high
+    largest = LARGEST.get(scales.dtype, torch.inf)
+    low, high = ((exact * (1 + off)).clamp(max=largest).to(scales.dtype) for off in (-_NEAR_TIE, _NEAR_TIE))
+    return low.float() != high.float()
 
 
 def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

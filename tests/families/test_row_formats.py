@@ -6,14 +6,17 @@ from itertools import pairwise
 
 import pytest
 import torch
+from attn_testkit.runner_modes.harness import context_for
 from in_process import check_backend
 
+from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.key_counts import code_sizes
 from attn_testkit.checks.wrong_planes import wrong_planes
 from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, KVLayer, KVPool, KVPoolSpec, PackedRows
-from attn_testkit.contract.row_format import FP4, codes_of
+from attn_testkit.contract.backend import Unsupported, refuse_undeclared
+from attn_testkit.contract.row_format import FP4, INT4, codes_of
 from attn_testkit.families.softmax.packed_rows import misread_rows
 from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.steps.data import make_layers, make_step_data, pool_image
@@ -50,6 +53,7 @@ def keys(*shape: int, seed: int = 3) -> torch.Tensor:
         ("fp4_mx_block16", 32, 4),
         ("fp8_per_head", 64, 0),
         ("fp8_per_token_head", 68, 0),
+        ("int4_group8", 32, 16),
         ("int8_per_token_head", 68, 0),
         ("int8_per_token_head_apart", 64, 4),
         ("nvfp4", 32, 4),
@@ -74,12 +78,21 @@ def test_numbers_of_fp4_are_rounded_to_the_nearest_and_two_lie_in_a_byte() -> No
     assert codes_of(torch.tensor([1e9]), FP4).item() == 7, "a store saturates"
 
 
+def test_integers_of_4_bits_have_a_sign_and_lie_as_fp4_does() -> None:
+    packed = packed_of("int4_group8")
+    numbers = torch.tensor([7.0, -7.0, 1.0, -1.0, 0.0, 2.4, -2.6, 3.0]).repeat(8)
+    rows = packed.pack(numbers)
+    assert rows[:4].tolist() == [0x97, 0xF1, 0x20, 0x3D]
+    assert torch.equal(packed.unpack(rows)[:8], torch.tensor([7.0, -7.0, 1.0, -1.0, 0.0, 2.0, -3.0, 3.0]))
+    assert codes_of(torch.tensor([-9.0]), INT4).item() == 9, "a store saturates"
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_row_means_its_numbers_within_half_a_step_of_their_tile(name: str) -> None:
     packed, given = packed_of(name), keys(50, 2)
-    step = {"int8": 1 / 254, "fp8_": 1 / 16, "fp4_": 1 / 3, "nvfp": 1 / 4}[name[:4]]
+    step = {"int8": 1 / 254, "int4": 1 / 13, "fp8_": 1 / 16, "fp4_": 1 / 3, "nvfp": 1 / 4}[name[:4]]
     off = (packed.unpack(packed.pack(given)) - given.float()).abs()
-    tile = 16 if name in ("nvfp4", "fp4_mx_block16") else 64
+    tile = {"nvfp4": 16, "fp4_mx_block16": 16, "int4_group8": 8}.get(name, 64)
     largest = given.float().abs().unflatten(-1, (-1, tile)).amax(-1).repeat_interleave(tile, -1)
     assert bool((off <= step * 1.02 * largest).all())
     assert float(off.max()) > 0
@@ -190,6 +203,14 @@ def test_a_case_of_other_rows_is_refused(words: str) -> None:
         parse_case(f"decode-{words}-p16-k9-shuffled-gauss-kvnvfp4-b1prod")
 
 
+def test_scales_of_a_checkpoint_over_an_unquantized_pool_are_refused_where_they_are_not_declared() -> None:
+    schedule = make_schedule(parse_case(UNUSED))
+    context = context_for([schedule], torch.device("cpu"), make_layers(schedule.case))
+    refuse_undeclared(TorchNativeFormatsBackend.capabilities, context)
+    with pytest.raises(Unsupported, match="k_scale or v_scale other than 1"):
+        refuse_undeclared(TorchNativeBackend.capabilities, context)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_codes_of_plus_and_minus_one_have_one_size_in_each_layer(name: str) -> None:
     schedule = make_schedule(parse_case(case(name, "plus_minus_one")))
@@ -252,6 +273,7 @@ def test_the_reference_backend_passes_every_format_in_graphs(name: str) -> None:
     [
         ("row-scale-of-another-head", case("int8_per_token_head"), "eager", "matches-oracle", "are used for the next"),
         ("block-scale-off-by-one", case("nvfp4"), "eager", "matches-oracle", "for the tile before its own"),
+        ("int4-without-sign", case("int4_group8"), "eager", "matches-oracle", ""),
         ("fp4-halves-swapped", case("fp4_mx_block16"), "eager", "matches-oracle", "halves of a byte"),
         ("head-scales-of-the-capture", case("fp8_per_head"), "graph", "replay-follows-batch", ""),
         ("head-scale-as-per-tensor", case("fp8_per_head"), "eager", "matches-oracle", "scale of KV head 0 is used"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from ...contract.row_format import FP4, PackedRows, Plane, in_tiles, next_power_of_two
+from ...contract.row_format import HALVES, PackedRows, Plane, in_tiles, next_power_of_two
 from ...steps.data import StepData
 
 __all__ = ["misread_rows"]
@@ -35,8 +35,8 @@ def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, Step
         ):
             if not torch.equal(other, data.kv_scales):
                 yield f"{heads}{text}: the result is right for that", replace(data, kv_scales=other)
-    if any(plane.dtype == FP4 for plane in packed.format.planes):
-        text = "the halves of a byte of two FP4 numbers are swapped: the first is the lower one"
+    if any(plane.dtype in HALVES for plane in packed.format.planes):
+        text = "the halves of a byte of two numbers are swapped: the first is the lower one"
         yield f"{text}. The result is right for that", _with(data, [_swapped(packed, rows) for rows in parts])
 
 
@@ -47,7 +47,7 @@ def _with(data: StepData, rows: Sequence[torch.Tensor]) -> StepData:
 def _swapped(packed: PackedRows, rows: torch.Tensor) -> torch.Tensor:
     rows = rows.clone()
     for plane in packed.format.planes:
-        if plane.dtype == FP4:
+        if plane.dtype in HALVES:
             raw = packed.raw(rows, plane)
             raw.copy_((raw >> 4) + (raw & 15) * 16)
     return rows
