@@ -37,7 +37,7 @@ ALL_NAN = 0xFF
 """Byte that is NaN in every plane of scales or unscaled numbers: e4m3, bfloat16, float32 and UE8M0."""
 FP4 = torch.float4_e2m1fn_x2
 """Dtype of a plane of e2m1 numbers: two to a byte, the first in its lower half."""
-INT4 = torch.int4
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Dtype of a plane of signed integers of 4 bits, packed likewise."""
 HALVES = frozenset({FP4, INT4})
 POWER_OF_TWO = torch.float8_e8m0fnu
