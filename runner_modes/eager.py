@@ -19,7 +19,7 @@ from .batches import batch_on_device, eager_batch
 from .clock import Clock
 from .errors import blame
 from .forward import forward, pieces_for
-from .harness import ServerHarness, StagedStep
+from .harness import ServerHarness, StagedStep, mode_of, what_alternates
 from .hook_answers import verify_mask_of
 from .looked_at import looked_at
 from .mode_runners import MODE_RUNNERS
@@ -124,10 +124,14 @@ def eager_by_turns(
     """Run a step of each of several modes on one instance, all of them once per entry of ``turns``.
 
     Each is planned again for the lengths of its own last plan, with other modes' plans between (TensorRT-LLM #13696).
-    ``turns``: their names in messages. Raises ``RunError`` for whatever the backend raises.
+    Likewise with several widths of one mode. ``turns``: their names in messages. Raises ``RunError`` for whatever the
+    backend raises.
     """
+    before = what_alternates(harness)
     return [
-        run_eager(harness, schedule, step, clock, label=f"eager {schedule.case.mode}, {turn}", ran_before="modes")
+        run_eager(
+            harness, schedule, step, clock, label=f"eager {mode_of(harness, schedule)}, {turn}", ran_before=before
+        )
         for turn in turns
         for schedule, step in steps
     ]

@@ -60,8 +60,10 @@ def table_writes(harness: ServerHarness, staged: StagedStep) -> Callable[[], Abs
 
 @contextmanager
 def _rewritten(table: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor) -> Iterator[None]:
+    # A device begins with the forward when the table is written; the rows come back when the forward is done.
     stream = server_stream(partial(table.index_fill_, 1, rows, 0))
     yield
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         table.index_copy_(1, rows, numbers)
     torch.cuda.current_stream().wait_stream(stream)

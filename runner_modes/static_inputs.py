@@ -11,7 +11,7 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.steps.data import HIDDEN
-from attn_testkit.steps.schedule import Step
+from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into
@@ -25,6 +25,8 @@ __all__ = ["StaticInputs", "make_static_inputs"]
 class StaticInputs:
     """Buffers whose heads are live and whose tails are padding."""
 
+    schedule: Schedule
+    """Schedule whose steps they hold."""
     input_ids: torch.Tensor
     """Rows of the model's table, [max_bs * N] int64."""
     positions: torch.Tensor
@@ -168,19 +170,17 @@ _BUFFERS: Mapping[str, _Buffer] = {
 """Buffers in the order in which messages name them."""
 
 
-def make_static_inputs(
-    harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0, listed: int = 1
-) -> StaticInputs:
-    """Make buffers as before a capture: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
+def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, listed: int = 1) -> StaticInputs:
+    """Make buffers as before a capture: lengths at ``fill``, accept counts at N, tokens and rows zero.
 
-    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer. ``listed``: slots of states that a
-    batch lists per request.
+    ``listed``: slots of states that a batch lists per request.
     """
-    context = harness.context
+    context, case, max_bs = harness.context, schedule.case, schedule.max_bs
+    width, rows = case.width, case.rows_at_once
     each = {
         "request": 1,
         "token": width,
-        "slot": context.draft_branches * context.speculative_num_steps,
+        "slot": case.draft.branches * case.draft.steps if case.draft else 0,
         "token of each group": width * len(context.kv_groups),
         "state": 1 if context.state else 0,
         "state list": listed if context.state else 0,
@@ -212,11 +212,12 @@ def make_static_inputs(
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)
-    host["query_start_loc"][:] = np.arange(max_bs + 1) * (rows or width)
+    host["query_start_loc"][:] = np.arange(max_bs + 1) * rows
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
     mask_size = max_bs * width * (fill + width) if context.topk else 0
     static = StaticInputs(
+        schedule=schedule,
         **packing.tensors(memory),
         custom_mask=torch.ones(mask_size, dtype=torch.bool, device=harness.device),
         seq_lens_cpu=torch.zeros(max_bs, dtype=torch.int64),

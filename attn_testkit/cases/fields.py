@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from ..contract import ROW_FORMATS, ForwardMode, HeadShape
+from ..contract.kv_layouts import OWN
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .indexing import Indexing
@@ -101,6 +102,7 @@ class Fields:
     window = _Of[int]("options")
     layer_windows = _Of[str]("options")
     local_chunk = _Of[int]("options")
+    alibi = _Of[bool]("options")
     usual_scaling = _Of[bool]("options")
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
@@ -293,9 +295,15 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "usual scaling": lambda case: case.usual_scaling,
     "sliding window": lambda case: case.window >= 0,
     "chunked-local layers": lambda case: case.local_chunk > 0,
+    "ALiBi": lambda case: case.alibi,
+    "soft cap": lambda case: case.logit_cap > 0,
+    "sinks": lambda case: case.sinks,
+    "data that count keys": lambda case: case.data == "plus_minus_one",
     "selected keys": lambda case: case.selection is not None,
     "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
+    "keys wider than values": lambda case: case.rope_dim > 0 and not case.heads.layout.values_in_keys,
+    "K and V in one allocation": lambda case: case.kv_layout not in ("nhd", OWN),
     "states": lambda case: case.state is not None,
     "rollback of states by slots": lambda case: case.state is not None and case.state.rollback == "slots",
     "snapshots of states": lambda case: case.state is not None and case.state.snapshots > 0,
@@ -326,8 +334,19 @@ _EXCLUSIVE = (
     ("loop", "branching trees", "a loop of target-verify verifies chains; that of draft-decode has branches"),
     ("loop", "snapshots of states", "no prefix cache takes part in a loop"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
+    ("ALiBi", "soft cap", "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit"),
+    ("ALiBi", "sinks", "a bias may be given up to a constant of the row, and a sink is compared with it"),
+    ("ALiBi", "KV splits", "a bias may be given up to a constant of the row, and a log-sum-exp has it"),
+    ("ALiBi", "branching trees", "nodes of a tree have positions of their own"),
+    ("ALiBi", "data that count keys", "a key that is farther has less weight"),
+    ("ALiBi", "loop", "the model of a loop has no bias"),
+    ("ALiBi", "selected keys", "models with an indexer have rotary embeddings"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
     ("packed rows", "heads by layer", "all layers have rows of the same bytes"),
+    ("keys wider than values", "K and V in one allocation", "there K and V have one width"),
+    ("keys wider than values", "heads by layer", "the heads of all layers lie in one tensor of values and keys"),
+    ("keys wider than values", "loop", "the model of a loop has one width"),
+    ("keys wider than values", "packed rows", "a row format has one width for K and V"),
     ("heads with their own scaling", "usual scaling", "MLA has its own scaling"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
     ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),

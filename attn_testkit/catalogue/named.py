@@ -175,7 +175,7 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
     """The greedy-equivalence loop of a chain and, from core on, of two branches where trees are declared as well, with
     the options of layers and the pool of FP8 that are declared.
     """
-    if declared.sparse:
+    if not _has_loops(declared):
         return
     small = _of_loop(declared, minimal, Drafted(Draft(1, 3), rounds=_LOOP_ROUNDS))
     branching = small.with_changes(rows=Drafted(Draft(2, 3), rounds=_LOOP_ROUNDS))
@@ -188,7 +188,7 @@ def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
 def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     """The greedy-equivalence loop of target-verify, with the options of layers and the KV groups that are declared."""
     nodes = min(4, declared.max_q_rows)
-    if declared.sparse or nodes < 2 or not minimal.tree:
+    if not _has_loops(declared) or nodes < 2 or not minimal.tree:
         return
     paged = minimal.with_changes(page_size=min(declared.page_sizes, key=lambda size: abs(size - _LOOP_PAGE)))
     plain = _of_loop(declared, paged, Verify(chain(nodes), _LOOP_ROUNDS))
@@ -198,13 +198,18 @@ def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
     yield from (case for case in (grouped,) if _takes(declared, case))
 
 
+def _has_loops(declared: Capabilities) -> bool:
+    """True unless keys are selected, or pools have packed rows only."""
+    return not declared.sparse and bool(declared.kv_dtypes & {"same", "fp8_e4m3"})
+
+
 def _takes(declared: Capabilities, case: Case) -> bool:
     return not not_declared(declared, nearest_declared(declared, case))
 
 
 def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
     page = minimal.page_size
-    kv_dtype = "same" if "same" in declared.kv_dtypes else minimal.kv_dtype
+    kv_dtype = "same" if "same" in declared.kv_dtypes else "fp8_e4m3"
     small = smallest_of(declared, minimal).with_changes(page_size=page, kv_dtype=kv_dtype, data="gauss")
     return small.of_requests((page + 1, 2 * page, 1), padded=1, rows=rows)
 

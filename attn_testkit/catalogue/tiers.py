@@ -24,6 +24,7 @@ from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
 from ..cases.server_variants import big_pool_cases, variant_cases
 from ..contract import Capabilities, ForwardMode
+from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
@@ -169,6 +170,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from uniform_batch_cases(declared, base)
         yield from many_request_cases(declared, base)
         yield from local_chunk_cases(declared, base)
+        yield from alibi_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

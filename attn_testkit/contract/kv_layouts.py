@@ -63,7 +63,7 @@ class KVPoolSpec:
         return self.row_format.of(layer) if self.row_format else None
 
     def row_width(self, layer: AttentionLayer) -> int:
-        """Elements of a row of one head, without scales that lie apart."""
+        """Elements of a row of one head, without scales that lie apart: of a key, or of what holds both."""
         rows = self.rows_of(layer)
         return rows.nbytes - rows.nbytes_apart if rows else layer.head_dim
 
@@ -71,6 +71,13 @@ class KVPoolSpec:
         """Bytes of the scales of a row of one head that lie apart; 0 if none do."""
         rows = self.rows_of(layer)
         return rows.nbytes_apart if rows else 0
+
+    def part_widths(self, layer: AttentionLayer) -> tuple[int, ...]:
+        """Elements of a row of one head in each part: K and V, or what holds both."""
+        key = self.row_width(layer)
+        if layer.head_layout.pool_rows == 1:
+            return (key,)
+        return key, key if self.row_format else layer.v_head_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +115,10 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
     """
     if layout not in _ORDERS:
         raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
+    if any(len(set(spec.part_widths(layer))) > 1 for layer in spec.layers):
+        if layout != "nhd":
+            raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values take 'nhd'")
+        return _apart(spec)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
@@ -120,6 +131,17 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
             ]
         found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
     return tuple(found[layer.layer_id] for layer in spec.layers)
+
+
+def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
+    """Allocate K and V of each layer by themselves, as pools of servers do whose values have their own width."""
+    make = torch.zeros if spec.cleared else torch.empty
+
+    def part(layer: AttentionLayer, width: int) -> torch.Tensor:
+        shape = spec.pages, spec.page_size, layer.tp_k_head_num, width
+        return make(shape, dtype=spec.dtype, device=spec.device)
+
+    return tuple(KVLayer(*(part(layer, width) for width in spec.part_widths(layer))) for layer in spec.layers)
 
 
 def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int) -> list[KVLayer]:
@@ -182,9 +204,7 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
                 f"lay_out_kv_pool: layer {layer.layer_id} has {len(found.scales)} views of scales that lie apart; "
                 + (f"give scales=(of K, of V), {apart} bytes per row" if apart else "its rows have none: leave it out")
             )
-        views = [
-            (name, view, spec.row_width(layer)) for name, view in zip(("keys", "values"), found.parts, strict=False)
-        ]
+        views = list(zip(("keys", "values"), found.parts, spec.part_widths(layer), strict=False))
         views += [(f"scales of {name}", view, apart) for name, view in zip(("K", "V"), found.scales, strict=False)]
         for name, view, width in views:
             wrong = _wrong(spec, layer, view, None if name.startswith("scales") else found.buffer, width)

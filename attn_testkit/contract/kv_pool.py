@@ -68,8 +68,8 @@ class KVPool:
     ) -> None:
         """Allocate memory, zeroed unless ``cleared`` is False.
 
-        ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` except for MLA, and
-        ``layout`` is a name of the table, else ``ValueError``. If ``layout`` is ``custom``, the function ``own``
+        ``size`` is in slots and a multiple of ``page_size``, and ``layout`` is a name of the table, else
+        ``ValueError``; for keys wider than values it is ``nhd``. If ``layout`` is ``custom``, the function ``own``
         allocates; its result is checked, and ``ValueError`` says what is wrong with it. ``row_format``: a name of
         ``ROW_FORMATS``, with ``dtype`` uint8; empty for rows of numbers.
         """
@@ -80,8 +80,6 @@ class KVPool:
         self.layers, self.layout, self.own = layers, layout, own
         self.one_row = bool(layers) and layers[0].head_layout.values_in_keys
         """MLA: a slot holds one row per layer, which is key and value."""
-        if not self.one_row and any(layer.v_head_dim != layer.head_dim for layer in layers):
-            raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
         self.row_format = row_format
         """Name of the format of a row; empty for numbers of ``dtype``."""
         form = ROW_FORMATS[row_format] if row_format else None
@@ -118,7 +116,8 @@ class KVPool:
         parts = self.memory[layer_id].parts
         layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         try:
-            views = [part.view(*slots, layer.tp_k_head_num, self.spec.row_width(layer)) for part in parts]
+            widths = self.spec.part_widths(layer)
+            views = [part.view(*slots, layer.tp_k_head_num, width) for part, width in zip(parts, widths, strict=True)]
         except RuntimeError:
             return None
         if self.row_format and self.one_row:

@@ -41,7 +41,8 @@ class AttentionLayer(OfHeadLayout):
     head_dim: int
     """Width of a query and key row. For MLA (absorbed form): ``kv_lora_rank + rope``."""
     v_head_dim: int
-    """Width of a value and output row. For MLA: ``kv_lora_rank``, the first part of the latent key."""
+    """Width of a value and output row: ``head_dim``, or less with ``Capabilities.wider_keys``. For MLA:
+    ``kv_lora_rank``, the first part of the latent key."""
     scaling: float
     """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does. A kernel
     that supports only that declares it: ``Capabilities.any_scaling``."""
@@ -64,6 +65,10 @@ class AttentionLayer(OfHeadLayout):
     """``k_head_scales`` of V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    alibi_slopes: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_q_head_num] float32 on the device: the logit of a row at position p and a key at position j has ``slope *
+    (j - p)`` added, after scaling and before masking. None: no ALiBi. Such a layer has no soft cap and no sinks, which
+    servers apply before it or after."""
     causal: bool = True
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
@@ -82,8 +87,8 @@ class AttentionLayer(OfHeadLayout):
     def to(self, device: torch.device) -> AttentionLayer:
         """The layer with its tensors on a device; scales of heads, which change there, in memory of their own."""
         moved = {
-            name: each.to(device, copy=name != "sinks")
-            for name in ("sinks", "k_head_scales", "v_head_scales")
+            name: each.to(device, copy=name.endswith("head_scales"))
+            for name in ("sinks", "alibi_slopes", "k_head_scales", "v_head_scales")
             if (each := getattr(self, name)) is not None
         }
         return replace(self, **moved) if moved else self

@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..cases.server_variants import shares_widths
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
@@ -208,6 +209,10 @@ _NO_OTHER_MODE = (
     "a step of another mode changes state that the modes share, and a plan keeps it: on an instance that runs only "
     "this mode it is right"
 )
+_NO_OTHER_WIDTH = (
+    "a width that is not the batch's is used, such as that of the configuration: on an instance on which all batches "
+    "have this width it is right"
+)
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
@@ -216,6 +221,7 @@ _AMONG = {
     ),
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
     "modes": ("steps-independent", _NO_OTHER_MODE),
+    "widths": ("steps-independent", _NO_OTHER_WIDTH),
 }
 """Other work that an eager step's instance or a co-resident one did, if the step is right without -> (check, why)."""
 
@@ -334,6 +340,7 @@ _HEADLINE_ENDS = {
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
     _RIGHT_AS_SERVERS_PAD: "; with a server's contents of padded rows it is right",
     _NO_OTHER_INSTANCE: ", while a co-resident instance runs; without it, it is right",
+    _NO_OTHER_WIDTH: ", on an instance of several widths; on one of its width it is right",
     _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
 }
 """Reason, or check that diagnosis reports instead -> text that is appended to the headline of the wrong number."""
@@ -351,6 +358,8 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     """Return check and reason of a wrong replay whose eager run is right."""
     lone = rerunner.graph(schedule)
     if lone is not None and _right(_evaluated(schedule, lone.replay_of(step))):
+        if shares_widths(schedule.case):
+            return "buckets-independent", _NO_OTHER_WIDTH
         return (
             "buckets-independent",
             "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",

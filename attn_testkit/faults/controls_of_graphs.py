@@ -12,6 +12,7 @@ from .a_warm_ups import EagerPlanWaits
 from .b_finite_padding import FinitePaddingBackend
 from .builds import CountedRunsBackend
 from .catalogue import control
+from .j_between_instances import WorkspaceOfEachInstance, WorkspaceOfInstancesThatRunAtOnce
 from .j_branches import PlansByTwoGraphs, StoresOnASideStream, TwoGraphsOfOnePoolAtOnce
 from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths, TablesOfPlans
 from .parent import PlannedBackend
@@ -162,3 +163,15 @@ class OnlyPlansReadTheTable(TablesOfPlans):
     """Only plans read the request table, and the server rewrites it under forwards and replays."""
 
     capabilities = TablesOfPlans.capabilities.with_changes(eager={"decode"}, graph={"decode"})
+
+
+@control("instances-run-at-once")
+class InstancesRunAtOnce(WorkspaceOfEachInstance):
+    """Graphs of two instances, each with a workspace of its own, run at once on two streams."""
+
+
+@control("workspace-of-instances-in-turn")
+class WorkspaceOfInstancesInTurn(WorkspaceOfInstancesThatRunAtOnce):
+    """All instances share a workspace for partial results, and declare that they do not run at once."""
+
+    capabilities = WorkspaceOfInstancesThatRunAtOnce.capabilities.with_changes(server={"instances_run_at_once": False})

@@ -466,7 +466,7 @@ def pool_image(
     NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of
     ``steps/foreign_slots.py``.
     """
-    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    stored = stored_parts(data)
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
     page = schedule.case.page_size
     slots = (schedule.num_pages + 1) * page
@@ -518,6 +518,19 @@ def _filler(dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
 
 
+def stored_parts(data: StepData) -> list[torch.Tensor]:
+    """Keys and, except for MLA, values [L, B, S, Hk, Dqk] as the pool holds them. Values that are narrower than keys
+    are followed by zeros here, which no pool holds.
+    """
+    keys, values = data.stored_keys, data.stored_values
+    if values is None:
+        return [keys]
+    if missing := keys.shape[-1] - values.shape[-1]:
+        padded = torch.nn.functional.pad(_bytes_if_fp8(values), (0, missing))
+        values = padded.view(values.dtype)
+    return [keys, values]
+
+
 def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
     """Contents of the KV pool for live requests before or ``after`` a step, as stored.
 
@@ -529,7 +542,7 @@ def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArr
         runs.append((b, 0, request.slots[: request.prefix + (request.new if after else 0)]))
         runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
     slots = np.concatenate([np.empty(0, np.int64), *(run for _, _, run in runs)])
-    parts = [part.view(torch.uint8).numpy() for part in (data.stored_keys, data.stored_values) if part is not None]
+    parts = [part.view(torch.uint8).numpy() for part in stored_parts(data)]
     layers, _, _, heads, width = parts[0].shape
     rows = np.empty((layers, len(parts), len(slots), heads, width), np.uint8)
     for index, part in enumerate(parts):
@@ -548,7 +561,7 @@ def forget_data() -> None:
 def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     """New slots of a step [n] int64, ascending, and their values [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
     b, at = data.row_request, data.row_key
-    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    stored = stored_parts(data)
     rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
     slots, order = data.out_cache_loc.sort()
     return slots, rows[:, :, order].view(data.stored_keys.dtype)

@@ -130,6 +130,15 @@ def test_a_backend_of_fp8_pools_alone_has_loops_of_them() -> None:
     assert {case.kv_dtype for case in loops(declared)} == {"fp8_e4m3"}
 
 
+def test_a_backend_of_packed_rows_alone_has_cases_and_no_loop() -> None:
+    declared = TorchNativeBackend.capabilities.with_changes(
+        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False
+    )
+    for mode in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
+        assert generate(declared, mode, "smoke")
+        assert loops(declared, mode) == []
+
+
 def test_the_loop_of_target_verify_has_kv_groups_and_needs_decode_and_extend() -> None:
     declared, verify = TorchNativeBackend.capabilities, ForwardMode.TARGET_VERIFY
     (case,) = loops(declared, verify)

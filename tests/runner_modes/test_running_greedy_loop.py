@@ -16,7 +16,7 @@ from attn_testkit.runner_modes.harness import ServerHarness
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.checks.lossless import GeneratedTokens, lossless, ran_to_its_end
-from attn_testkit.contract import AttentionBackend, ForwardMode
+from attn_testkit.contract import AttentionBackend, AttentionLayer, ForwardMode
 from attn_testkit.emulation import emulated_cuda
 from attn_testkit.families.expected import Expected, expect_of
 from attn_testkit.steps.greedy_loop import Loop, data_of_tokens, loop_modes, make_loop
@@ -46,8 +46,9 @@ def speak(
     backend: type[AttentionBackend] = TorchNativeBackend,
     kept: list[list[int]] | None = None,
     modes: frozenset[ForwardMode] = frozenset(ForwardMode),
+    case_id: str = CASE,
 ) -> tuple[Loop, GeneratedTokens, Expected]:
-    case = parse_case(CASE.format(page=page, k=k, s=s, rounds=rounds))
+    case = parse_case(case_id.format(page=page, k=k, s=s, rounds=rounds))
     loop = make_loop(case, loop_modes(case, modes))
     if kept is not None:
         loop = replace(loop, kept=np.array(kept))
@@ -83,6 +84,31 @@ def test_greedy_decode_says_the_same_at_any_acceptance(kept: list[list[int]], gr
         likely = expected.logits[start : start + len(tokens)].argmax(-1).tolist()
         assert likely[len(prompt) - 1 : -1] == list(tokens[len(prompt) :])
         start += len(tokens)
+
+
+OPTIONS = CASE.replace("-gauss", "-gauss-kvfp8e4m3-w11-cap1.5-sink")
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graph"])
+def test_a_loop_has_windows_soft_caps_sinks_and_a_pool_of_fp8(graphs: bool) -> None:
+    loop, generated, expected = speak(k=2, graphs=graphs, case_id=OPTIONS)
+    assert [list(counts) for counts in generated.accepted] == loop.kept.tolist()
+    assert lossless(generated, loop, expected) == []
+
+
+class IgnoresTheWindow(TorchNativeBackend):
+    """Wrong: drafts see all keys in windowed layers."""
+
+    def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, batch: Any, save_kv_cache: bool = True) -> Any:
+        if batch.forward_mode is DRAFT:
+            layer = replace(layer, sliding_window_size=-1)
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+def test_a_window_that_drafts_ignore_is_heard() -> None:
+    loop, generated, expected = speak(backend=IgnoresTheWindow, case_id=OPTIONS, kept=[[3, 3, 3]] * 4)
+    (finding,) = lossless(generated, loop, expected)
+    assert finding.step == "round 1, draft-decode"
 
 
 def test_acceptance_changes_nothing_of_what_is_said() -> None:

@@ -193,6 +193,19 @@ def in_verify(**changes: Any) -> type[TorchNativeBackend]:
     return Changed
 
 
+class UnscaledInVerify(TorchNativeBackend):
+    """Verify stores keys with the scale of the FP8 pool, and reads them without it."""
+
+    def _store(self, k: Any, v: Any, layer: AttentionLayer, batch: Any, save_kv_cache: bool) -> None:
+        own = next(each for each in self.context.layers if each.layer_id == layer.layer_id)
+        super()._store(k, v, own, batch, save_kv_cache)
+
+    def forward(self, q: Any, k: Any, v: Any, layer: AttentionLayer, batch: Any, save_kv_cache: bool = True) -> Any:
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            layer = replace(layer, k_scale=1.0)
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
 class TableOfTheFirstGroup(TorchNativeBackend):
     """Verify reads the keys of all layers by the table of the first KV group."""
 
@@ -208,9 +221,10 @@ class TableOfTheFirstGroup(TorchNativeBackend):
         (in_verify(sliding_window_size=-1), "sliding window is ignored"),
         (in_verify(sinks=None), "sinks are ignored"),
         (in_verify(logit_cap=0.0), "soft cap is ignored"),
+        (UnscaledInVerify, "k_scale of the FP8 pool is not applied"),
         (TableOfTheFirstGroup, "something is kept"),
     ],
-    ids=["window", "sinks", "cap", "table"],
+    ids=["window", "sinks", "cap", "scale", "table"],
 )
 def test_options_that_only_verify_ignores_are_named(backend: type[AttentionBackend], hint: str) -> None:
     (finding,) = speak(KEYS.format(options=OPTIONS), backend, ANY)[3]

@@ -43,6 +43,7 @@ def width_of(context: BackendContext, mode: ForwardMode) -> int:
 def _capture_sizes(context: BackendContext) -> list[int]:
     """``cudagraph_capture_sizes``: buckets, in tokens. Without graphs vLLM's default list up to the largest batch."""
     widths = {width_of(context, mode) for mode in context.modes if mode is not ForwardMode.EXTEND} or {1}
+    widths.update(context.draft_widths)
     if context.capture_sizes:
         return sorted({size * width for size in context.capture_sizes for width in widths})
     usual = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_CAPTURE + 1, 16))

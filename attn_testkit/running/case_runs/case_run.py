@@ -13,7 +13,7 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.co_residents import co_resident_of, declared_co_residents
-from ...cases.server_variants import variant_of
+from ...cases.server_variants import narrower, variant_of
 from ...checks import Stage
 from ...checks.capabilities import refuses_undeclared
 from ...checks.failures import LOST_HINT, context_lost, first_line, from_exception, is_ctrl_c
@@ -31,7 +31,7 @@ from ...runner_modes.eager import eager_by_turns, run_eager
 from ...runner_modes.errors import NoRoomError, RunError, out_of_memory
 from ...runner_modes.graphs import GraphRun, run_graphs
 from ...runner_modes.greedy_loop import run_loop
-from ...runner_modes.harness import ServerHarness
+from ...runner_modes.harness import ServerHarness, what_alternates
 from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
@@ -91,6 +91,7 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
         supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
         runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
         cases += declared_co_residents(declared, case, runnable)
+    cases += narrower(case)
     own = [schedule_for(each, declared) for each in cases]
     if execution is Execution.EAGER:
         here = {mode for mode in declared.eager if not missing_here(declared, environment, mode)}
@@ -321,8 +322,8 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
             run_eager(harness, schedule, few, drive.clock, label=few.label) for few in with_other_requests(case, step)
         ]
     if len(drive.schedules) > 1:
-        own = [(each, each.steps[0]) for each in drive.schedules]
-        seen += eager_by_turns(harness, own, drive.clock, ("modes in turn", "modes in turn, again"))
+        own, what = [(each, each.steps[0]) for each in drive.schedules], what_alternates(harness)
+        seen += eager_by_turns(harness, own, drive.clock, (f"{what} in turn", f"{what} in turn, again"))
     drive.findings += compiles_once(harness, schedule, drive.clock)
     memory: Mapping[str, int] = dict(harness.memory.facts)
     if grows:
