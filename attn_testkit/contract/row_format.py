@@ -171,7 +171,6 @@ _DS_MLA = (
     Plane("scales", torch.float32, "latent", tile=128),
     Plane("rope", torch.bfloat16, "rope"),
 )
-_HALF = frozenset({"bf16", "fp16"})
 _BF16 = frozenset({"bf16"})
 
 
@@ -194,9 +193,9 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
             latent=True,
             dtypes=_BF16,
         ),
-        RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_HALF),
-        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn), latent=False, dtypes=_HALF),
-        RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_HALF, apart=True),
+        RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_BF16),
+        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn), latent=False, dtypes=_BF16),
+        RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_BF16, apart=True),
         RowFormat(
             "fp8_per_head", (Plane("numbers", torch.float8_e4m3fn, "row"),), latent=False, dtypes=_BF16,
             layer_scale="head",
