@@ -37,7 +37,7 @@ ALL_NAN = 0xFF
 """Byte that is NaN in every plane of scales or unscaled numbers: e4m3, bfloat16, float32 and UE8M0."""
 FP4 = torch.float4_e2m1fn_x2
 """Dtype of a plane of e2m1 numbers: two to a byte, the first in its lower half."""
-INT4 = torch.int4
+INT4: torch.dtype = torch.int4  # type: ignore[attr-defined]
 """Dtype of a plane of signed integers of 4 bits, packed likewise."""
 HALVES = frozenset({FP4, INT4})
 POWER_OF_TWO = torch.float8_e8m0fnu
@@ -171,7 +171,6 @@ _DS_MLA = (
     Plane("scales", torch.float32, "latent", tile=128),
     Plane("rope", torch.bfloat16, "rope"),
 )
-_HALF = frozenset({"bf16", "fp16"})
 _BF16 = frozenset({"bf16"})
 
 
@@ -194,9 +193,9 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
             latent=True,
             dtypes=_BF16,
         ),
-        RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_HALF),
-        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn), latent=False, dtypes=_HALF),
-        RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_HALF, apart=True),
+        RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_BF16),
+        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn), latent=False, dtypes=_BF16),
+        RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_BF16, apart=True),
         RowFormat(
             "fp8_per_head", (Plane("numbers", torch.float8_e4m3fn, "row"),), latent=False, dtypes=_BF16,
             layer_scale="head",

@@ -235,7 +235,7 @@ class UnusedScalesInTheStore(RowFormatsBackend):
     source="vLLM #43810, #43869 (padding slots of -1 in plain indexing), of scales",
     modes=_ALL,
     executions=("graph",),
-    checks=("writes-own-kv",),
+    checks=("captures-cleanly", "writes-own-kv"),
     hint="slot",
 )
 class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):

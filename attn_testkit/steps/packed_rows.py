@@ -16,9 +16,10 @@ _ULPS = 4
 def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
     """A copy of ``keys`` [..., width] in 16 bits whose numbers are rounded in one way, however a scale is computed.
 
-    Numbers near the middle between two that the format has are one unit smaller, as are the largest of a tile whose
-    scale is near such a middle, and each tile has a number that is not tiny: there servers differ (SGLang stores -448
-    and a scale of 0, vLLM has a smallest scale). ``by``: scale of the layer, a power of two, that keys are divided by.
+    Numbers near the middle between two that the format has are one unit smaller. The largest of a tile are smaller if
+    its scale is near such a middle, or its quotient near a power of two. Each tile has a number that is not tiny: there
+    servers differ (SGLang stores -448 and a scale of 0, vLLM has a smallest scale). ``by``: scale of the layer, a power
+    of two, that keys are divided by.
     """
     keys = keys + 0.0  # no -0, of which a format may have none
     for plane in packed.format.planes:
@@ -30,9 +31,8 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
         if scales is not None:
             least = torch.as_tensor(scales.least * by, dtype=tiles.dtype)
             tiles[..., -1] = torch.where(tiles.abs().amax(-1) < least, least, tiles[..., -1])
-            size = tiles.abs()
-            unclear = _unclear_scale(packed, scales, keys / by) & (size == size.amax(-1, keepdim=True))
-            tiles.view(torch.int16).sub_(unclear.to(torch.int16))
+            most = (_most(packed, scales, keys / by) * torch.as_tensor(by)[..., None]).to(tiles.dtype)
+            tiles.copy_(torch.minimum(torch.maximum(tiles, -most), most))
         exact = in_tiles((part / by).float(), scales.tile if scales else 0)
         if scales is not None:
             exact = exact / packed.scales(scales, keys / by)[..., None]
@@ -41,17 +41,27 @@ def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | 
     return keys
 
 
-def _unclear_scale(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> torch.Tensor:
-    """[..., tiles, 1] bool: True for tiles whose scale depends on how it is computed."""
+_A_UNIT_LESS = 1 - 2.0**-7.5
+"""A number of 16 bits times this is one or two units smaller."""
+_OFF_A_POWER = 2.0**-4
+"""More than the error of a quotient whose logarithm is computed in bf16 (SGLang's FP4MXBlock16KVQuantizeUtil): 2^-5.
+No middle between two numbers of a format is so near."""
+
+
+def _most(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> torch.Tensor:
+    """[..., tiles, 1] float32: the largest number of a tile that has a scale however it is computed; inf: it has."""
+    of = next(each.dtype for each in packed.format.planes if each.of == scales.of and not each.is_scales)
     exact = packed.exact_scales(scales, keys)[..., None]
     if scales.rule == "power_of_two":
-        # A logarithm in float32 does not tell a power of two from those next to it. Quotients are exact.
-        return next_power_of_two(exact.contiguous()) == exact
+        # A logarithm does not tell a power of two from numbers next to it.
+        below = next_power_of_two(exact * (1 - _OFF_A_POWER))
+        near = (below != next_power_of_two(exact)) | (below == exact)
+        return torch.where(near, below * LARGEST[of] * _A_UNIT_LESS, torch.inf)
     if scales.dtype == torch.float32:
-        return torch.zeros_like(exact, dtype=torch.bool)
+        return torch.full_like(exact, torch.inf)
     largest = LARGEST.get(scales.dtype, torch.inf)
     low, high = ((exact * (1 + off)).clamp(max=largest).to(scales.dtype) for off in (-_NEAR_TIE, _NEAR_TIE))
-    return low.float() != high.float()
+    return torch.where(low.float() != high.float(), exact * LARGEST[of] * _A_UNIT_LESS, torch.inf)
 
 
 def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:

@@ -211,7 +211,7 @@ def made_layer(layer: AttentionLayer, kv_dtype: torch.dtype) -> Any:
         layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, layer.layer_id,
         logit_cap=layer.logit_cap, v_head_dim=layer.v_head_dim, sliding_window_size=layer.sliding_window_size,
     )  # fmt: skip
-    if kv_dtype.itemsize == 1:
+    if kv_dtype.itemsize == 1 or layer.k_scale != 1.0 or layer.v_scale != 1.0:
         made.k_scale, made.v_scale = torch.tensor(layer.k_scale), torch.tensor(layer.v_scale)
         made.k_scale_float, made.v_scale_float = layer.k_scale, layer.v_scale
     return made
