@@ -123,7 +123,9 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
     ) -> torch.Tensor:  # fmt: skip
         """[bs, 1, Hv, V] of drafts of one node, which the kernels of drafts do not take: a decode of copied states."""
         behind = pool[self.taken]
-        out: torch.Tensor = self.decode(q, k, v, state=behind, scale=layer.scaling, **gates)[0]
+        places = torch.arange(len(behind), dtype=torch.int32, device=pool.device)
+        pooled = {"initial_state": behind, "initial_state_indices": places}
+        out: torch.Tensor = self.decode(q, k, v, state=None, scale=layer.scaling, **pooled, **gates)[0]
         if self.by_slots:
             self.store(pool, behind, self.index, self.live)
         else:
