@@ -40,6 +40,7 @@ __all__ = [
     "planned",
     "resolve",
     "scratch",
+    "server_stream",
     "side_stream",
 ]
 
@@ -107,10 +108,11 @@ class Environment:
 
         ``fill``: byte of uninitialized memory. On a device only the allocator's free memory is filled, unless the run
         is ``controlled``, which is slower. ``last_first``: if the device is emulated, the last program of a launch of a
-        Triton kernel runs first.
+        Triton kernel runs first, and side streams are late.
         """
         if self.emulated:
-            with emulated_cuda(Policy(fill=fill, program_order="reverse" if last_first else "forward")):
+            order = Policy(fill=fill, program_order="reverse", side_streams="late") if last_first else Policy(fill=fill)
+            with emulated_cuda(order):
                 folder = os.environ.get(NOTES_OF_LAUNCHES)
                 with note_launches(folder) if folder else nullcontext():
                     yield
@@ -169,6 +171,21 @@ def side_stream() -> torch.cuda.Stream:
     if is_active():
         return orderly_stream()  # type: ignore[return-value]
     return torch.cuda.Stream()  # type: ignore[no-untyped-call, no-any-return, unused-ignore]
+
+
+def server_stream(work: Callable[[], object]) -> torch.cuda.Stream:
+    """Do ``work`` on a stream of the server's own, after the present work of this one.
+
+    On a device the next work of this stream comes after it: of all orders that are possible, the one that shows. The
+    emulation knows that nothing orders the two.
+    """
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        work()
+    if not is_active():
+        torch.cuda.current_stream().wait_stream(stream)
+    return stream
 
 
 @contextmanager

@@ -188,7 +188,8 @@ def _record(record: type, presets: list[str]) -> list[str]:
 
 def _value(value: object) -> str:
     if isinstance(value, frozenset):
-        return f"{{{', '.join(repr(each) for each in sorted(value))}}}"
+        words = sorted(each.value if isinstance(each, ForwardMode) else each for each in value)
+        return f"{{{', '.join(map(repr, words))}}}"
     return repr(value)
 
 

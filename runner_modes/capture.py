@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from attn_testkit.cases.case import Case
 from attn_testkit.contract import ForwardBatch
 from attn_testkit.environment import side_stream
+from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.graphs.capture import Captured, record, warm_up
 from attn_testkit.graphs.held_tensors import block_of, tensors_held_by
 from attn_testkit.graphs.poison import poisoned
@@ -22,7 +24,7 @@ from .batches import captured_batch
 from .clock import Clock
 from .errors import blame
 from .forward import forward
-from .harness import ServerHarness
+from .harness import ServerHarness, mode_of
 from .hook_answers import fill_value, verify_mask_of
 from .mode_runner import ModeRunner
 from .mode_runners import MODE_RUNNERS
@@ -97,8 +99,9 @@ class ScheduleGraphs:
 
 
 def mode_suffix(harness: ServerHarness, schedule: Schedule) -> str:
-    """Suffix of labels, as `` of decode``, if several modes share an instance."""
-    return f" of {schedule.case.mode}" if len(harness.context.modes) > 1 else ""
+    """Suffix of labels, as `` of decode``, if several modes or widths share an instance."""
+    several = harness.context.draft_widths or len(harness.context.modes) > 1
+    return f" of {mode_of(harness, schedule)}" if several else ""
 
 
 def blocks_held(harness: ServerHarness) -> dict[str, tuple[int, int]]:
@@ -127,12 +130,16 @@ def capture_schedules(
             )
         fill = 0 if harness.pads_with_nothing else fill_value(harness.backend)
     # A server has all its buffers before its first capture.
-    cases = [(each.case, each.max_bs) for each in schedules]
-    static = [make_static_inputs(harness, case.width, bs, fill, case.rows_at_once) for case, bs in cases]
+    static = [make_static_inputs(harness, each, fill, _listed(harness, each.case)) for each in schedules]
     return tuple(
         _capture_schedule(harness, schedule, inputs, fill, pool, clock, filled)
         for schedule, inputs in zip(schedules, static, strict=True)
     )
+
+
+def _listed(harness: ServerHarness, case: Case) -> int:
+    """Slots of states that a batch of a mode lists per request: each node's in target-verify by slots."""
+    return slots_listed(case) if harness.context.state and case.tree is not None else 1
 
 
 def _capture_schedule(

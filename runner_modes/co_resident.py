@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import cycle
+
+import torch
 
 from attn_testkit.steps.schedule import Schedule, Step
 
@@ -29,6 +32,21 @@ class CoResidentGraphs:
 
     def another_run(self) -> None:
         """Plan the next step and replay its graph. Raises ``RunError``."""
+        self._planned()()
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Replay a graph on another stream, at once with what the block launches. Raises ``RunError``."""
+        run, side = self._planned(), torch.cuda.Stream()  # type: ignore[no-untyped-call, unused-ignore]
+        side.wait_stream(torch.cuda.current_stream())
+        yield
+        with torch.cuda.stream(side):
+            run()
+        with blame("replay", "another instance, at once"):
+            torch.cuda.current_stream().wait_stream(side)
+
+    def _planned(self) -> Callable[[], None]:
+        """Plan the next step. The result replays its graph."""
         graphs, step = self._graphs, next(self._steps)
         harness, label = graphs.harness, f"another instance, {label_of(graphs, step)}"
         staged = harness.load(graphs.schedule, step)
@@ -36,8 +54,12 @@ class CoResidentGraphs:
         view = view_of(graphs, staged)
         with blame("plan for replay", label):
             harness.backend.init_forward_metadata_out_graph(view)
-        with blame("replay", label):
-            harness.replay_graph(graphs.buckets[step.bucket].captured.graph)
+
+        def run() -> None:
+            with blame("replay", label):
+                harness.replay_graph(graphs.buckets[step.bucket].captured.graph)
+
+        return run
 
 
 class EagerCoResident:

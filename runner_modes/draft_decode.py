@@ -67,7 +67,9 @@ def _first_forward(staged: StagedStep) -> Mapping[str, torch.Tensor]:
 
 
 def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftDecodeInput:
-    branches, steps = harness.context.draft_branches, harness.context.speculative_num_steps
+    draft = static.schedule.case.draft
+    assert draft is not None
+    branches, steps = draft.branches, draft.steps
     return _spec(static.draft_slots[: bs * branches * steps], branches, steps)
 
 

@@ -19,12 +19,12 @@ from .batches import batch_on_device, eager_batch
 from .clock import Clock
 from .errors import blame
 from .forward import forward, pieces_for
-from .harness import ServerHarness, StagedStep
+from .harness import ServerHarness, StagedStep, mode_of, what_alternates
 from .hook_answers import verify_mask_of
 from .looked_at import looked_at
 from .mode_runners import MODE_RUNNERS
 from .observe import observe, readable
-from .overlap_scheduling import next_of, plans_ahead
+from .overlap_scheduling import next_of, plans_ahead, table_writes
 from .states import commit_states
 
 __all__ = ["batch_of", "eager_by_turns", "run_eager"]
@@ -90,6 +90,7 @@ def _ran(
         staged = harness.load(schedule, step, pattern)
         batch, sent = batch_of(harness, staged)
         ahead = next_of(staged, pattern) if plans_ahead(staged) else None
+        server_writes = table_writes(harness, staged)
         pieces = pieces_for(harness, case, len(batch.input_ids), other_strides=step.other_strides)
         _poison_heap(harness, len(batch.input_ids))
         if ahead is not None:
@@ -103,7 +104,8 @@ def _ran(
             between()
         none_kv = step.stored and harness.capabilities.server.takes_none_kv
         run = partial(forward, harness, driver, batch, case, not step.stored, between, step.other_strides, pieces)
-        trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
+        with server_writes():
+            trace = looked_at(harness, "forward without k and v" if none_kv else "forward", label, no_waits, run)
         if ahead is not None:
             # Made only now: it fills a mask buffer of the backend.
             following, _ = batch_of(harness, ahead)
@@ -122,10 +124,14 @@ def eager_by_turns(
     """Run a step of each of several modes on one instance, all of them once per entry of ``turns``.
 
     Each is planned again for the lengths of its own last plan, with other modes' plans between (TensorRT-LLM #13696).
-    ``turns``: their names in messages. Raises ``RunError`` for whatever the backend raises.
+    Likewise with several widths of one mode. ``turns``: their names in messages. Raises ``RunError`` for whatever the
+    backend raises.
     """
+    before = what_alternates(harness)
     return [
-        run_eager(harness, schedule, step, clock, label=f"eager {schedule.case.mode}, {turn}", ran_before="modes")
+        run_eager(
+            harness, schedule, step, clock, label=f"eager {mode_of(harness, schedule)}, {turn}", ran_before=before
+        )
         for turn in turns
         for schedule, step in steps
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -19,7 +20,7 @@ from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
 from .co_resident import CoResidentGraphs
 from .eager import eager_by_turns, run_eager
-from .harness import ServerHarness
+from .harness import ServerHarness, what_alternates
 from .kept_state import KeptState
 from .memory_bounded import memory_bounded
 from .options import RunOptions
@@ -91,7 +92,8 @@ def run_graphs(
 
     ``co_resident``: a co-resident instance with its own pool, like a draft model next to its target, and its schedule.
     It captures graphs too, and plans and replays one whenever this one is between planning and replaying its first
-    schedule, and again before the replay's results are read.
+    schedule, and again before the replay's results are read. If ``instances_run_at_once`` is declared, it has a memory
+    pool of its own, and another of its graphs runs on another stream, at once with the replay.
 
     Eager steps run on the same instance, right after their replay; and a batch that is larger than any graph is run
     between replays. In half of the cases one comes before there are graphs: a small one, so that what grows on demand
@@ -112,6 +114,9 @@ def run_graphs(
         )
     harness.captured()
     written = harness.written_at_capture()
+    at_once = harness.capabilities.server.instances_run_at_once
+    if at_once:
+        pool = torch.cuda.graph_pool_handle()  # graphs of one pool may not run at once
     other = (
         CoResidentGraphs(capture_schedules(co_resident[0], [co_resident[1]], pool, clock)[0]) if co_resident else None
     )
@@ -179,16 +184,17 @@ def _replay_all(
             step = schedule.steps[index]
             if options.poison_allocated:
                 _poison_allocated(graphs)
+            declared = mine.harness.capabilities
             between = other.another_run if other and first else None
             if kept is not None:
                 kept.restore()
                 between = kept.between
-            replayed = replay(mine, step, canaries, clock, options, between)
+            at_once = other.at_once if between and other and declared.server.instances_run_at_once else nullcontext
+            replayed = replay(mine, step, canaries, clock, options, between, at_once)
             replaced.update(dict.fromkeys(replayed.replaced))
             alive += replayed.copied_into
             observed = replayed.observed
             # Large batches between replays: an eager step may need more room than any graph.
-            declared = mine.harness.capabilities
             oversized = index == _OVERSIZED_AFTER and first and schedule.case.mode in declared.eager
             if options.eager_steps and (schedule.runs_eagerly(step, declared) or oversized):
                 eager = _eager_after(mine, schedule.oversized if oversized else step, observed, clock, options)
@@ -209,7 +215,7 @@ def _modes_by_turns(
     Every plan is then made for the lengths of the same mode's last one, with plans of other modes between, and the
     first eager one for those of the last eager one, with replays between (TensorRT-LLM #13696).
     """
-    harness = graphs[0].harness
+    harness, what = graphs[0].harness, what_alternates(graphs[0].harness)
     supported = [each for each in schedules if each.case.mode in harness.capabilities.eager]
     eager = [(each, last_live(each)) for each in supported]
     with clock.phase("setup"):
@@ -218,9 +224,9 @@ def _modes_by_turns(
     replays = []
     for each in reversed(graphs):
         again = replay(each, last_live(each.schedule), canaries, clock, options).observed
-        replays.append(replace(again, label=f"{again.label}, again, modes in turn"))
+        replays.append(replace(again, label=f"{again.label}, again, {what} in turn"))
     # The last of the eager plans first: only replays were planned since, the last of another mode.
-    after = eager_by_turns(harness, eager[::-1], clock, ("behind replays of all modes",))
+    after = eager_by_turns(harness, eager[::-1], clock, (f"behind replays of all {what}",))
     return [(seen.schedule, seen) for seen in (*before, *replays, *after)]
 
 

@@ -6,7 +6,7 @@ accepted; tokens of a draft are altered in between, so that any number of them i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,30 +15,20 @@ import torch
 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.trees import Tree
-from attn_testkit.checks.lossless import GeneratedTokens, TokenAttention
+from attn_testkit.checks.lossless import GeneratedTokens
 from attn_testkit.contract import ForwardMode
-from attn_testkit.model import Model, Trace, pack, row_width
-from attn_testkit.steps.data import HIDDEN, VOCAB, StepData
-from attn_testkit.steps.greedy_loop import Loop, Vocabulary, make_vocabulary, stage_name
-from attn_testkit.steps.schedule import Request, Schedule, Step, branched
-from attn_testkit.watches.packing import Sent
+from attn_testkit.model import Trace
+from attn_testkit.steps.data import VOCAB
+from attn_testkit.steps.greedy_loop import Loop, Vocabulary, make_vocabulary, stage_name, stored_words
+from attn_testkit.steps.schedule import Request, branched
 from attn_testkit.watches.pool_watch import PoolWatch
 from attn_testkit.watches.uploads import upload_into
 
-from .batches import batch_on_device, eager_batch
-from .capture import ScheduleGraphs, capture_schedules
 from .clock import Clock
-from .errors import blame
-from .forward import forward
-from .harness import ServerHarness, StagedStep
-from .mode_runners import MODE_RUNNERS
-from .replay import fill_static, view_of
+from .harness import ServerHarness
+from .loop_stages import LoopServer, Rows, StageResult, graphs_of, make_model
 
 __all__ = ["run_loop"]
-
-
-Rows = torch.Tensor
-"""Tensor [rows, ...] float32, host."""
 
 
 @dataclass
@@ -56,21 +46,11 @@ class _Talk:
     """Attention outputs in the forwards of each branch, [K][S - 1, L, Hq * Dv]."""
 
 
-@dataclass(frozen=True)
-class _Server:
+@dataclass(frozen=True, kw_only=True)
+class _Server(LoopServer):
     """State of a loop, with its results so far."""
 
-    harness: ServerHarness
-    case: Case
-    loop: Loop
-    graphs: Mapping[ForwardMode, ScheduleGraphs]
-    """Graphs by mode; empty in an eager loop."""
     talks: tuple[_Talk, ...]
-    said: list[TokenAttention] = field(default_factory=list)
-
-    def schedule(self, mode: ForwardMode) -> Schedule:
-        """The schedule of a mode."""
-        return next(each for each in self.loop.schedules if each.case.mode is mode)
 
     def slots(self, request: int, *, of_draft: bool) -> npt.NDArray[np.int64]:
         """Slots of a request, its row of the request table [columns]."""
@@ -85,14 +65,11 @@ class _Server:
 def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in_graphs: bool) -> GeneratedTokens:
     """Run all rounds. ``harness``: fresh, made of ``loop.schedules``. Raises ``RunError``."""
     words = make_vocabulary(case)
-    harness.model = _model(harness, words)
+    harness.model = make_model(harness, words)
     harness.follow = lambda ids, trace: _ranked(harness, ids, trace)
-    graphs: dict[ForwardMode, ScheduleGraphs] = {}
-    if in_graphs:
-        captured = capture_schedules(harness, loop.schedules, torch.cuda.graph_pool_handle(), clock)
-        graphs = {each.schedule.case.mode: each for each in captured}
+    graphs = graphs_of(harness, loop.schedules, clock) if in_graphs else {}
     talks = tuple(_Talk(list(prompt), len(prompt) - 1, len(prompt) - 1) for prompt in loop.prompts)
-    server = _Server(harness, case, loop, graphs, talks)
+    server = _Server(harness, case, loop, graphs, talks=talks)
     _load_prompts(server, words)
     accepted = []
     for number in range(case.rounds):
@@ -104,24 +81,18 @@ def run_loop(harness: ServerHarness, case: Case, loop: Loop, clock: Clock, *, in
     return GeneratedTokens(tokens, tuple(server.said), tuple(accepted))
 
 
-def _model(harness: ServerHarness, words: Vocabulary) -> Model:
-    """A model whose table has a row for each word, and one of NaN."""
-    layers, device = harness.context.layers, harness.device
-    shape = VOCAB + 1, len(layers), row_width(layers, harness.context.dtype)
-    table = torch.full(shape, torch.nan, dtype=harness.context.dtype, device=device)
-    hidden = torch.full((VOCAB + 1, HIDDEN), torch.nan, device=device)
-    upload_into(table[:-1], pack(words.q, words.k, words.v, one_row=layers[0].head_layout.values_in_keys))
-    upload_into(hidden[:-1], words.hidden)
-    return Model(harness.case, layers, table, hidden)
-
-
 def _ranked(harness: ServerHarness, ids: torch.Tensor, trace: Trace) -> torch.Tensor:
     """The most likely token after each row."""
     return harness.model.logits(trace.hidden).argmax(-1)
 
 
+def _outputs(result: StageResult) -> tuple[Rows, Rows]:
+    """Logits of a stage's returned rows [R, vocab], and attention outputs of its live rows [T, L, Hq * Dv]."""
+    return result.logits, result.attention
+
+
 def _pool(harness: ServerHarness) -> PoolWatch:
-    assert isinstance(harness.pool, PoolWatch), "no loop has KV groups"
+    assert isinstance(harness.pool, PoolWatch), "a draft-decode has no KV groups"
     return harness.pool
 
 
@@ -130,72 +101,12 @@ def _load_prompts(server: _Server, words: Vocabulary) -> None:
     context, pool = server.harness.context, _pool(server.harness)
     pool.poison()
     upload_into(context.req_to_token, torch.from_numpy(server.loop.table))
-    stored = [words.k] if context.layers[0].head_layout.values_in_keys else [words.k, words.v]
+    stored = [each.view(torch.uint8) if each.dtype.itemsize == 1 else each for each in stored_words(server.case, words)]
     for index, talk in enumerate(server.talks):
         ids = torch.tensor(talk.tokens[:-1], dtype=torch.int64)
         for of_draft in (False, True):
             slots = torch.from_numpy(server.slots(index, of_draft=of_draft)[: len(ids)])
             pool.store(slots, torch.stack([source[:, ids] for source in stored], 1))
-
-
-def _run(
-    server: _Server, mode: ForwardMode, requests: Sequence[Request], ids: Sequence[int], label: str
-) -> tuple[Rows, Rows]:
-    """Run a mode; return logits of its rows, [R, vocab], and attention of all live rows, [T, L, Hq * Dv]."""
-    step = Step(label, 0, label, server.case.bucket, tuple(requests), server.loop.table, 0)
-    staged = _loaded(server.schedule(mode), step, ids)
-    driver, trace = MODE_RUNNERS[mode], (_replay if server.graphs else _eager)(server, mode, staged)
-    with blame("read back", label):
-        assert trace.logits is not None
-        bs = step.bucket if server.graphs else step.bs
-        live, returned = driver.live_rows(staged, bs), driver.returned_rows(staged, bs)
-        return trace.logits.cpu()[returned], torch.stack(
-            [out.cpu()[live].flatten(1).float() for out in trace.attention], 1
-        )
-
-
-def _eager(server: _Server, mode: ForwardMode, staged: StagedStep) -> Trace:
-    harness, driver, label = server.harness, MODE_RUNNERS[mode], staged.step.label
-    spec, extends = driver.eager_spec(harness, staged), driver.eager_extends(harness, staged)
-    batch, _ = batch_on_device(eager_batch(harness, staged, mode, spec, extends), harness.device)
-    with blame("plan", label):
-        harness.backend.init_forward_metadata(batch)
-    with blame("forward", label):
-        return forward(harness, driver, batch, staged.schedule.case)
-
-
-def _replay(server: _Server, mode: ForwardMode, staged: StagedStep) -> Trace:
-    harness, graphs, label = server.harness, server.graphs[mode], staged.step.label
-    fill_static(graphs, staged)
-    with blame("plan for replay", label):
-        harness.backend.init_forward_metadata_out_graph(view_of(graphs, staged))
-    captured = graphs.buckets[staged.step.bucket].captured
-    with blame("replay", label):
-        harness.replay_graph(captured.graph)
-    return captured.outputs
-
-
-def _loaded(schedule: Schedule, step: Step, ids: Sequence[int]) -> StagedStep:
-    """A step whose KV pool and request table exist already, and are not checked after it."""
-    none = np.zeros(0, np.uint8)
-    return StagedStep(
-        schedule, step, _numbers(step), 0, none.view(np.int64), torch.zeros(0), Sent((), none, none), none,
-        tokens=torch.tensor(list(ids)),
-    )  # fmt: skip
-
-
-def _numbers(step: Step) -> StepData:
-    """Numbers of a step's rows that a batch needs; their q, k and v are in the model's table."""
-    none, rows = torch.zeros(0), []
-    for request in step.requests:
-        shape = request.tree or request.draft
-        rows += [request.prefix + depth for depth in (shape.depths if shape else range(request.new))]
-    slots = np.concatenate([request.slots[request.prefix :] for request in step.requests])
-    return StepData(
-        q=none, k=none, v=none, stored_keys=none, stored_values=None, kv_scales=none, visible=none, key_positions=none,
-        query_positions=none, row_request=none, row_offset=none, row_key=none, hidden=torch.zeros(step.tokens, HIDDEN),
-        positions=torch.tensor(rows), out_cache_loc=torch.from_numpy(slots),
-    )  # fmt: skip
 
 
 def _extend(server: _Server, number: int) -> None:
@@ -212,13 +123,13 @@ def _extend(server: _Server, number: int) -> None:
         requests.append(Request(talk.drafted, rows, row, slots, accepted=len(fresh)))
         # Rows after the accepted ones are computed, stored and never read.
         ids += fresh + [0] * (rows - len(fresh))
-    logits, attention = _run(server, mode, requests, ids, label)
+    logits, attention = _outputs(server.run(mode, requests, ids, label))
     draft, end = server.case.draft, 0
     assert draft is not None
     for index, (talk, request) in enumerate(zip(server.talks, requests, strict=True)):
         last = index if mode is ForwardMode.DRAFT_EXTEND else index * width + request.accepted - 1
         for offset in range(request.accepted):
-            _note(server, label, index, talk.drafted + offset, attention[end + offset])
+            server.note(label, index, talk.drafted + offset, attention[end + offset])
         end += request.new
         talk.drafted = len(talk.tokens)
         talk.proposed = [[int(token)] for token in logits[last].topk(draft.branches).indices]
@@ -238,7 +149,7 @@ def _draft(server: _Server, number: int) -> None:
             _pool(server.harness).move(torch.from_numpy(slots[talk.drafted - len(copy) : talk.drafted]), copy)
         ids += [branch[0] if row == 0 else 0 for branch in talk.proposed for row in range(draft.forwards)]
     mode = ForwardMode.DRAFT_DECODE
-    logits, attention = _run(server, mode, requests, ids, stage_name(number, mode))
+    logits, attention = _outputs(server.run(mode, requests, ids, stage_name(number, mode)))
     likely = logits.argmax(-1).view(-1, draft.branches, draft.forwards).tolist()
     thought = attention.view(len(requests), draft.branches, draft.forwards, *attention.shape[1:])
     for index, (talk, branches) in enumerate(zip(server.talks, likely, strict=True)):
@@ -265,19 +176,19 @@ def _verify(server: _Server, number: int) -> tuple[int, ...]:
         row = server.row(index, of_draft=False)
         requests.append(Request(talk.verified, len(tree), row, slots, tree))
         ids.append([talk.tokens[-1], *(token for level in zip(*talk.proposed, strict=True) for token in level)])
-    logits, attention = _run(server, mode, requests, [token for each in ids for token in each], label)
+    logits, attention = _outputs(server.run(mode, requests, [token for each in ids for token in each], label))
     accepted, by_request = [], logits.view(len(requests), len(tree), -1)
     for index, (talk, request, rows) in enumerate(zip(server.talks, requests, by_request, strict=True)):
         seen, likely = attention[index * len(tree) :], rows.argmax(-1).tolist()
         path = _accepted(tree, ids[index], likely)
         for depth, node in enumerate(path):
-            _note(server, label, index, talk.verified + depth, seen[node])
+            server.note(label, index, talk.verified + depth, seen[node])
             talk.tokens.append(likely[node])
         _move(server.harness, request, path)
         # The forwards of a branch whose inputs were accepted tokens.
         for depth, node in enumerate(path[1 : server.loop.steps]):
             thought = talk.thought[(node - 1) % len(talk.proposed)][depth]
-            _note(server, stage_name(number, ForwardMode.DRAFT_DECODE), index, talk.verified + 1 + depth, thought)
+            server.note(stage_name(number, ForwardMode.DRAFT_DECODE), index, talk.verified + 1 + depth, thought)
         talk.verified += len(path)
         accepted.append(len(path) - 1)
     return tuple(accepted)
@@ -292,10 +203,6 @@ def _accepted(tree: Tree, proposed: Sequence[int], likely: Sequence[int]) -> lis
         if following is None:
             return path
         path.append(following)
-
-
-def _note(server: _Server, label: str, request: int, position: int, attention: torch.Tensor) -> None:
-    server.said.append(TokenAttention(label, request, position, attention.numpy().copy()))
 
 
 def _move(harness: ServerHarness, request: Request, path: Sequence[int]) -> None:

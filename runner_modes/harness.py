@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -15,7 +15,7 @@ import torch
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.dimensions.kv_splits import splits_of
 from attn_testkit.cases.layers import PERIOD
-from attn_testkit.cases.server_variants import dialect_of, variant_of
+from attn_testkit.cases.server_variants import dialect_of, variant_of, width_of
 from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Observation
 from attn_testkit.contract import (
@@ -42,13 +42,14 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload
 
 from .errors import NoRoomError, blame, no_mode_left, out_of_memory
+from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memory_use import MemoryUse
 from .pieces import Pieces
 from .state_pools import load_states, with_states
 from .tables import Tables
 
-__all__ = ["ServerHarness", "StagedStep", "context_for"]
+__all__ = ["ServerHarness", "StagedStep", "context_for", "mode_of", "what_alternates"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,17 @@ class StagedStep:
         return torch.from_numpy(np.arange(self.step.tokens)) if self.tokens is None else self.tokens
 
 
+def mode_of(harness: ServerHarness, schedule: Schedule) -> str:
+    """The mode of a schedule in messages, with its width if the instance has several."""
+    case = schedule.case
+    return f"{case.mode} of width {width_of(case)}" if harness.context.draft_widths else str(case.mode)
+
+
+def what_alternates(harness: ServerHarness) -> Literal["modes", "widths"]:
+    """Name of what differs between the schedules of an instance, in messages: ``modes`` or ``widths``."""
+    return "widths" if harness.context.draft_widths else "modes"
+
+
 def _largest(schedules: Sequence[Schedule], name: str) -> int:
     return max(int(getattr(schedule, name)) for schedule in schedules)
 
@@ -98,6 +110,7 @@ def context_for(
     mostly_unused = bool(variant_of(case).pool_elements)
     ctx = _largest(schedules, "max_context_len")
     spec = [s for s in schedules if s.case.mode.is_speculative()]
+    widths = {width_of(s.case) for s in schedules if s.case.mode is case.mode}
     verify = [s for s in schedules if s.case.tree is not None]
 
     def group(index: int, own: tuple[AttentionLayer, ...]) -> KVGroup:
@@ -124,6 +137,7 @@ def context_for(
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
+        draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),
@@ -209,7 +223,8 @@ class ServerHarness:
         token = len(layers), row_width(layers, context.dtype)
         most = _largest(schedules, "most_rows")
         self._tables = Tables(len(context.groups), requests, columns, most, token, context.dtype, device)
-        tables = self._tables.req_to_token
+        self.request_tables = tables = self._tables.req_to_token
+        """Request table of each KV group, [G, requests, max_context_len] int32, on the device."""
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
         self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
@@ -265,6 +280,7 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        load_head_scales(self.context.layers, None)
         if self.index:
             self.index.clear()
 
@@ -317,6 +333,7 @@ class ServerHarness:
         if self.capabilities.sparse and not self.capabilities.sparse.any_padding:
             self.model.select_none_from(step.tokens)
         load_states(self.context, schedule, step)
+        load_head_scales(self.context.layers, data.kv_scales)
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
         slots = (schedule.num_pages + 1) * schedule.case.page_size

@@ -38,8 +38,8 @@ class RunOptions:
     contiguous_heads: bool = False
     """Make heads of new k and v contiguous even with ``takes_strided_heads``. Question: is the step right then?"""
     programs_in_order: bool = False
-    """Run programs of a Triton kernel in the order of their numbers, as in eager runs. Question, where the device is
-    emulated: is the graph right then, so that the result depends on the order?"""
+    """Run programs of a Triton kernel in the order of their numbers, and side streams at once, as in eager runs.
+    Question, where the device is emulated: is the graph right then, so that the result depends on the order?"""
     eager_steps: bool = True
     """Run eager steps on the same instance, before there are graphs and between replays. Question if False: are replays
     right if nothing else uses the instance?"""

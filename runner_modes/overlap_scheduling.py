@@ -3,19 +3,28 @@
 SGLang's and vLLM's schedulers plan step n + 1 once they have the results of step n - 1. So the device may not have
 begun with step n, and has not even made the copies of its plan: a backend that refills their source buffer gives step n
 the next step's numbers (TensorRT-LLM #15546, rtp-llm #1192).
+
+Nor does the scheduler's stream wait for the model's: if only plans read the request table, it writes the rows of the
+next step as soon as a plan is made (SGLang #31270).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 
+import torch
+
+from attn_testkit.environment import server_stream
 from attn_testkit.families.table import family_of
 from attn_testkit.steps.schedule import part
 from attn_testkit.watches.past_modes import past_modes
 
-from .harness import StagedStep
+from .harness import ServerHarness, StagedStep
 
-__all__ = ["next_of", "plans_ahead"]
+__all__ = ["next_of", "plans_ahead", "table_writes"]
 
 
 def plans_ahead(staged: StagedStep) -> bool:
@@ -33,3 +42,28 @@ def next_of(staged: StagedStep, pattern: str | None = None) -> StagedStep:
     with past_modes():
         data = family_of(staged.schedule.case).data(staged.schedule, other, pattern)
     return replace(staged, step=other, data=data, tokens=None)
+
+
+def table_writes(harness: ServerHarness, staged: StagedStep) -> Callable[[], AbstractContextManager[None]]:
+    """Prepare the server's writes of the request table. Call the result after the plan: around the forward or the
+    replay, the step's rows lead to slot 0, which is poison.
+
+    Nothing is written for a backend whose forwards may read the table, or if no step is planned ahead. Raises what the
+    emulation raises for a table that is still read.
+    """
+    if not (harness.capabilities.server.takes_rewritten_table and plans_ahead(staged)):
+        return nullcontext
+    table = harness.request_tables
+    rows = torch.tensor([request.pool_row for request in staged.step.requests], device=table.device)
+    return partial(_rewritten, table, rows, table.index_select(1, rows))
+
+
+@contextmanager
+def _rewritten(table: torch.Tensor, rows: torch.Tensor, numbers: torch.Tensor) -> Iterator[None]:
+    # A device begins with the forward when the table is written; the rows come back when the forward is done.
+    stream = server_stream(partial(table.index_fill_, 1, rows, 0))
+    yield
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        table.index_copy_(1, rows, numbers)
+    torch.cuda.current_stream().wait_stream(stream)

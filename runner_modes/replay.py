@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -24,7 +25,7 @@ from .harness import ServerHarness, StagedStep
 from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
-from .overlap_scheduling import next_of, plans_ahead
+from .overlap_scheduling import next_of, plans_ahead, table_writes
 from .states import captured_states, commit_states, fill_states
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
@@ -48,14 +49,17 @@ def replay(
     clock: Clock,
     options: RunOptions,
     between: Callable[[], None] | None = None,
+    at_once: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Replayed:
     """Run the graph of a step's bucket. ``between`` is called after planning, before the graph runs, and after it.
+
+    ``at_once``: other work that runs at the same time.
 
     Raises ``RunError`` for whatever the backend raises, a host sync in its plan included unless it declares
     ``needs_cpu_seq_lens``.
     """
     with graphs.harness.memory.step():
-        return _observed(graphs, step, canaries, clock, options, between)
+        return _observed(graphs, step, canaries, clock, options, between, at_once)
 
 
 def _observed(
@@ -65,9 +69,10 @@ def _observed(
     clock: Clock,
     options: RunOptions,
     between: Callable[[], None] | None,
+    at_once: Callable[[], AbstractContextManager[None]],
 ) -> Replayed:
     harness, label, bucket = graphs.harness, label_of(graphs, step), graphs.buckets[step.bucket]
-    staged, replaced, copied_into = _replayed(graphs, step, clock, options, between)
+    staged, replaced, copied_into = _replayed(graphs, step, clock, options, between, at_once)
     with clock.phase("read back"), blame("read back", label):
         observed = observe(
             harness,
@@ -84,7 +89,12 @@ def _observed(
 
 
 def _replayed(
-    graphs: ScheduleGraphs, step: Step, clock: Clock, options: RunOptions, between: Callable[[], None] | None
+    graphs: ScheduleGraphs,
+    step: Step,
+    clock: Clock,
+    options: RunOptions,
+    between: Callable[[], None] | None,
+    at_once: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> tuple[StagedStep, tuple[str, ...], tuple[torch.Tensor, ...]]:
     """Replay the graph of a step, after those of the steps that it continues.
 
@@ -100,6 +110,7 @@ def _replayed(
         watched = _Watched(harness, options)
         torch.cuda.synchronize()
         ahead = next_of(staged, options.pattern) if plans_ahead(staged) else None
+        server_writes = table_writes(harness, staged)
         done_ahead = keep_device_busy(ahead is not None)
     no_waits = not harness.capabilities.needs_cpu_seq_lens
     with clock.phase("replay"):
@@ -117,7 +128,7 @@ def _replayed(
         del view
         if between is not None:
             between()
-        with blame("replay", label):
+        with at_once(), server_writes(), blame("replay", label):
             harness.replay_graph(bucket.captured.graph)
         if between is not None:
             between()

@@ -34,7 +34,9 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     table = torch.zeros(rows + 1, listed, dtype=torch.int32, device=context.device)
     if listed == 1:
         table = table[:, 0]
-    state = StateContext(layers, pool, table, shape.padding, shape.fresh, shape.rollback, shape.snapshots)
+    state = StateContext(
+        layers, pool, table, shape.padding, shape.fresh, shape.rollback, shape.snapshots, shape.continues or "copy"
+    )
     return replace(context, state=state)
 
 

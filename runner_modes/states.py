@@ -40,6 +40,10 @@ def _copies_now(context: BackendContext, mode: ForwardMode) -> bool:
     return context.state is not None and context.state.snapshots > 0 and not mode.is_target_verify()
 
 
+def _given_sources(context: BackendContext, mode: ForwardMode) -> bool:
+    return context.state is not None and context.state.continues == "source" and not mode.is_target_verify()
+
+
 def _places(staged: StagedStep) -> npt.NDArray[np.int64]:
     return state_places(schedule_of_states(staged.schedule))
 
@@ -60,9 +64,11 @@ def eager_states(context: BackendContext, staged: StagedStep) -> StateInput | No
     if _by_slots(context, mode):
         return StateInput(lists, num_accepted=torch.tensor(data.taken, dtype=torch.int32))
     begun = torch.tensor(_begun(staged), dtype=torch.bool) if mode is ForwardMode.EXTEND else None
+    sources = torch.from_numpy(_places(staged)[list(data.sources)].astype(np.int32))
     return StateInput(
-        lists[:, 0].clone(), begun, snapshot=_snapshot(staged, data) if _copies_now(context, mode) else None
-    )
+        lists[:, 0].clone(), begun, sources=sources if _given_sources(context, mode) else None,
+        snapshot=_snapshot(staged, data) if _copies_now(context, mode) else None,
+    )  # fmt: skip
 
 
 def captured_states(context: BackendContext, static: StaticInputs, mode: ForwardMode, bs: int) -> StateInput | None:
@@ -74,7 +80,8 @@ def captured_states(context: BackendContext, static: StaticInputs, mode: Forward
         return StateInput(lists, num_accepted=static.state_accepted[:bs])
     begun = static.has_initial_state[:bs] if mode is ForwardMode.EXTEND else None
     copies = Snapshot(static.snapshot_rows[:bs], static.snapshot_slots[:bs]) if _copies_now(context, mode) else None
-    return StateInput(static.state_indices[:bs], begun, snapshot=copies)
+    sources = static.state_sources[:bs] if _given_sources(context, mode) else None
+    return StateInput(static.state_indices[:bs], begun, sources=sources, snapshot=copies)
 
 
 def commit_states(harness: ServerHarness, staged: StagedStep, state: StateInput | None, bs: int) -> None:
@@ -105,6 +112,9 @@ def fill_states(context: BackendContext, static: StaticInputs, staged: StagedSte
     lists = host["state_indices"].reshape(-1, static.counts["state_indices"])
     places = _places(staged)
     lists[:live] = places[data.lists if lists.shape[1] > 1 else data.lists[:, :1]]
+    if len(host["state_sources"]):
+        host["state_sources"][:] = host["state_indices"]
+        host["state_sources"][:live] = places[list(data.sources)]
     host["has_initial_state"][:] = False
     host["has_initial_state"][:live] = _begun(staged)
     host["state_accepted"][:] = 1

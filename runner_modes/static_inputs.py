@@ -10,9 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from attn_testkit.families.recurrent.data import slots_listed
 from attn_testkit.steps.data import HIDDEN
-from attn_testkit.steps.schedule import Step
+from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.packing import Bytes, Place, Sent, pack_places, sent_alone
 from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into
@@ -26,6 +25,8 @@ __all__ = ["StaticInputs", "make_static_inputs"]
 class StaticInputs:
     """Buffers whose heads are live and whose tails are padding."""
 
+    schedule: Schedule
+    """Schedule whose steps they hold."""
     input_ids: torch.Tensor
     """Rows of the model's table, [max_bs * N] int64."""
     positions: torch.Tensor
@@ -59,6 +60,9 @@ class StaticInputs:
     state_indices: torch.Tensor
     """Slots of states, [max_bs] or flat [max_bs * N] int32; -1 or 0 for padded requests. Empty if no layer keeps a
     state."""
+    state_sources: torch.Tensor
+    """Slots whose states requests continue, [max_bs] int32; as ``state_indices`` for padded requests. Empty if those
+    are their own."""
     state_accepted: torch.Tensor
     """Accepted nodes of the step before, [max_bs] int32; 1 for padded requests. Empty, likewise."""
     has_initial_state: torch.Tensor
@@ -131,7 +135,7 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "copy"]
+    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "source", "copy"]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -158,6 +162,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "select_index": _Buffer(torch.int64, "request", ""),
     "snapshot_slots": _Buffer(torch.int64, "copy", "batch.state.snapshot.slots"),
     "state_indices": _Buffer(torch.int32, "state list", "batch.state.indices"),
+    "state_sources": _Buffer(torch.int32, "source", "batch.state.sources"),
     "state_accepted": _Buffer(torch.int32, "state", "batch.state.num_accepted"),
     "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
@@ -165,19 +170,21 @@ _BUFFERS: Mapping[str, _Buffer] = {
 """Buffers in the order in which messages name them."""
 
 
-def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: int, rows: int = 0) -> StaticInputs:
-    """Make buffers as before a capture: lengths at ``fill``, accept counts at ``width``, tokens and rows zero.
+def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, listed: int = 1) -> StaticInputs:
+    """Make buffers as before a capture: lengths at ``fill``, accept counts at N, tokens and rows zero.
 
-    ``width``: N, rows per request. ``rows``: those of one forward, if it has fewer.
+    ``listed``: slots of states that a batch lists per request.
     """
-    context = harness.context
+    context, case, max_bs = harness.context, schedule.case, schedule.max_bs
+    width, rows = case.width, case.rows_at_once
     each = {
         "request": 1,
         "token": width,
-        "slot": context.draft_branches * context.speculative_num_steps,
+        "slot": case.draft.branches * case.draft.steps if case.draft else 0,
         "token of each group": width * len(context.kv_groups),
         "state": 1 if context.state else 0,
-        "state list": slots_listed(harness.case) if context.state else 0,
+        "state list": listed if context.state else 0,
+        "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
@@ -199,15 +206,18 @@ def make_static_inputs(harness: ServerHarness, width: int, max_bs: int, fill: in
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,
         "state_accepted": 1,
-        "state_indices": harness.case.state.padded_index if harness.case.state else 0,
+        **dict.fromkeys(
+            ("state_indices", "state_sources"), harness.case.state.padded_index if harness.case.state else 0
+        ),
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)
-    host["query_start_loc"][:] = np.arange(max_bs + 1) * (rows or width)
+    host["query_start_loc"][:] = np.arange(max_bs + 1) * rows
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
     mask_size = max_bs * width * (fill + width) if context.topk else 0
     static = StaticInputs(
+        schedule=schedule,
         **packing.tensors(memory),
         custom_mask=torch.ones(mask_size, dtype=torch.bool, device=harness.device),
         seq_lens_cpu=torch.zeros(max_bs, dtype=torch.int64),

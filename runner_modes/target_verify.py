@@ -73,7 +73,7 @@ def _fresh(harness: ServerHarness, staged: StagedStep) -> VerifyInput:
 
 
 def _eager_spec(harness: ServerHarness, staged: StagedStep) -> VerifyInput:
-    owned = verify_mask_of(harness, staged.schedule.case.width)
+    owned = verify_mask_of(harness, harness.context.num_draft_tokens)
     if _is_bare(staged.schedule.case):
         return _without_tree(_fresh(harness, staged))
     if owned is None or not owned.fits(staged.step.bs):
@@ -98,6 +98,9 @@ def _in_owned_buffer(harness: ServerHarness, staged: StagedStep, owned: VerifyMa
             room.fill_(_ALL_VISIBLE[owned.mode])
         if trees := _trees(staged):
             mask = _LAYOUTS[owned.mode](trees, [r.prefix for r in staged.step.requests])
+            if owned.mode is TreeMaskMode.QLEN_ONLY_BITPACKING:
+                # Items are as wide as the widest batch of the instance needs.
+                mask = mask.astype(f"u{owned.buffer.dtype.itemsize}")
             # Converted to bytes: few operations are implemented for uint16 and uint32.
             data = torch.from_numpy(mask.view(np.uint8))
             upload_into(room[: len(data)], data)
@@ -105,7 +108,7 @@ def _in_owned_buffer(harness: ServerHarness, staged: StagedStep, owned: VerifyMa
 
 
 def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> VerifyInput:
-    owned = verify_mask_of(harness, width)
+    owned = verify_mask_of(harness, harness.context.num_draft_tokens)
     device = harness.device
     none = torch.full((bs, width), -1, dtype=torch.int64, device=device)
     spec = VerifyInput(
@@ -115,7 +118,7 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
         retrieve_index=torch.arange(bs * width, device=device).view(bs, width),
         retrieve_next_token=none,
         retrieve_next_sibling=none,
-        spec_steps=harness.context.speculative_num_steps,
+        spec_steps=static.schedule.spec_steps,
         topk=harness.context.topk,
         draft_token_num=width,
         num_tokens_per_req=captured_width(harness, width),
@@ -125,7 +128,7 @@ def _captured_spec(harness: ServerHarness, static: StaticInputs, bs: int, width:
 
 
 def _replay_spec(harness: ServerHarness, static: StaticInputs, staged: StagedStep, bs: int, width: int) -> VerifyInput:
-    owned = verify_mask_of(harness, width)
+    owned = verify_mask_of(harness, harness.context.num_draft_tokens)
     fits = owned is not None and owned.fits(bs)
     if _is_bare(staged.schedule.case):
         spec = _without_tree(_fresh(harness, staged))

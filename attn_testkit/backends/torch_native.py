@@ -59,6 +59,7 @@ class TorchNativeBackend(AttentionBackend):
         kv_dtypes=frozenset({"same", "fp8_e4m3"}),
         head_dims=frozenset({32, 64, 128, 256, 512}),
         mla_rope_dims=frozenset({32, 64}),
+        wider_keys=frozenset({64}),
         page_sizes=frozenset({1, 2, 4, 8, 16, 32, 64, 128}),
         kv_layouts=frozenset(KV_LAYOUTS) - {"custom"},
         gqa_ratios=frozenset(range(1, 129)),
@@ -67,6 +68,7 @@ class TorchNativeBackend(AttentionBackend):
         max_draft_branches=16,
         windows=Windows(frozenset(ForwardMode), in_trees=True, chunked=frozenset(ForwardMode)),
         logit_cap=True,
+        alibi=frozenset(ForwardMode),
         sinks=True,
         needs_cpu_seq_lens=False,
         server=ServerConventions(
@@ -82,6 +84,7 @@ class TorchNativeBackend(AttentionBackend):
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
             padding_slots=frozenset({0, -1}),
+            narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         kv_groups=True,
@@ -291,6 +294,9 @@ class TorchNativeBackend(AttentionBackend):
         b, w, h, g, d = rows.shape
         rows = (rows * (layer.scaling * layer.k_scale)).permute(0, 2, 3, 1, 4).reshape(b, h, g * w, d)
         logits = rows.matmul(keys.transpose(2, 3)).view(b, h, g, w, -1)
+        if layer.alibi_slopes is not None:
+            distance = (self._key_position - self._position[..., None])[:, None, None]
+            return logits + layer.alibi_slopes.view(1, h, g, 1, 1) * distance
         return layer.logit_cap * torch.tanh(logits / layer.logit_cap) if layer.logit_cap else logits
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:

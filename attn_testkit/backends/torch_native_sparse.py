@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..contract import (
-    ROW_FORMATS,
+    LATENT_FORMATS,
     AttentionLayer,
     Capabilities,
     ForwardMode,
@@ -198,7 +198,7 @@ class TorchNativeSparsePackedBackend(TorchNativeSparseBackend):
     """The pool holds packed rows of FP8 numbers, scales and an unscaled rope part: 656 bytes for DeepSeek V3.2."""
 
     capabilities = TorchNativeSparseBackend.capabilities.with_changes(
-        families={"mla"}, head_dims={128, 512}, mla_rope_dims={64}, dtypes={"bf16"}, kv_dtypes=set(ROW_FORMATS)
+        families={"mla"}, head_dims={128, 512}, mla_rope_dims={64}, dtypes={"bf16"}, kv_dtypes=LATENT_FORMATS
     )
 
     def read(

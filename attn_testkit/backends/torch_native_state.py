@@ -19,7 +19,7 @@ from ..contract import (
     StateLayer,
     VerifyInput,
 )
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
+from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 
 __all__ = ["TorchNativeStateBackend"]
 
@@ -46,6 +46,7 @@ class TorchNativeStateBackend(StateBackend):
             k_dims={32, 64, 128}, dtypes=frozenset(STATE_DTYPES), conv_widths={1, 2, 4}, orders=frozenset(ORDERS),
             padding=frozenset(PADDED_STATES), fresh=frozenset(FRESH), strided=True,
             rollback=frozenset(ROLLBACKS), snapshots={16, 64}, trees={"gdn", "kda"},
+            continues=frozenset(CONTINUES),
         ),
         needs_cpu_seq_lens=False,
         deterministic=True,
@@ -118,6 +119,8 @@ class TorchNativeStateBackend(StateBackend):
 
     def taken_slots(self, state: StateInput) -> torch.Tensor:
         """[bs] int64: slot whose state each request continues."""
+        if state.sources is not None:
+            return state.sources.long().clamp(min=0)
         if state.num_accepted is None:
             return self.index
         return self.lists.gather(1, state.num_accepted.long()[:, None] - 1)[:, 0]
@@ -145,7 +148,8 @@ class TorchNativeStateBackend(StateBackend):
         assert batch.state is not None
         verifies = batch.forward_mode.is_target_verify()
         conv, temporal = self.pools(layer)
-        window = self.windows(conv[self.index], batch.state, layer.conv_width - 1)
+        # With a slot for each node the window of all is in the first.
+        window = self.windows(conv[self.index if self.by_slots else self.taken], batch.state, layer.conv_width - 1)
         window = window.masked_fill(~self.begun[:, None, None], 0)
         state = temporal[self.taken].float().masked_fill(~self.begun[:, None, None, None], 0.0)
         # Requests without a row left write the last one, which is cut off.
@@ -175,7 +179,7 @@ class TorchNativeStateBackend(StateBackend):
                 self.store(conv, window, self.snapshot.slots, copied)
                 self.store(temporal, state.to(temporal.dtype), self.snapshot.slots, copied)
         if not verifies:
-            self.store(conv, window, self.index, self.live)
+            self.store(conv[..., : window.shape[-1]], window, self.index, self.live)
             self.store(temporal, state.to(temporal.dtype), self.index, self.live)
         return out[:-1]
 
@@ -198,7 +202,8 @@ class TorchNativeStateBackend(StateBackend):
     def windows(self, held: torch.Tensor, state: StateInput, columns: int) -> torch.Tensor:
         """[bs, C, W - 1] before the step, of what the first slot of each request holds [bs, C, columns]."""
         if state.num_accepted is None or not columns:
-            return held
+            # With a slot for each node, a window that no draft has moved begins at column 0.
+            return held[..., :columns]
         first = state.num_accepted.long()[:, None] - 1
         at = first + torch.arange(columns, device=held.device)
         return held.gather(2, at[:, None].expand(-1, held.shape[1], -1))

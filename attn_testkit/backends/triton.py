@@ -102,6 +102,7 @@ class TritonBackend(AttentionBackend):
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
             padding_slots=frozenset({0, -1}),
+            narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         kv_groups=True,
@@ -164,7 +165,8 @@ class TritonBackend(AttentionBackend):
         if batch.forward_mode.is_target_verify():
             assert static.mask is not None
             assert fresh.mask is not None
-            mask = static.mask[:bs]
+            # A narrower batch has its nodes in the first bytes, where the draft stage puts them.
+            mask = static.mask.view(-1)[: fresh.mask.numel()].view(fresh.mask.shape)
             mask.copy_(fresh.mask)
         self._plan = _Plan(
             table=static.table[:bs].copy_(fresh.table) if batch.forward_mode.is_draft_decode() else fresh.table,
@@ -182,8 +184,7 @@ class TritonBackend(AttentionBackend):
         table, requests, seq_lens = context.req_to_token, batch.req_pool_indices[:bs].long(), batch.seq_lens[:bs].long()
         if isinstance(spec, DraftDecodeInput):
             return self._plan_branches(spec, table[requests], seq_lens)
-        # Widths come from the context: the batch's own may be 0 or -1 while a graph is captured.
-        n = 1 if mode.is_decode() else context.num_draft_tokens
+        n = 1 if mode.is_decode() else _width(batch)
         cu_seqlens_q = torch.arange(bs + 1, dtype=torch.int32, device=seq_lens.device) * n
         mask: torch.Tensor | None = None
         if mode.is_target_verify():
@@ -310,6 +311,16 @@ class TritonBackend(AttentionBackend):
 def _offsets(counts: torch.Tensor) -> torch.Tensor:
     """[bs] -> [bs + 1] int32: running sum from 0."""
     return torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _width(batch: ForwardBatch) -> int:
+    """Rows of each request in target-verify and draft-extend v2; the upper bound does for draft-extend."""
+    spec = batch.spec_info
+    if isinstance(spec, VerifyInput):
+        return spec.draft_token_num
+    # While a graph is captured it may be 0 or -1, and the batch then has all rows.
+    given = spec.num_tokens_per_req if isinstance(spec, DraftExtendInput) else 0
+    return given if given > 0 else batch.input_ids.shape[0] // batch.batch_size
 
 
 def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int, *, causal: bool) -> torch.Tensor:

@@ -13,6 +13,7 @@ from .draft import Draft
 from .head_layouts import alike, as_many
 from .nearest_declared import nearest_declared
 from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify
+from .server_variants import MIN_WIDTH, rows_of_width, width_of
 from .trees import Tree, chain
 
 __all__ = [
@@ -107,10 +108,13 @@ def declared_co_residents(declared: Capabilities, case: Case, modes: Set[Forward
 def co_resident_of(declared: Capabilities, case: Case) -> Case:
     """The case of another instance in the process, such as a draft model's next to its target's.
 
-    It has other heads and other pages, if others are declared.
+    It has other heads and other pages, if others are declared, and another width, as an instance for shorter drafts has
+    (SGLang's ``speculative_adaptive``).
     """
     own = case.heads
     layouts = [heads for heads in typical_heads(declared) if alike(heads, own)]
     heads = next((each for each in layouts if each.q_heads != own.q_heads), own)
     pages = sorted(declared.page_sizes, key=lambda size: (size == case.page_size, size > _MOST_PAGE, size))
-    return nearest_declared(declared, case.with_changes(heads=heads, page_size=pages[0]))
+    width = width_of(case) // 2
+    rows = rows_of_width(case.rows, width) if width >= MIN_WIDTH and case.topk <= 1 else case.rows
+    return nearest_declared(declared, case.with_changes(heads=heads, page_size=pages[0], rows=rows))

@@ -8,6 +8,7 @@ from .co_residents import declared_co_residents
 from .dimensions.context import CONTEXT
 from .dimensions.table import DIMENSIONS
 from .dimensions.window import WINDOW
+from .server_variants import narrower
 
 __all__ = ["not_declared", "within_declared"]
 
@@ -17,7 +18,9 @@ def within_declared(declared: Capabilities, case: Case) -> bool:
     if not all(asked.declared(declared, case) for asked in WINDOW.declared):
         return False
     others = declared_co_residents(declared, case, declared.graph | declared.eager) if case.multi_mode else []
-    return all(asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others))
+    return all(
+        asked.declared(declared, each) for asked in CONTEXT.declared for each in (case, *others, *narrower(case))
+    )
 
 
 def not_declared(declared: Capabilities, case: Case) -> str:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Any, Generic, Self, TypeVar
 
 from ..contract import ROW_FORMATS, ForwardMode, HeadShape
+from ..contract.kv_layouts import OWN
 from .draft import Draft
 from .head_shapes import HeadMap, wrong_with_shapes
 from .indexing import Indexing
@@ -101,6 +102,7 @@ class Fields:
     window = _Of[int]("options")
     layer_windows = _Of[str]("options")
     local_chunk = _Of[int]("options")
+    alibi = _Of[bool]("options")
     usual_scaling = _Of[bool]("options")
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
@@ -205,8 +207,8 @@ class Fields:
 
     @property
     def rounds(self) -> int:
-        """Draft-decode: rounds of a greedy-equivalence loop. 0 elsewhere."""
-        return self.rows.rounds if isinstance(self.rows, Drafted) else 0
+        """Draft-decode and target-verify: rounds of a greedy-equivalence loop. 0 elsewhere."""
+        return self.rows.rounds if isinstance(self.rows, Drafted | Verify) else 0
 
     @property
     def with_prefix(self) -> bool:
@@ -282,8 +284,9 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "KV splits of fewer keys": lambda case: case.kv_splits not in ("", "whole"),
     "KV groups": lambda case: case.layers.groups,
     "heads by layer": lambda case: bool(case.layers.shapes),
-    "other layers": lambda case: case.layers != Layers(),
     "FP8 pool": lambda case: case.kv_dtype != "same",
+    "packed rows": lambda case: case.kv_dtype in ROW_FORMATS,
+    "scales of the pool that lie apart": lambda case: case.kv_dtype in ROW_FORMATS and ROW_FORMATS[case.kv_dtype].apart,
     "draft-decode": lambda case: case.mode is ForwardMode.DRAFT_DECODE,
     "loop": lambda case: case.rounds > 0,
     "multi-mode instance": lambda case: case.multi_mode,
@@ -292,12 +295,24 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "usual scaling": lambda case: case.usual_scaling,
     "sliding window": lambda case: case.window >= 0,
     "chunked-local layers": lambda case: case.local_chunk > 0,
+    "ALiBi": lambda case: case.alibi,
+    "soft cap": lambda case: case.logit_cap > 0,
+    "sinks": lambda case: case.sinks,
+    "data that count keys": lambda case: case.data == "plus_minus_one",
     "selected keys": lambda case: case.selection is not None,
     "indexer": lambda case: case.indexer is not None,
     "branching trees": lambda case: case.topk > 1,
+    "keys wider than values": lambda case: case.rope_dim > 0 and not case.heads.layout.values_in_keys,
+    "K and V in one allocation": lambda case: case.kv_layout not in ("nhd", OWN),
     "states": lambda case: case.state is not None,
     "rollback of states by slots": lambda case: case.state is not None and case.state.rollback == "slots",
     "snapshots of states": lambda case: case.state is not None and case.state.snapshots > 0,
+    "states of a prefix cache": lambda case: case.state is not None and bool(case.state.continues),
+    "copies of states before a step": lambda case: case.state is not None and case.state.continues == "copy",
+    "no prompts": lambda case: case.mode is not ForwardMode.EXTEND,
+    "drafts to verify": lambda case: case.tree is not None,
+    "chunks": lambda case: case.chunks > 1,
+    "fresh requests": lambda case: case.tree is not None and 0 in case.prefixes,
     "no draft to verify": lambda case: case.tree is None,
     "no states": lambda case: case.state is None,
     "hybrid layers": lambda case: case.layers.hybrid,
@@ -313,10 +328,25 @@ _EXCLUSIVE = (
     ("KV splits", "heads by layer", "log-sum-exps of all layers lie in one tensor"),
     ("KV groups", "draft-decode", "all layers of a draft share one KV group"),
     ("multi-mode instance", "draft-decode", "a case of another mode names the instance"),
-    ("loop", "FP8 pool", "what is stored in FP8 is not what greedy decode would have attended"),
-    ("loop", "other layers", "the model of a loop has two layers, from id 0 on"),
+    ("loop", "packed rows", "the words of a loop are numbers, and no rows of bytes"),
+    ("loop", "heads by layer", "the words of a loop have heads of one shape"),
+    ("loop", "fresh requests", "a loop of target-verify computes prompts first, of a token or more before the last"),
+    ("loop", "branching trees", "a loop of target-verify verifies chains; that of draft-decode has branches"),
+    ("loop", "snapshots of states", "no prefix cache takes part in a loop"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
+    ("ALiBi", "soft cap", "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit"),
+    ("ALiBi", "sinks", "a bias may be given up to a constant of the row, and a sink is compared with it"),
+    ("ALiBi", "KV splits", "a bias may be given up to a constant of the row, and a log-sum-exp has it"),
+    ("ALiBi", "branching trees", "nodes of a tree have positions of their own"),
+    ("ALiBi", "data that count keys", "a key that is farther has less weight"),
+    ("ALiBi", "loop", "the model of a loop has no bias"),
+    ("ALiBi", "selected keys", "models with an indexer have rotary embeddings"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
+    ("packed rows", "heads by layer", "all layers have rows of the same bytes"),
+    ("keys wider than values", "K and V in one allocation", "there K and V have one width"),
+    ("keys wider than values", "heads by layer", "the heads of all layers lie in one tensor of values and keys"),
+    ("keys wider than values", "loop", "the model of a loop has one width"),
+    ("keys wider than values", "packed rows", "a row format has one width for K and V"),
     ("heads with their own scaling", "usual scaling", "MLA has its own scaling"),
     ("heads that are alike", "heads by layer", "all layers of MLA have the same heads"),
     ("selected keys", "KV splits of fewer keys", "a selection is one of all keys of a request"),
@@ -328,6 +358,11 @@ _EXCLUSIVE = (
     ("rollback of states by slots", "branching trees", "with a slot for each node a draft is a chain"),
     ("rollback of states by slots", "multi-mode instance", "the other modes of the instance have one slot per request"),
     ("rollback of states by slots", "snapshots of states", "a request has a slot for each node already"),
+    ("states of a prefix cache", "drafts to verify", "a request that verifies has a state of its own"),
+    ("states of a prefix cache", "chunks", "the second chunk of a prompt continues the request's own state"),
+    ("states of a prefix cache", "loop", "a loop continues the states of its own requests"),
+    ("states of a prefix cache", "multi-mode instance", "only one mode of the instance would continue them"),
+    ("copies of states before a step", "no prompts", "a server copies a state to a request that it admits"),
     ("states", "layer options", "windows, soft caps, sinks and selections are those of keys"),
     ("states", "FP8 pool", "a layer that keeps a state has no KV pool"),
     ("states", "KV splits", "a layer that keeps a state has no keys to split"),

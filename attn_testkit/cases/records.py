@@ -50,7 +50,8 @@ class ModelShape:
     dtype: str
     """Dtype of q, k, v and the output: ``fp16``, ``bf16`` or ``fp32``."""
     rope_dim: int = 0
-    """MLA: width of the part of a key that is not a value. 0 elsewhere."""
+    """MLA: width of the part of a key that is not a value. Elsewhere columns that keys have more than values, mostly
+    0."""
     state: StateShape | None = None
     """Recurrent states; None: layers have keys."""
 
@@ -108,6 +109,8 @@ class LayerOptions:
     window."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
+    alibi: bool = False
+    """All layers have ALiBi slopes, one a query head."""
     usual_scaling: bool = False
     """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
     without."""

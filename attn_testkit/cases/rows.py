@@ -22,6 +22,11 @@ def room_for(new: Sequence[int]) -> int:
     return -(-sum(new) // len(new))
 
 
+def _check_rounds(rounds: int) -> None:
+    if rounds < 0:
+        raise ValueError(f"{rounds} rounds: a loop has 1 or more, and 0 means no loop")
+
+
 @dataclass(frozen=True)
 class _Uniform:
     """Rows of which every request has the same, whatever the number of requests."""
@@ -58,10 +63,15 @@ class Decode(_Uniform):
 
 @dataclass(frozen=True)
 class Verify(_Uniform):
-    """Target-verify: a row per node of a draft tree."""
+    """Target-verify: a row per node of a draft tree. Raises ``ValueError`` for fewer than 0 rounds."""
 
     mode: ClassVar = ForwardMode.TARGET_VERIFY
     tree: Tree
+    rounds: int = 0
+    """Rounds of a greedy-equivalence loop (``steps/verify_loop.py``), which run next to the steps."""
+
+    def __post_init__(self) -> None:
+        _check_rounds(self.rounds)
 
     @property
     def width(self) -> int:
@@ -81,8 +91,7 @@ class Drafted(_Uniform):
     """No request of any step has an empty prefix."""
 
     def __post_init__(self) -> None:
-        if self.rounds < 0:
-            raise ValueError(f"{self.rounds} rounds: a loop has 1 or more, and 0 means no loop")
+        _check_rounds(self.rounds)
 
     @property
     def width(self) -> int:

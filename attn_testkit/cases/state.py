@@ -17,6 +17,7 @@ PATTERN = r"k(\d+)w(\d+)s(32|b16|16)((?:\.[a-z_]+0?)*)(?:\.snap(\d+))?"
 _DTYPES = {"32": "fp32", "b16": "bf16", "16": "fp16"}
 _WORDS = {
     "null": ("padding", "skip_zero"), "slot0": ("padding", "write_zero"), "zeroed": ("fresh", "zeroed"),
+    "copied": ("continues", "copy"), "source": ("continues", "source"),
     "kv": ("order", "kv"), "slots": ("rollback", "slots"), "strided": ("strided", True), "bigpool": ("big", True),
 }  # fmt: skip
 """Word behind the sizes -> field and value. Other values are defaults, and not written."""
@@ -39,6 +40,8 @@ class StateShape:
     rollback: str = "commit"
     snapshots: int = 0
     """Length of a chunk at whose ends states are copied; 0: never."""
+    continues: str = ""
+    """Way in which requests continue states of a prefix cache: ``copy``, ``source``, or empty if none does."""
     big: bool = False
     """The pool has so many slots that an element's place takes more than 31 bits; requests have slots at both ends."""
 

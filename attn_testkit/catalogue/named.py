@@ -7,16 +7,19 @@ from dataclasses import replace
 
 from ..cases.case import Case, Heads
 from ..cases.co_residents import branching
+from ..cases.declared import not_declared
 from ..cases.dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from ..cases.dimensions.rows import MOST_NEW_TOKENS, most_rows
 from ..cases.draft import Draft
 from ..cases.head_layouts import alike
+from ..cases.layers import Layers
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Accepted, Drafted, Extend, Rows, Verify, room_for
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 from .layer_options import takes_window, with_options
 
-__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "without_options_of"]
+__all__ = ["MOST_USUAL_ROWS", "named_cases", "named_from", "smallest_of", "verify_loop_cases", "without_options_of"]
 
 MOST_USUAL_ROWS = 6
 """Rows of a request that a covering array goes up to."""
@@ -165,18 +168,60 @@ def _prompts(declared: Capabilities, minimal: Case) -> Iterator[Case]:
         )
 
 
+_LOOP_WINDOW, _LOOP_ROUNDS, _LOOP_PAGE = 11, 6, 16
+
+
 def _loops(declared: Capabilities, minimal: Case, tier: str) -> Iterator[Case]:
-    """The lossless loop of a chain and, from core on and where trees are declared as well, of two branches."""
-    # Keys and values that are stored in FP8 are not those that greedy decode would have attended.
-    if "same" not in declared.kv_dtypes or declared.sparse:
+    """The greedy-equivalence loop of a chain and, from core on, of two branches where trees are declared as well, with
+    the options of layers and the pool of FP8 that are declared.
+    """
+    if not _has_loops(declared):
         return
-    small = smallest_of(declared, minimal).with_changes(page_size=minimal.page_size, kv_dtype="same", data="gauss")
+    small = _of_loop(declared, minimal, Drafted(Draft(1, 3), rounds=_LOOP_ROUNDS))
+    branching = small.with_changes(rows=Drafted(Draft(2, 3), rounds=_LOOP_ROUNDS))
+    found = [small]
+    if tier != "smoke":
+        found.append(_with_loop_options(declared, branching if _takes(declared, branching) else small))
+    yield from (case for case in found if _takes(declared, case))
+
+
+def verify_loop_cases(declared: Capabilities, minimal: Case) -> Iterator[Case]:
+    """The greedy-equivalence loop of target-verify, with the options of layers and the KV groups that are declared."""
+    nodes = min(4, declared.max_q_rows)
+    if not _has_loops(declared) or nodes < 2 or not minimal.tree:
+        return
+    paged = minimal.with_changes(page_size=min(declared.page_sizes, key=lambda size: abs(size - _LOOP_PAGE)))
+    plain = _of_loop(declared, paged, Verify(chain(nodes), _LOOP_ROUNDS))
+    plain = plain.with_changes(prefixes=tuple(min(prefix, declared.max_extend_tokens) for prefix in plain.prefixes))
+    small = _with_loop_options(declared, plain).with_changes(kv_dtype=plain.kv_dtype)
+    grouped = small.with_changes(layers=Layers(groups=declared.kv_groups and small.window >= 0))
+    yield from (case for case in (grouped,) if _takes(declared, case))
+
+
+def _has_loops(declared: Capabilities) -> bool:
+    """True unless keys are selected, or pools have packed rows only."""
+    return not declared.sparse and bool(declared.kv_dtypes & {"same", "fp8_e4m3"})
+
+
+def _takes(declared: Capabilities, case: Case) -> bool:
+    return not not_declared(declared, nearest_declared(declared, case))
+
+
+def _of_loop(declared: Capabilities, minimal: Case, rows: Rows) -> Case:
     page = minimal.page_size
-    prefixes = (page + 1, 2 * page, 1)
-    for draft in (Draft(1, 3), Draft(2, 3))[: 1 if tier == "smoke" else 2]:
-        most = min(declared.max_topk, declared.max_draft_branches)
-        if draft.branches <= most and 1 + draft.branches * draft.steps <= declared.max_q_rows:
-            yield small.of_requests(prefixes, padded=1, rows=Drafted(draft, rounds=6))
+    kv_dtype = "same" if "same" in declared.kv_dtypes else "fp8_e4m3"
+    small = smallest_of(declared, minimal).with_changes(page_size=page, kv_dtype=kv_dtype, data="gauss")
+    return small.of_requests((page + 1, 2 * page, 1), padded=1, rows=rows)
+
+
+def _with_loop_options(declared: Capabilities, small: Case) -> Case:
+    """A loop with the options that all of its modes take. A window is shorter than some of its texts."""
+    found = with_options(declared, small, max(_LOOP_WINDOW, declared.windows.smallest)).with_changes(rows=small.rows)
+    longer = found.with_changes(prefixes=(max(found.prefixes[0], found.window + 2), *found.prefixes[1:]))
+    unwindowed = found.with_changes(window=-1, layer_windows="any")
+    found = next((each for each in (longer, unwindowed) if _takes(declared, each)), small)
+    narrow = found.with_changes(kv_dtype="fp8_e4m3")
+    return narrow if _takes(declared, narrow) else found
 
 
 def _wide_heads(declared: Capabilities, minimal: Case) -> Iterator[Case]:

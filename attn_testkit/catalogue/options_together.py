@@ -14,7 +14,7 @@ from ..cases.co_residents import with_other_heads
 from ..cases.layers import Layers
 from ..cases.plans import context_len
 from ..cases.server_variants import SERVER_VARIANTS, usual_page, variant_of
-from ..contract import Capabilities
+from ..contract import ROW_FORMATS, Capabilities
 from .layer_options import with_options, without_options
 
 __all__ = ["options_together_cases"]
@@ -47,10 +47,11 @@ def options_together_cases(declared: Capabilities, small: Case, arrays: Sequence
             if branching != twin:
                 yield branching
     narrow = sorted(declared.kv_dtypes - {small.kv_dtype})
-    for word in ("given_out", "bigpool") if narrow else ():
+    inside = [each for each in narrow if each not in ROW_FORMATS or not ROW_FORMATS[each].apart]
+    for word, dtypes in (("given_out", narrow), ("bigpool", inside)):
         yield from (
-            with_other_heads(declared, alone).with_changes(kv_dtype=narrow[0])
-            for alone in SERVER_VARIANTS[word].cases(declared, small)
+            with_other_heads(declared, alone).with_changes(kv_dtype=dtypes[0])
+            for alone in (SERVER_VARIANTS[word].cases(declared, small) if dtypes else ())
         )
     yield from _full_context(declared, small)
 

@@ -7,16 +7,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..cases.case import Case, Heads
+from ..cases.declared import not_declared
 from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.dimensions.rows import rows_of_two
 from ..cases.dimensions.state import nearest_state
 from ..cases.head_layouts import state_heads
 from ..cases.layers import PERIOD, Layers
+from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Decode, Extend, Rows, Verify, room_for
 from ..cases.state import STATE_DATA, UNIT_KEYS, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
-from ..contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
+from ..contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES
 from .covering import covering_array
 
 __all__ = ["state_cases", "two_requests_with_states"]
@@ -134,8 +136,8 @@ def _with_softmax(declared: Capabilities, case: Case) -> Case:
 
 
 def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Case]:
-    columns = _columns(declared, mode, tier)
-    if any(not values for values in columns.values()):
+    columns, state = _columns(declared, mode, tier), declared.state
+    if state is None or any(not values for values in columns.values()):
         return
     names, sizes = list(columns), [len(values) for values in columns.values()]
     if _STRENGTH[tier] > 1:
@@ -143,16 +145,20 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
     else:
         array = [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]
     first: Case | None = None
-    for row in array:
+    for index, row in enumerate(array):
         case = _case(declared, mode, {name: columns[name][i] for name, i in zip(names, row, strict=True)})
         first = first or case
-        yield case
+        # No column of its own: ids of other cases stay, and every third case meets most of what there is.
+        reads = index % 3 == 1 and mode is not ForwardMode.TARGET_VERIFY and "source" in state.continues
+        yield _of_shape(case, continues="source") if reads else case
     assert first is not None
     yield from _exact(declared, mode, tier, first)
     if mode is ForwardMode.TARGET_VERIFY:
         yield from _in_trees(declared, tier, first)
+        yield from _loops(declared, tier, first)
     if tier != "smoke":
         yield from _named(declared, mode, first)
+        yield from _continued(declared, mode, first)
         yield from _in_big_pools(declared, tier, first)
 
 
@@ -243,6 +249,23 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
 
 
+_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS = (_CHUNK + 2, 33, 1), 4, 4
+
+
+def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
+    """Greedy-equivalence loops with each rollback; of a hybrid model also with each kind, from core on."""
+    assert declared.state is not None
+    nodes, rollbacks, kinds = min(_LOOP_NODES, declared.max_q_rows), _rollbacks(declared), _kinds(declared)
+    if tier == "smoke" or nodes < 2:
+        return
+    for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):
+        case = _of_shape(_plain(declared, first, kinds[index % len(kinds)]), rollback=rollbacks[index % len(rollbacks)])
+        prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in _LOOP_PREFIXES)
+        case = case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
+        if not not_declared(declared, nearest_declared(declared, _with_softmax(declared, case))):
+            yield case
+
+
 _NARROWEST = ("bf16", "fp16", "fp32")
 _WIDEST = 128
 
@@ -265,6 +288,28 @@ def _in_big_pools(declared: Capabilities, tier: str, first: Case) -> Iterator[Ca
             yield _with_prompts(declared, case, ((0, 11), (5, 9)))
         else:
             yield case.of_requests((9, 37, 1), padded=1)
+
+
+_CACHED = ((37, 20, 20, 0, 37), (9, 3, 17, 6, 2))
+"""Prompts that continue cached ones of two lengths, next to a fresh one."""
+_ROOM = 33
+"""Most tokens of a cached prompt: two chunks of 16, and one more."""
+
+
+def _continued(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
+    """Requests that continue states of a prefix cache: of the first kind, on exact data, and of the last."""
+    assert declared.state is not None
+    if mode is not ForwardMode.EXTEND:
+        return
+    kinds, snapshots = _kinds(declared), min(declared.state.snapshots, default=0)
+    exact = UNIT_KEYS if declared.state.plain_convolution else _DRAWN[0]
+    tried = dict.fromkeys([(kinds[0], exact), (kinds[-1], _DRAWN[0])])
+    for heads, data in tried:
+        for way in CONTINUES:
+            if way in declared.state.continues:
+                case = _with_prompts(declared, _plain(declared, first, heads).with_changes(data=data), _CACHED)
+                case = case.with_changes(rows=Extend(case.new, min(_ROOM, declared.max_extend_tokens)))
+                yield _of_shape(case, continues=way, snapshots=snapshots if snapshots < _ROOM else 0)
 
 
 def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:

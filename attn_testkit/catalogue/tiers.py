@@ -24,6 +24,7 @@ from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
 from ..cases.server_variants import big_pool_cases, variant_cases
 from ..contract import Capabilities, ForwardMode
+from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
@@ -35,7 +36,7 @@ from .large_cases import batch_mates_cases, large_cases, switch_cases
 from .layer_cases import layer_cases
 from .local_chunks import local_chunk_cases
 from .many_requests import many_request_cases
-from .named import named_cases, named_from, smallest_of, without_options_of
+from .named import named_cases, named_from, smallest_of, verify_loop_cases, without_options_of
 from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
@@ -169,11 +170,13 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from uniform_batch_cases(declared, base)
         yield from many_request_cases(declared, base)
         yield from local_chunk_cases(declared, base)
+        yield from alibi_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
+        yield from verify_loop_cases(declared, base)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

@@ -47,12 +47,13 @@ def codes_of(data: StepData, lens: Sequence[int], layer: int, kv_head: int) -> t
 
 def code_sizes(data: StepData) -> torch.Tensor:
     """Size of the codes of each layer, [L] float64: 1, unless an FP8 pool's scale changes it."""
-    if data.row_format:
-        # Within rounding of 1, whatever their scale.
-        return torch.ones(len(data.stored_keys), dtype=torch.float64)
     stored, which = (data.stored_keys, 0) if data.stored_values is None else (data.stored_values, 1)
-    one = stored[:, :1, :1, :1, :1].contiguous()
-    return dequantised(one, data.kv_scales[which]).abs().flatten()
+    scales = data.kv_scales[which][..., :1, :]
+    if data.row_format:
+        # Within rounding of 1 or a scale's; all numbers of a layer are of one size.
+        one = dequantised(stored[:, :1, :1, :1], scales, data.row_format)
+        return one[..., : data.v.shape[-1]].abs().amax(-1).flatten()
+    return dequantised(stored[:, :1, :1, :1, :1].contiguous(), scales).abs().flatten()
 
 
 def in_keys(out: torch.Tensor, expected: Expected) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from ..families.expected import Expected
 from ..results.finding import Finding
-from ..steps.data import VOCAB, make_layers
+from ..steps.data import VOCAB
 from ..steps.greedy_loop import Loop
 from .check import Check, Stage
 from .describe import number, times
@@ -41,18 +42,21 @@ class GeneratedTokens:
     """Rows whose tokens were accepted: of draft-extend, draft-decode and verify."""
     accepted: tuple[tuple[int, ...], ...]
     """Number of accepted draft tokens, by round and request."""
+    drafts: tuple[tuple[tuple[int, ...], ...], ...] = ()
+    """Drafts of a loop of target-verify, by round and request. Empty in one of draft-decode."""
 
 
 def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
     """True if every expected row exists, with the right shape, for tokens that continue the prompts."""
-    layers, heads = len(make_layers(loop.schedules[0].case)), loop.schedules[0].case.heads.q_heads
-    shape = (layers, heads * loop.schedules[0].case.head_dim)
+    case = loop.schedules[0].case
+    shape = (case.layers.count, case.heads.q_heads * case.head_dim)
     if np.shape(spoken.accepted) != loop.kept.shape or not all(0 <= n <= loop.steps for n in np.ravel(spoken.accepted)):
         return False
-    lens = np.sum(spoken.accepted, 0) + len(spoken.accepted) + [len(prompt) for prompt in loop.prompts]
+    drafted = (*loop.kept.shape, loop.steps) if case.tree is not None else (0,)
     return (
-        [len(tokens) for tokens in spoken.tokens] == lens.tolist()
-        and all(tokens[: len(prompt)] == prompt for tokens, prompt in zip(spoken.tokens, loop.prompts, strict=True))
+        [len(tokens) for tokens in spoken.tokens] == loop.lens(spoken.accepted)
+        and all(tokens[: len(prompt)] == prompt for tokens, prompt in zip(spoken.tokens, loop.texts, strict=True))
+        and np.shape(spoken.drafts) == drafted
         and all(0 <= token < VOCAB for tokens in spoken.tokens for token in tokens)
         and sorted((said.stage, said.request, said.position) for said in spoken.said)
         == sorted(loop.due(spoken.accepted))
@@ -60,10 +64,16 @@ def ran_to_its_end(spoken: GeneratedTokens, loop: Loop) -> bool:
     )
 
 
-def lossless(spoken: GeneratedTokens, expected: Expected) -> list[Finding]:
+def lossless(
+    spoken: GeneratedTokens,
+    loop: Loop,
+    expected: Expected,
+    mistake: Callable[[TokenAttention, int], str] = lambda said, layer: "",
+) -> list[Finding]:
     """Check that every row of an accepted token is what plain decode computes, and every token the most likely one.
 
-    ``expected``: plain decode over ``spoken.tokens``, one row per token of each request.
+    ``expected``: plain decode over ``spoken.tokens``, one row per token of each request. ``mistake``: (wrong row,
+    number of a wrong layer) -> the mistake that explains it, or nothing.
     """
     starts = [0]
     for tokens in spoken.tokens:
@@ -75,40 +85,43 @@ def lossless(spoken: GeneratedTokens, expected: Expected) -> list[Finding]:
         if float(ratio.max()) > 1:
             layer, at = divmod(int(ratio.argmax()), ratio.shape[1])
             return [_finding(
-                f"request {said.request} gets another result in the loop than in plain decode, "
+                f"{loop.name(said.request)} gets another result in the loop than in plain decode, "
                 f"{times(float(ratio.max()))} over the limit",
                 f"out[layer {layer}, token {said.position}, {at}] = {number(float(said.attention[layer, at]))}, "
                 f"want {number(float(want[layer, at]))}",
                 said.stage,
+                mistake(said, layer) or _HINT,
             )]  # fmt: skip
+        if said.position + 1 < len(loop.texts[said.request]):
+            # The prompt says what follows.
+            continue
         logits, slack = expected.logits[row], 2 * float(expected.logits_limit[row].max())
         token = spoken.tokens[said.request][said.position + 1]
         if float(logits.max() - logits[token]) > slack:
             text = (
-                f"request {said.request} generates token {token} in the loop, but token {int(logits.argmax())} in "
+                f"{loop.name(said.request)} generates token {token} in the loop, but token {int(logits.argmax())} in "
                 "greedy decode"
             )
-            return [_finding(text, f"behind token {said.position}", said.stage)]
+            return [_finding(text, f"behind token {said.position}", said.stage, _HINT)]
     return []
 
 
-def _finding(headline: str, where: str, stage: str) -> Finding:
-    return Finding(
-        "lossless",
-        headline,
-        where=where,
-        step=stage,
-        hint="here a stage reads KV that earlier stages wrote, not KV that the kit stored: probably tokens of a "
-        "rejected draft are still visible, or something is kept from one stage for the next",
-    )
+_HINT = (
+    "here a stage reads KV and states that earlier stages left, not what the kit stored: probably tokens of a "
+    "rejected draft are still visible, or something is kept from one stage for the next"
+)
+
+
+def _finding(headline: str, where: str, stage: str, hint: str) -> Finding:
+    return Finding("lossless", headline, where=where, step=stage, hint=hint)
 
 
 CHECKS = (
     Check(
         "lossless",
-        "Draft-decode, target-verify and draft-extend, round after round on one instance, generate the tokens of plain "
-        "greedy decode, whatever is accepted of a draft.",
-        "Something kept from one stage for the next; tokens of a rejected draft that are still visible.",
+        "Draft-decode, target-verify and draft-extend, or decode, target-verify and commit, round after round on one "
+        "instance, generate the tokens of plain greedy decode, whatever is accepted of a draft.",
+        "Something kept from one stage for the next; tokens of a rejected draft that are still visible or in a state.",
         "sglang #21987; vLLM #43810",
         "`step` names the first round and stage that differ.",
         evaluated_from=Stage.COMPLETED,

@@ -8,6 +8,7 @@ from ..steps.data import make_layers
 from ..steps.kv_groups import group_of_place
 from .describe import index_ranges
 from .observation import Observation
+from .wrong_planes import wrong_planes
 
 __all__ = ["NEW", "OLD", "PADDING_GOES", "STRIDED_HEADS", "UNOWNED", "held_instead", "owner_text", "owners"]
 
@@ -60,6 +61,9 @@ def held_instead(
         return "" if layout == "nhd" else f"the KV pool of this case has layout {layout}: use all of its strides"
     if bool((row == got[layer, part][owner == UNOWNED][:1]).all()):
         return f"it was not written, or a padded row overwrote it with NaN{_where_alone(observed, got, want, new)}"
+    packed = observed.inputs.data.row_format if observed.inputs else None
+    if packed and (text := wrong_planes(packed, *(each.view(torch.uint8) for each in (row, want[layer, part, slot])))):
+        return text
     if _beyond_fp8(observed, row, want[layer, part, slot]):
         return "it holds NaN for values beyond the largest FP8 number, else the right row: a store must saturate"
     if scaled := _scaled(observed, row, want[layer, part, slot], layer, part):
@@ -79,7 +83,7 @@ def held_instead(
     if not row.any() and not padded:
         return "it holds only zeros: its row was not stored, or was cleared again"
     laid = "" if layout == "nhd" else f"; the KV pool of this case has layout {layout}: use all of its strides"
-    fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 else ""
+    fp8 = ", and an FP8 pool holds K / k_scale" if observed.pool.dtype.itemsize == 1 and not packed else ""
     views = f"k and v may be strided views of one tensor{fp8}{laid}{_HEADS_ARE if strided_heads else ''}"
     if padded:
         return f"it holds no live row of this step: a padded row was stored over it. {PADDING_GOES}. Or {views}"
@@ -161,7 +165,7 @@ def _group_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, n
 
 def _scaled(observed: Observation, row: torch.Tensor, want: torch.Tensor, layer: int, part: int) -> str:
     """Describe a row of bits whose numbers are right but for the scale of the FP8 pool, missing or applied twice."""
-    if observed.pool.dtype.itemsize > 1:
+    if observed.pool.dtype.itemsize > 1 or observed.pool.dtype == torch.uint8:
         return ""
     held, due = (each.view(torch.uint8).view(observed.pool.dtype).double() for each in (row, want))
     known = (held.abs() > _SOME_BITS) & (due.abs() > _SOME_BITS) & (held.abs() < held.abs().amax().clamp(min=1.0))
@@ -214,7 +218,7 @@ def _beyond_fp8(observed: Observation, row: torch.Tensor, want: torch.Tensor) ->
 
 def _neighbours(observed: Observation, row: torch.Tensor, want: torch.Tensor) -> bool:
     """True if every number of ``row`` that differs from ``want`` is the next one. Bits of an FP8 pool."""
-    if observed.pool.dtype.itemsize > 1:
+    if observed.pool.dtype.itemsize > 1 or observed.pool.dtype == torch.uint8:
         return False
     off = row != want
     held, due = row.view(torch.uint8)[off].int(), want.view(torch.uint8)[off].int()

@@ -37,9 +37,9 @@ Bytes = npt.NDArray[np.uint8]
 
 Group = Literal["attention", "activations", "before", "now", "outputs", "pool", "lse", "finite parts", "beside",
                 "selected", "index", "padding"]  # fmt: skip
-RanBefore = Literal["", "steps", "graphs", "instances", "modes"]
+RanBefore = Literal["", "steps", "graphs", "instances", "modes", "widths"]
 """Work that ran before an eager run, on its instance or on a co-resident one: nothing, other steps, graphs, another
-instance, steps of other modes."""
+instance, steps of other modes, batches of other widths."""
 
 
 @dataclass(frozen=True)

@@ -112,7 +112,10 @@ def writes_own_state(observed: Observation, case: Case) -> list[Finding]:
         hint = f"the batch has {padded} padded request{'s' * (padded > 1)} of index {index}: " + (
             "such rows must store nothing" if case.state.padding != "write_zero" else "they may write slot 0 only"
         )
-    elif after is not None and wrong:
+    if after is not None and set(wrong) & set(after.data.sources):
+        read = [place for place, slot in enumerate(after.data.sources) if slot in wrong]
+        hint = f"its state is that of a prefix cache: request {read[0]} continues it, and others may later"
+    elif after is not None and wrong and not padded:
         hint = _owner_hint(observed, wrong)
     return [
         _finding(observed, "writes-own-state", what, f"slots of the batch: {index_ranges(sorted(own - {0}))}", hint)
@@ -216,6 +219,8 @@ def _copied(after: _After, end: int) -> str:
 def _window_hint(after: _After, differs: torch.Tensor) -> str:
     """Name windows that the slot holds instead."""
     got, bad = after.windows, differs.flatten(2).any(-1).any(0)
+    if bool(got[:, bad].isnan().any()):
+        return "columns come from a slot that holds no state of the request"
     before, want = after.before.windows, after.want.windows
 
     def fits(other: torch.Tensor) -> bool:

@@ -15,7 +15,7 @@ from .layer import AttentionLayer, HeadShape
 from .merging import KVSplit, LogSumExp
 from .modes import Execution, ForwardMode
 from .requires import Requires
-from .row_format import ROW_FORMATS, PackedRows, RowFormat
+from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State
@@ -35,6 +35,7 @@ __all__ = [
     "INDEX_WIDTH",
     "KV_DTYPES",
     "KV_LAYOUTS",
+    "LATENT_FORMATS",
     "LAYER_WINDOWS",
     "ROW_FORMATS",
     "SGLANG",

@@ -68,6 +68,10 @@ class BackendContext:
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
     draft_branches: int = 0
     """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
+    draft_widths: tuple[int, ...] = ()
+    """Widths of the batches if they differ (``ServerConventions.narrower_widths``), ascending: N of target-verify and
+    draft-extend v2, S + 1 of draft-extend, S of draft-decode. The fields above have the largest. Empty: all batches
+    have that."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
@@ -144,9 +148,15 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("family", *_first_outside((layer.head_layout.name for layer in own), capabilities.families)),
         ("dtype", dtype, dtype in capabilities.dtypes),
         ("KV dtype", kv_dtype, kv_dtype in capabilities.kv_dtypes),
+        ("k_scale or v_scale other than 1 over a pool that holds K and V as given,", kv_dtype,
+         kv_dtype != "same" or capabilities.server.takes_unused_scales
+         or all(layer.k_scale == layer.v_scale == 1.0 for layer in context.layers)),
         ("head dim", *_first_outside((layer.v_head_dim for layer in context.layers), capabilities.head_dims)),
         ("MLA rope dim", first.head_dim - first.kv_lora_rank,
          not first.head_layout.values_in_keys or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
+        ("columns of keys behind those of values,", *_first_outside(
+            (layer.head_dim - layer.v_head_dim for layer in own if not layer.head_layout.values_in_keys),
+            capabilities.wider_keys | {0})),
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),
         ("GQA ratio", *_first_outside(grouped, capabilities.gqa_ratios)),
@@ -157,6 +167,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          context.max_extend_tokens <= capabilities.max_extend_tokens),
         ("topk", context.topk, context.topk <= capabilities.max_topk),
         ("draft branches", context.draft_branches, context.draft_branches <= capabilities.max_draft_branches),
+        ("batches of several widths in", ", ".join(sorted(context.modes - capabilities.server.narrower_widths)),
+         not context.draft_widths or context.modes <= capabilities.server.narrower_widths),
         ("context length", context.max_context_len, context.max_context_len <= capabilities.max_context_len),
         ("sliding window", ", ".join(sorted(context.modes - capabilities.windows.modes)),
          not windowed or context.modes <= capabilities.windows.modes),
@@ -165,6 +177,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          _windows_agree(capabilities, context)),
         ("chunked-local layers in", ", ".join(sorted(context.modes - capabilities.windows.chunked)),
          context.modes <= capabilities.windows.chunked or not any(layer.attention_chunk_size for layer in own)),
+        ("ALiBi in", ", ".join(sorted(context.modes - capabilities.alibi)),
+         context.modes <= capabilities.alibi or all(layer.alibi_slopes is None for layer in context.layers)),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
@@ -213,6 +227,7 @@ def _of_states(capabilities: Capabilities, context: BackendContext) -> list[tupl
         ("trees of drafts in layers of kind", *_without_trees(state, declared, context.topk if verifies else 1)),
         ("rollback of states by", state.rollback, state.rollback in declared.rollback or not verifies),
         ("snapshots of states each", state.snapshots, state.snapshots in declared.snapshots | {0}),
+        ("states of a prefix cache by", state.continues, state.continues in declared.continues),
     ]
 
 

@@ -75,6 +75,10 @@ class Capabilities(Declared):
     """Widths of a q, k and v row. For MLA: width of the latent part; ``mla_rope_dims`` has the rope part."""
     mla_rope_dims: Set[int] = frozenset({64})
     """MLA: widths of the rope part of a key."""
+    wider_keys: Set[int] = frozenset()
+    """Numbers of columns by which queries and keys may be wider than values, outside MLA: ``{64}`` for keys of 192 next
+    to values of 128 (MiMo-V2, DeepSeek's models as MHA). ``head_dims`` are the widths of values. K and V then lie in
+    memory of their own, in the KV layouts ``nhd`` and ``custom``."""
     heads_by_layer: bool = False
     """True: layers of one model may differ in head counts and head dims, as windowed and full layers do, and the layers
     of a draft model. ``families``, ``gqa_ratios`` and ``head_dims`` declare the shape of each layer;
@@ -117,8 +121,10 @@ class Capabilities(Declared):
 
     # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
-    """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or packed rows that hold
-    their scales (``contract/row_format.py``): ``fp8_ds_mla``, for MLA in bf16."""
+    """Dtypes of the KV pool: ``same`` as the model, ``fp8_e4m3`` with per-tensor scales, or rows of a format of
+    ``contract/row_format.py``. Their scales lie in the row or apart: ``fp8_ds_mla`` for MLA in bf16;
+    ``int8_per_token_head``, ``fp8_per_token_head``, ``fp8_per_head``, ``nvfp4``, ``fp4_mx_block16`` and ``int4_group8``
+    for K and V."""
     page_sizes: Set[int] = frozenset({16})
     """Page sizes of the KV pool, in slots."""
     kv_layouts: Set[str] = frozenset({"nhd"})
@@ -138,6 +144,9 @@ class Capabilities(Declared):
     """True: the kernel honors ``AttentionLayer.logit_cap`` (soft cap)."""
     sinks: bool = False
     """True: the kernel honors ``AttentionLayer.sinks`` (attention sinks)."""
+    alibi: Set[ForwardMode] = frozenset()
+    """Modes in which the kernel honors ``AttentionLayer.alibi_slopes``, of any values: a rank has the slopes of its own
+    heads."""
     sparse: Sparse | None = None
     """Selections of keys that the backend takes (DSA). A backend that declares one always gets one. Without it a row
     attends to all keys that it may see."""
@@ -217,7 +226,7 @@ class Capabilities(Declared):
                 f"Capabilities.q_scale is {self.q_scale!r}, and matmul_dtype='model' says that queries are not rounded "
                 "to FP8; write matmul_dtype='fp8_e4m3', or leave q_scale out"
             )
-        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal")
+        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal", "alibi")
         causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
         if causal:
             raise ValueError(f"Capabilities.non_causal may hold only extend and target-verify, got {', '.join(causal)}")
@@ -225,7 +234,7 @@ class Capabilities(Declared):
         for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             self._check_words(name, known)
         for name, least in (("head_dims", 1), ("page_sizes", 1), ("gqa_ratios", 1), ("mla_rope_dims", 0),
-                            ("kernel_changes_at", 2), ("kernel_changes_at_keys", 16)):  # fmt: skip
+                            ("wider_keys", 1), ("kernel_changes_at", 2), ("kernel_changes_at_keys", 16)):  # fmt: skip
             values = self._listed(name)
             if not all(is_whole(v) and v >= least for v in values):
                 numbers = f"whole numbers from {least} on" if least > 1 else "positive whole numbers"

@@ -187,7 +187,9 @@ def _rows(context: BackendContext, batch: ForwardBatch) -> tuple[int, torch.Tens
     if mode is ForwardMode.DRAFT_EXTEND:
         assert isinstance(batch.spec_info, DraftExtendInput)
         return context.speculative_num_steps + 1, batch.spec_info.num_accept_tokens[:bs]
-    return (context.num_draft_tokens if mode.is_target_verify() else batch.input_ids.shape[0] // bs), None
+    if isinstance(batch.spec_info, VerifyInput):
+        return batch.spec_info.draft_token_num, None
+    return batch.input_ids.shape[0] // bs, None
 
 
 def _draft_mask(context: BackendContext, batch: ForwardBatch, prefix: torch.Tensor, n: int) -> torch.Tensor | None:

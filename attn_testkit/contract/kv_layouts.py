@@ -63,9 +63,21 @@ class KVPoolSpec:
         return self.row_format.of(layer) if self.row_format else None
 
     def row_width(self, layer: AttentionLayer) -> int:
-        """Elements of a row of one head."""
+        """Elements of a row of one head, without scales that lie apart: of a key, or of what holds both."""
         rows = self.rows_of(layer)
-        return rows.nbytes if rows else layer.head_dim
+        return rows.nbytes - rows.nbytes_apart if rows else layer.head_dim
+
+    def width_apart(self, layer: AttentionLayer) -> int:
+        """Bytes of the scales of a row of one head that lie apart; 0 if none do."""
+        rows = self.rows_of(layer)
+        return rows.nbytes_apart if rows else 0
+
+    def part_widths(self, layer: AttentionLayer) -> tuple[int, ...]:
+        """Elements of a row of one head in each part: K and V, or what holds both."""
+        key = self.row_width(layer)
+        if layer.head_layout.pool_rows == 1:
+            return (key,)
+        return key, key if self.row_format else layer.v_head_dim
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,6 +91,16 @@ class KVLayer:
     """A like view of V. None for MLA, whose values are the first columns of the keys."""
     buffer: torch.Tensor | None = None
     """Memory of both in the shape that the kernel takes; ``KVPool.get_layer_buffer`` returns it."""
+    scales: tuple[torch.Tensor, ...] = ()
+    """Views of the scales of K and of V that count slots, heads and bytes of a row's scales, uint8, in memory of their
+    own. Empty if the rows have no scales that lie apart."""
+
+    @property
+    def every(self) -> tuple[torch.Tensor, ...]:
+        """Each view: rows of K, their scales if they lie apart, then the same of V."""
+        if not self.scales:
+            return self.parts
+        return tuple(view for pair in zip(self.parts, self.scales, strict=True) for view in pair)
 
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
@@ -93,20 +115,41 @@ def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
     """
     if layout not in _ORDERS:
         raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
+    if any(len(set(spec.part_widths(layer))) > 1 for layer in spec.layers):
+        if layout != "nhd":
+            raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values take 'nhd'")
+        return _apart(spec)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
-        laid = _lay_out(replace(spec, layers=tuple(alike)), _ORDERS[layout])
+        own, order = replace(spec, layers=tuple(alike)), _ORDERS[layout]
+        laid = _lay_out(own, order, spec.row_width(alike[0]))
+        if apart := spec.width_apart(alike[0]):
+            laid = [
+                replace(rows, scales=scales.parts)
+                for rows, scales in zip(laid, _lay_out(own, order, apart), strict=True)
+            ]
         found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
     return tuple(found[layer.layer_id] for layer in spec.layers)
 
 
-def _lay_out(spec: KVPoolSpec, order: Sequence[str]) -> list[KVLayer]:
-    """Allocate layers of one shape."""
+def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
+    """Allocate K and V of each layer by themselves, as pools of servers do whose values have their own width."""
+    make = torch.zeros if spec.cleared else torch.empty
+
+    def part(layer: AttentionLayer, width: int) -> torch.Tensor:
+        shape = spec.pages, spec.page_size, layer.tp_k_head_num, width
+        return make(shape, dtype=spec.dtype, device=spec.device)
+
+    return tuple(KVLayer(*(part(layer, width) for width in spec.part_widths(layer))) for layer in spec.layers)
+
+
+def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int) -> list[KVLayer]:
+    """Allocate layers of one shape, with rows of ``width`` elements."""
     first = spec.layers[0]
     sizes = {
         "layer": len(spec.layers), "part": first.head_layout.pool_rows, "page": spec.pages, "slot": spec.page_size,
-        "head": first.tp_k_head_num, "dim": spec.row_width(first),
+        "head": first.tp_k_head_num, "dim": width,
     }  # fmt: skip
     strides, end = dict[str, int](), 1
     for axis in reversed(order):
@@ -155,12 +198,20 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
         if (found.value is None) != layer.head_layout.values_in_keys:
             has = "has no values; give the view of them" if found.value is None else "is MLA: leave value out"
             raise ValueError(f"lay_out_kv_pool: layer {layer.layer_id} {has}")
-        for name, view in zip(("keys", "values"), found.parts, strict=False):
-            wrong = _wrong(spec, layer, view, found.buffer)
+        apart = spec.width_apart(layer)
+        if len(found.scales) != (len(found.parts) if apart else 0):
+            raise ValueError(
+                f"lay_out_kv_pool: layer {layer.layer_id} has {len(found.scales)} views of scales that lie apart; "
+                + (f"give scales=(of K, of V), {apart} bytes per row" if apart else "its rows have none: leave it out")
+            )
+        views = list(zip(("keys", "values"), found.parts, spec.part_widths(layer), strict=False))
+        views += [(f"scales of {name}", view, apart) for name, view in zip(("K", "V"), found.scales, strict=False)]
+        for name, view, width in views:
+            wrong = _wrong(spec, layer, view, None if name.startswith("scales") else found.buffer, width)
             if wrong:
                 raise ValueError(f"lay_out_kv_pool: the {name} of layer {layer.layer_id} {wrong}")
-    for memory, views in pieces_of([part for each in layers for part in each.parts]):
-        if int(between(memory, views).sum()) + sum(view.numel() for view in views) == memory.numel():
+    for memory, inside in pieces_of([view for each in layers for view in each.every]):
+        if int(between(memory, inside).sum()) + sum(view.numel() for view in inside) == memory.numel():
             continue
         raise ValueError(
             "lay_out_kv_pool: two numbers of the pool lie at one address; every slot of every layer needs memory of "
@@ -169,9 +220,9 @@ def refuse_layers(spec: KVPoolSpec, layers: object) -> tuple[KVLayer, ...]:
     return tuple(layers)
 
 
-def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None) -> str:
-    """Text about a mistake in a view, and the remedy; empty if there is no mistake."""
-    heads, width = layer.tp_k_head_num, spec.row_width(layer)
+def _wrong(spec: KVPoolSpec, layer: AttentionLayer, view: object, buffer: torch.Tensor | None, width: int) -> str:
+    """Text about a mistake in a view of rows of ``width`` elements, and the remedy; empty if there is no mistake."""
+    heads = layer.tp_k_head_num
     if type(view) is not torch.Tensor:
         return f"are not a plain torch.Tensor: {view!r}"[:200]
     if view.dtype != spec.dtype or view.device.type != spec.device.type:

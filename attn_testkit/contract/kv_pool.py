@@ -49,7 +49,8 @@ class KVPool:
     their heads, Hk and D are the layer's own, and layers of one shape lie together.
 
     In a pool with a ``row_format`` a row is bytes: D and Dv are the bytes of a row, the dtype is uint8, and of MLA the
-    value buffer is the key buffer. ``rows_of`` has the planes of a row.
+    value buffer is the key buffer. ``rows_of`` has the planes of a row, and ``get_planes`` views of them. Scales that
+    lie apart do not count in D and Dv: they have memory of their own in the same order of axes.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class KVPool:
     ) -> None:
         """Allocate memory, zeroed unless ``cleared`` is False.
 
-        ``size`` is in slots and a multiple of ``page_size``, ``v_head_dim`` equals ``head_dim`` except for MLA, and
-        ``layout`` is a name of the table, else ``ValueError``. If ``layout`` is ``custom``, the function ``own``
+        ``size`` is in slots and a multiple of ``page_size``, and ``layout`` is a name of the table, else
+        ``ValueError``; for keys wider than values it is ``nhd``. If ``layout`` is ``custom``, the function ``own``
         allocates; its result is checked, and ``ValueError`` says what is wrong with it. ``row_format``: a name of
         ``ROW_FORMATS``, with ``dtype`` uint8; empty for rows of numbers.
         """
@@ -79,8 +80,6 @@ class KVPool:
         self.layers, self.layout, self.own = layers, layout, own
         self.one_row = bool(layers) and layers[0].head_layout.values_in_keys
         """MLA: a slot holds one row per layer, which is key and value."""
-        if not self.one_row and any(layer.v_head_dim != layer.head_dim for layer in layers):
-            raise ValueError("this pool keeps K and V in one allocation and needs v_head_dim == head_dim")
         self.row_format = row_format
         """Name of the format of a row; empty for numbers of ``dtype``."""
         form = ROW_FORMATS[row_format] if row_format else None
@@ -101,19 +100,24 @@ class KVPool:
     @cached_property
     def pieces(self) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
         """All memory of K and V: each allocation, flat, and the views in it."""
-        return pieces_of([part for each in self.memory.values() for part in each.parts])
+        return pieces_of([part for each in self.memory.values() for part in each.every])
 
     def _where_stored(self, layer_id: int) -> list[tuple[torch.Tensor, tuple[int, ...]]]:
-        """Views of K and V that rows are stored through, each with the sizes of its dimensions that count slots."""
+        """Views of K and V that rows are stored through, each with the sizes of its dimensions that count slots; then
+        those of scales that lie apart."""
         views = self._views(layer_id, self.num_slots) or self.memory[layer_id].parts
-        return [(view, tuple(view.shape[: slot_dims(view, self.num_slots)])) for view in views]
+        return [
+            (view, tuple(view.shape[: slot_dims(view, self.num_slots)]))
+            for view in (*views, *self.memory[layer_id].scales)
+        ]
 
     def _views(self, layer_id: int, *slots: int) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Views of K and V [*slots, H, D]; None if they would need a copy."""
         parts = self.memory[layer_id].parts
         layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
         try:
-            views = [part.view(*slots, layer.tp_k_head_num, self.spec.row_width(layer)) for part in parts]
+            widths = self.spec.part_widths(layer)
+            views = [part.view(*slots, layer.tp_k_head_num, width) for part, width in zip(parts, widths, strict=True)]
         except RuntimeError:
             return None
         if self.row_format and self.one_row:
@@ -123,6 +127,33 @@ class KVPool:
     def rows_of(self, layer: AttentionLayer) -> PackedRows | None:
         """The format of a layer's rows: planes, packing, meaning. None for rows of numbers."""
         return self.spec.rows_of(layer)
+
+    def get_planes(self, layer_id: int) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        """Planes of K and of V by name, [pages, page_size, Hk, numbers] each: views, wherever scales lie.
+
+        Two FP4 numbers are a byte, and a scale that is an exponent is one too; other planes have their dtype. Raises
+        ``ValueError`` if rows are not packed ones of K and V, or no strides give such views of a custom layout.
+        """
+        layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
+        packed = self.rows_of(layer)
+        if packed is None or self.one_row:
+            raise ValueError(f"rows of the KV pool have no planes of K and V: row_format is {self.row_format!r}")
+        pages, apart = self.get_kv_pages(layer_id), self.get_scale_pages(layer_id)
+        k, v = (packed.planes_of(rows, apart[part] if apart else None) for part, rows in enumerate(pages))
+        return k, v
+
+    def get_scale_pages(self, layer_id: int) -> tuple[torch.Tensor, ...]:
+        """Bytes of the scales of K and of V that lie apart, [pages, page_size, Hk, bytes] uint8 each: views. Empty if
+        none do. Raises ``ValueError`` if no strides give such views of a custom layout."""
+        found = self.memory[layer_id].scales
+        if not found:
+            return ()
+        layer = next(layer for layer in self.layers if layer.layer_id == layer_id)
+        shape = self.num_slots // self.page_size, self.page_size, layer.tp_k_head_num, self.spec.width_apart(layer)
+        try:
+            return tuple(each.view(shape) for each in found)
+        except RuntimeError:
+            raise ValueError(f"scales of layer {layer_id} have no view [pages, page_size, heads, bytes]") from None
 
     @property
     def num_slots(self) -> int:
@@ -183,18 +214,28 @@ class KVPool:
 
         ``loc`` [T] int64 or int32: slots, as in ``out_cache_loc``. ``k`` [T, Hk, D], ``v`` [T, Hk, Dv] in the model's
         dtype; ``v`` is ignored for MLA. In an FP8 pool the rows are divided by ``layer.k_scale`` / ``layer.v_scale``
-        and clamped to the largest FP8 value; with a ``row_format`` they are packed. Raises ``ValueError`` when a pool
+        and clamped to the largest FP8 value; with a ``row_format`` they are divided by the layer's scales, if it has
+        any, and packed. Raises ``ValueError`` when a pool
         that is not MLA gets no ``v``.
         """
         slots, stored = loc.long(), self._stored.get(layer.layer_id)
         if stored is None:
             stored = self._stored[layer.layer_id] = self._where_stored(layer.layer_id)
         packed = self.rows_of(layer)
-        self._put(stored[0], slots, packed.pack(k) if packed else k, layer.k_scale)
+        given = [(k, layer.k_scale, layer.k_head_scales)]
         if not self.one_row:
             if v is None:
                 raise ValueError("a pool that is not MLA needs v as well as k")
-            self._put(stored[1], slots, packed.pack(v) if packed else v, layer.v_scale)
+            given.append((v, layer.v_scale, layer.v_head_scales))
+        for part, (rows, scale, by_head) in enumerate(given):
+            if packed is None:
+                self._put(stored[part], slots, rows, scale)
+                continue
+            rows = packed.pack(packed.divided(rows.reshape(-1, layer.tp_k_head_num, layer.head_dim), scale, by_head))
+            inside = packed.nbytes - packed.nbytes_apart
+            self._put(stored[part], slots, rows[..., :inside], 1.0)
+            if packed.nbytes_apart:
+                self._put(stored[len(given) + part], slots, rows[..., inside:], 1.0)
 
     def _put(
         self, where: tuple[torch.Tensor, tuple[int, ...]], slots: torch.Tensor, rows: torch.Tensor, scale: float

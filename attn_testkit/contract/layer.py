@@ -41,7 +41,8 @@ class AttentionLayer(OfHeadLayout):
     head_dim: int
     """Width of a query and key row. For MLA (absorbed form): ``kv_lora_rank + rope``."""
     v_head_dim: int
-    """Width of a value and output row. For MLA: ``kv_lora_rank``, the first part of the latent key."""
+    """Width of a value and output row: ``head_dim``, or less with ``Capabilities.wider_keys``. For MLA:
+    ``kv_lora_rank``, the first part of the latent key."""
     scaling: float
     """Factor on q·k before the softmax. Never assume 1/sqrt(head_dim): models differ, and MLA always does. A kernel
     that supports only that declares it: ``Capabilities.any_scaling``."""
@@ -53,11 +54,21 @@ class AttentionLayer(OfHeadLayout):
     logit_cap: float = 0.0
     """Soft cap: logits become cap * tanh(logits / cap), after scaling and before masking. 0: none."""
     k_scale: float = 1.0
-    """The KV pool holds K / k_scale when its dtype is FP8; 1.0 otherwise."""
+    """The KV pool holds K / k_scale when its dtype is FP8, or rows of a format with a scale per layer; 1.0 otherwise.
+    With ``ServerConventions.takes_unused_scales`` it may be a checkpoint's where the pool holds K as given."""
     v_scale: float = 1.0
-    """The pool holds V / v_scale when its dtype is FP8; 1.0 otherwise."""
+    """``k_scale`` of V."""
+    k_head_scales: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_k_head_num] float32 on the device, of rows of format ``fp8_per_head``: the pool holds K / k_head_scales. The
+    server changes it in place between steps, so a graph has to read it from there. None: there is one scale."""
+    v_head_scales: torch.Tensor | None = field(default=None, compare=False)
+    """``k_head_scales`` of V."""
     sinks: torch.Tensor | None = field(default=None, compare=False)
     """[tp_q_head_num] float32 on the device: one more logit per head, which takes weight and gives no value."""
+    alibi_slopes: torch.Tensor | None = field(default=None, compare=False)
+    """[tp_q_head_num] float32 on the device: the logit of a row at position p and a key at position j has ``slope *
+    (j - p)`` added, after scaling and before masking. None: no ALiBi. Such a layer has no soft cap and no sinks, which
+    servers apply before it or after."""
     causal: bool = True
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
@@ -74,8 +85,13 @@ class AttentionLayer(OfHeadLayout):
     """Name of the family that the layer is of. Families other than ``softmax`` have their own head layouts."""
 
     def to(self, device: torch.device) -> AttentionLayer:
-        """The layer with its tensors on a device."""
-        return self if self.sinks is None else replace(self, sinks=self.sinks.to(device))
+        """The layer with its tensors on a device; scales of heads, which change there, in memory of their own."""
+        moved = {
+            name: each.to(device, copy=name.endswith("head_scales"))
+            for name in ("sinks", "alibi_slopes", "k_head_scales", "v_head_scales")
+            if (each := getattr(self, name)) is not None
+        }
+        return replace(self, **moved) if moved else self
 
     @property
     def parts(self) -> tuple[int, ...]:

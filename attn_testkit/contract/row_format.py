@@ -6,6 +6,7 @@ the bytes of a row, views of its planes, how a row is packed and what it means.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Set
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -15,13 +16,38 @@ import torch
 from .head_layout import HeadLayout
 from .layer import AttentionLayer
 
-__all__ = ["ALL_NAN", "LARGEST", "ROW_FORMATS", "PackedRows", "Plane", "RowFormat", "in_tiles", "next_power_of_two"]
+__all__ = [
+    "ALL_NAN",
+    "FP4",
+    "HALVES",
+    "INT4",
+    "LARGEST",
+    "LATENT_FORMATS",
+    "POWER_OF_TWO",
+    "ROW_FORMATS",
+    "PackedRows",
+    "Plane",
+    "RowFormat",
+    "codes_of",
+    "in_tiles",
+    "next_power_of_two",
+]  # fmt: skip
 
 ALL_NAN = 0xFF
-"""Byte that is NaN in every plane: e4m3, bfloat16 and float32 numbers of such bytes are NaN."""
-LARGEST = {torch.float8_e4m3fn: 448.0}
+"""Byte that is NaN in every plane of scales or unscaled numbers: e4m3, bfloat16, float32 and UE8M0."""
+FP4 = torch.float4_e2m1fn_x2
+"""Dtype of a plane of e2m1 numbers: two to a byte, the first in its lower half."""
+INT4 = torch.int4
+"""Dtype of a plane of signed integers of 4 bits, packed likewise."""
+HALVES = frozenset({FP4, INT4})
+POWER_OF_TWO = torch.float8_e8m0fnu
+"""Dtype of a plane of scales that are bytes of an exponent, 127 more than that of two."""
+LARGEST = {torch.float8_e4m3fn: 448.0, torch.int8: 127.0, FP4: 6.0, INT4: 7.0}
 """Largest number of a dtype that has scales."""
-_SMALLEST_SCALE = {"amax": torch.finfo(torch.float32).tiny, "power_of_two": 1e-4}
+_AS_BYTES = HALVES | {POWER_OF_TWO}
+_FP4_BOUNDS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+"""Middles between the sizes of e2m1 numbers: 0, 0.5, 1, 1.5, 2, 3, 4, 6."""
+_SMALLEST_E4M3 = 2.0**-9
 
 
 def next_power_of_two(numbers: torch.Tensor) -> torch.Tensor:
@@ -30,8 +56,49 @@ def next_power_of_two(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def in_tiles(numbers: torch.Tensor, tile: int) -> torch.Tensor:
-    """``numbers`` [..., width] as [..., tiles, tile]."""
-    return numbers.reshape(*numbers.shape[:-1], -1, tile)
+    """``numbers`` [..., width] as [..., tiles, tile]; 0: all of them are one tile."""
+    return numbers.reshape(*numbers.shape[:-1], -1, tile or numbers.shape[-1])
+
+
+def codes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Bytes of float32 ``numbers`` [...] in ``dtype``, saturated, [...] uint8: of 4 bits one for each number."""
+    if dtype == FP4:
+        # No table: a tensor of constants would be a copy from the host.
+        size = numbers.abs()
+        above = sum((size > bound).to(torch.uint8) for bound in _FP4_BOUNDS)
+        return above + (numbers < 0).to(torch.uint8) * 8
+    largest = LARGEST[dtype]
+    numbers = numbers.clamp(-largest, largest)
+    if dtype == INT4:
+        return numbers.round().to(torch.int8).view(torch.uint8) & 15
+    return (numbers.round() if dtype == torch.int8 else numbers).to(dtype).view(torch.uint8)
+
+
+def _bytes_of(numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., bytes] uint8: ``numbers`` [..., n] in the dtype of a plane."""
+    if dtype in HALVES:
+        codes = codes_of(numbers.float(), dtype)
+        return codes[..., 0::2] + codes[..., 1::2] * 16
+    if dtype == POWER_OF_TWO:
+        return (numbers.float().view(torch.int32) >> 23).to(torch.uint8)
+    if dtype in LARGEST:
+        return codes_of(numbers.float(), dtype).contiguous()
+    return numbers.to(dtype).contiguous().view(torch.uint8)
+
+
+def _numbers_of(raw: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[..., n] float32: the numbers of a plane, of its bytes ``raw`` [..., bytes] uint8."""
+    if dtype in HALVES:
+        codes = torch.stack((raw & 15, raw >> 4), -1).flatten(-2).to(torch.int32)
+        if dtype == INT4:
+            return torch.where(codes > 7, codes - 16, codes).float()
+        half, exponent = codes & 1, codes >> 1 & 3
+        sizes = torch.where(exponent > 0, (2 + half) << exponent, 2 * half).float() / 4
+        return torch.where(codes > 7, -sizes, sizes)
+    if dtype == POWER_OF_TWO:
+        numbers = (raw.to(torch.int32) << 23).view(torch.float32)
+        return numbers.masked_fill(raw == 0, 2.0**-127).masked_fill(raw == ALL_NAN, math.nan)
+    return raw.contiguous().view(dtype).float()
 
 
 @dataclass(frozen=True)
@@ -43,10 +110,24 @@ class Plane:
     of: str
     """Part of the key that it holds: ``latent`` or ``rope`` of MLA, or ``row`` for all of it."""
     tile: int = 1
-    """1: numbers of the key. N: one scale for N numbers each."""
+    """1: numbers of the key. N: one scale for N numbers each. 0: one scale for all numbers of the row."""
     rule: str = "amax"
     """Scale of a tile. ``amax``: its largest magnitude over the largest number of their dtype. ``power_of_two``: the
     next power of two from there on."""
+    smallest: float = torch.finfo(torch.float32).tiny
+    """Smallest scale."""
+    least: float = 2.0**-14
+    """Test data: least magnitude of the largest number of a tile, so that its scale is not the smallest one."""
+
+    @property
+    def is_scales(self) -> bool:
+        """True for scales, False for numbers of the key."""
+        return self.tile != 1
+
+    def nbytes(self, width: int) -> int:
+        """Bytes of the plane in a row, for a part of ``width`` numbers."""
+        entries = width // (self.tile or width)
+        return entries // 2 if self.dtype in HALVES else entries * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -61,6 +142,11 @@ class RowFormat:
     """True: rows that are key and value at once, as those of MLA."""
     dtypes: Set[str]
     """Dtypes of the model in which such rows exist."""
+    apart: bool = False
+    """True: scales, the last planes, lie in memory of their own: ``KVPool.get_scale_pages``. False: in the row."""
+    layer_scale: str = "none"
+    """Scale that a row is divided by before it is packed. ``tensor``: ``AttentionLayer.k_scale`` and ``v_scale``.
+    ``head``: ``k_head_scales`` and ``v_head_scales``, which change in place between steps. ``none``: there is none."""
 
     def of(self, layer: AttentionLayer) -> PackedRows:
         """The rows of a layer."""
@@ -68,15 +154,16 @@ class RowFormat:
 
     def fits(self, layout: HeadLayout, dtype: str, width: int) -> bool:
         """True if there are such rows for values of ``width`` numbers, which are whole tiles."""
-        tiles = all(width % plane.tile == 0 for plane in self.planes)
-        return layout.values_in_keys == self.latent and dtype in self.dtypes and tiles
+        tiles = all(width % (plane.tile or 1) == 0 for plane in self.planes)
+        return layout.values_in_keys == self.latent and not layout.has_state and dtype in self.dtypes and tiles
 
     @property
     def needs(self) -> str:
         """Layers that have such rows, in words."""
         kind = "a latent row per token" if self.latent else "keys and values of each KV head"
         widest = max(plane.tile for plane in self.planes)
-        return f"{kind}, in {' or '.join(sorted(self.dtypes))}, in whole tiles of {widest} numbers"
+        tiles = f", in whole tiles of {widest} numbers" if widest > 1 else ""
+        return f"{kind}, in {' or '.join(sorted(self.dtypes))}{tiles}"
 
 
 _DS_MLA = (
@@ -84,21 +171,66 @@ _DS_MLA = (
     Plane("scales", torch.float32, "latent", tile=128),
     Plane("rope", torch.bfloat16, "rope"),
 )
+_HALF = frozenset({"bf16", "fp16"})
+_BF16 = frozenset({"bf16"})
+
+
+def _per_token_head(dtype: torch.dtype) -> tuple[Plane, ...]:
+    scales = Plane("scales", torch.float32, "row", tile=0, smallest=1e-6, least=2.0**-10)
+    return Plane("numbers", dtype, "row"), scales
+
+
+def _fp4(scales: Plane) -> tuple[Plane, ...]:
+    return Plane("numbers", FP4, "row"), scales
+
+
 ROW_FORMATS: Mapping[str, RowFormat] = {
     each.name: each
     for each in (
-        RowFormat("fp8_ds_mla", _DS_MLA, latent=True, dtypes=frozenset({"bf16"})),
+        RowFormat("fp8_ds_mla", _DS_MLA, latent=True, dtypes=_BF16),
         RowFormat(
             "fp8_ds_mla_pow2",
-            tuple(replace(plane, rule="power_of_two") for plane in _DS_MLA),
+            tuple(replace(plane, rule="power_of_two", smallest=1e-4) for plane in _DS_MLA),
             latent=True,
-            dtypes=frozenset({"bf16"}),
+            dtypes=_BF16,
+        ),
+        RowFormat("int8_per_token_head", _per_token_head(torch.int8), latent=False, dtypes=_HALF),
+        RowFormat("fp8_per_token_head", _per_token_head(torch.float8_e4m3fn), latent=False, dtypes=_HALF),
+        RowFormat("int8_per_token_head_apart", _per_token_head(torch.int8), latent=False, dtypes=_HALF, apart=True),
+        RowFormat(
+            "fp8_per_head", (Plane("numbers", torch.float8_e4m3fn, "row"),), latent=False, dtypes=_BF16,
+            layer_scale="head",
+        ),
+        RowFormat(
+            "nvfp4", _fp4(Plane("scales", torch.float8_e4m3fn, "row", tile=16, smallest=_SMALLEST_E4M3, least=2.0**-5)),
+            latent=False, dtypes=_BF16, apart=True, layer_scale="tensor",
+        ),
+        RowFormat(
+            "fp4_mx_block16", _fp4(Plane("scales", POWER_OF_TWO, "row", tile=16, rule="power_of_two", smallest=1e-10)),
+            latent=False, dtypes=_BF16, apart=True,
+        ),
+        RowFormat(
+            "int4_group8", (Plane("numbers", INT4, "row"), Plane("scales", torch.bfloat16, "row", tile=8)),
+            latent=False, dtypes=_BF16, apart=True,
         ),
     )
-}
+}  # fmt: skip
 """``fp8_ds_mla``: FP8 rows of FlashMLA with scales, as SGLang has them for DeepSeek V3.2. With a latent part of 512 and
 a rope part of 64 a row has 656 bytes: 512 of e4m3, 16 of scales, 128 of bfloat16. ``fp8_ds_mla_pow2``: the same with
-scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435)."""
+scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435).
+
+``int8_per_token_head`` and ``fp8_per_token_head``: a float32 scale per token and KV head behind the numbers of its row,
+as vLLM has them (``TritonAttentionBackend.customize_spec``, ``_reshape_cache_per_token_head``);
+``int8_per_token_head_apart``: the same scales in memory of their own. ``fp8_per_head``: e4m3 and no scale in the pool,
+as vLLM has them for checkpoints of ``strategy: attn_head`` (``use_per_head_quant_scales``). ``nvfp4``: e2m1 with an
+e4m3 scale for 16 numbers each, and a scale per layer; ``fp4_mx_block16``: with scales of a power of two. Both as SGLang
+has them (``NVFP4KVCacheMethod`` with ``needs_linear_scale_buffer``, ``FP4MXBlock16KVQuantizeUtil``). ``int4_group8``:
+integers of 4 bits with a scale in the model's dtype for 8 numbers each, as LightLLM has them
+(``PPLINT4KVMemoryManager``)."""
+
+
+LATENT_FORMATS = frozenset(name for name, each in ROW_FORMATS.items() if each.latent)
+"""Formats of MLA. The others are of K and V."""
 
 
 @dataclass(frozen=True)
@@ -119,35 +251,78 @@ class PackedRows:
 
     @cached_property
     def offsets(self) -> Mapping[str, tuple[int, int]]:
-        """Plane -> its first byte in a row, and the one behind its last."""
+        """Plane -> its first byte in a row, and the one behind its last, as if no plane lay apart."""
         found, end = dict[str, tuple[int, int]](), 0
         for plane in self.format.planes:
             part = self.part(plane)
-            first, end = end, end + (part.stop - part.start) // plane.tile * plane.dtype.itemsize
+            first, end = end, end + plane.nbytes(part.stop - part.start)
             found[plane.name] = first, end
         return found
 
     @property
     def nbytes(self) -> int:
-        """Bytes of a row."""
+        """Bytes of a row, with those of its scales that lie apart."""
         return max(end for _, end in self.offsets.values())
 
+    @property
+    def nbytes_apart(self) -> int:
+        """Bytes of a row that lie in memory of their own: its last ones."""
+        if not self.format.apart:
+            return 0
+        return sum(end - first for first, end in (self.offsets[plane.name] for plane in self.scale_planes))
+
+    @property
+    def scale_planes(self) -> tuple[Plane, ...]:
+        """The planes of scales."""
+        return tuple(plane for plane in self.format.planes if plane.is_scales)
+
+    def raw(self, rows: torch.Tensor, plane: Plane) -> torch.Tensor:
+        """View of the bytes of a plane of ``rows`` [..., bytes] uint8."""
+        return rows[..., slice(*self.offsets[plane.name])]
+
     def planes(self, rows: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name."""
+        """Views of the planes of ``rows`` [..., bytes] uint8: [..., numbers] each, by name. 4-bit ones: bytes."""
         return {
-            plane.name: rows[..., slice(*self.offsets[plane.name])].view(plane.dtype) for plane in self.format.planes
+            plane.name: self.raw(rows, plane).view(torch.uint8 if plane.dtype in _AS_BYTES else plane.dtype)
+            for plane in self.format.planes
         }
+
+    def planes_of(self, rows: torch.Tensor, apart: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Views of the planes of ``rows`` whose scales may lie ``apart`` [..., bytes of scales] uint8."""
+        if apart is None:
+            return self.planes(rows)
+        inside, found = rows.shape[-1], dict[str, torch.Tensor]()
+        for plane in self.format.planes:
+            first, end = self.offsets[plane.name]
+            raw = apart[..., first - inside : end - inside] if plane.is_scales else rows[..., first:end]
+            found[plane.name] = raw.view(torch.uint8 if plane.dtype in _AS_BYTES else plane.dtype)
+        return found
+
+    def divided(self, rows: torch.Tensor, scale: float, by_head: torch.Tensor | None) -> torch.Tensor:
+        """``rows`` [..., Hk, width] over the scale of their layer that the format has: ``scale``, or one per head."""
+        if self.format.layer_scale == "none":
+            return rows
+        if self.format.layer_scale == "tensor":
+            return rows.float() / scale
+        assert by_head is not None
+        return rows.float() / by_head[:, None]
 
     def scales_of(self, plane: Plane) -> Plane | None:
         """The plane of scales of a plane of numbers; None if it has none."""
-        return next((each for each in self.format.planes if each.tile > 1 and each.of == plane.of), None)
+        return next((each for each in self.scale_planes if each.of == plane.of), None)
 
     def scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
         """[..., tiles] float32: scales of the numbers of ``keys`` [..., width] that a plane of scales is for."""
-        of = next(each.dtype for each in self.format.planes if each.tile == 1 and each.of == plane.of)
+        exact = self.exact_scales(plane, keys)
+        if plane.rule == "power_of_two":
+            return next_power_of_two(exact)
+        return exact.clamp(max=LARGEST.get(plane.dtype, math.inf)).to(plane.dtype).float()
+
+    def exact_scales(self, plane: Plane, keys: torch.Tensor) -> torch.Tensor:
+        """[..., tiles] float32: the same before they are rounded to the dtype of scales."""
+        of = next(each.dtype for each in self.format.planes if not each.is_scales and each.of == plane.of)
         tiles = in_tiles(keys[..., self.part(plane)].float(), plane.tile)
-        exact = (tiles.abs().amax(-1) / LARGEST[of]).clamp(min=_SMALLEST_SCALE[plane.rule])
-        return next_power_of_two(exact) if plane.rule == "power_of_two" else exact
+        return (tiles.abs().amax(-1) / LARGEST[of]).clamp(min=plane.smallest)
 
     def pack(self, keys: torch.Tensor) -> torch.Tensor:
         """[..., bytes] uint8: ``keys`` [..., width] as rows of the format."""
@@ -155,25 +330,22 @@ class PackedRows:
         for plane in self.format.planes:
             part = keys[..., self.part(plane)]
             scales = self.scales_of(plane)
-            if plane.tile > 1:
+            if plane.is_scales:
                 part = self.scales(plane, keys)
             elif scales is not None:
-                largest = LARGEST[plane.dtype]
-                tiles = in_tiles(part.float(), scales.tile) / self.scales(scales, keys)[..., None]
-                part = tiles.clamp(-largest, largest).flatten(-2)
-            found.append(part.to(plane.dtype).contiguous().view(torch.uint8))
+                part = (in_tiles(part.float(), scales.tile) / self.scales(scales, keys)[..., None]).flatten(-2)
+            found.append(_bytes_of(part, plane.dtype))
         return torch.cat(found, -1)
 
     def unpack(self, rows: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """[..., width] of ``dtype``: the keys that ``rows`` [..., bytes] uint8 mean."""
-        planes = self.planes(rows)
         keys = torch.empty(*rows.shape[:-1], self.width, dtype=dtype, device=rows.device)
         for plane in self.format.planes:
-            if plane.tile > 1:
+            if plane.is_scales:
                 continue
-            numbers, scales = planes[plane.name].float().to(dtype), self.scales_of(plane)
+            numbers, scales = _numbers_of(self.raw(rows, plane), plane.dtype).to(dtype), self.scales_of(plane)
             if scales is not None:
-                tiles = in_tiles(numbers, scales.tile) * planes[scales.name].to(dtype)[..., None]
-                numbers = tiles.flatten(-2)
+                held = _numbers_of(self.raw(rows, scales), scales.dtype).to(dtype)
+                numbers = (in_tiles(numbers, scales.tile) * held[..., None]).flatten(-2)
             keys[..., self.part(plane)] = numbers
         return keys

@@ -12,6 +12,7 @@ from typing import Self
 from typing_extensions import override
 
 from .declared import Declared, is_whole, spelled
+from .modes import ForwardMode
 
 __all__ = ["DIALECTS", "SERVERS", "SGLANG", "VLLM", "Dialect", "ServerConventions"]
 
@@ -20,6 +21,7 @@ DIALECTS: Mapping[str, tuple[str, ...]] = {
     "verify_lens": ("prefix", "all"),
 }
 """Field of a ``Dialect``, and of ``ServerConventions`` -> its values; the first is the usual one."""
+_DRAFTS = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
 OUTPUT_LIFETIMES = ("model", "layer")
 
 
@@ -71,9 +73,19 @@ class ServerConventions(Declared):
     rows of a forward share something later, as one scale of FP8 activations (vLLM #57094). ``padding-finite`` checks it
     in replays, and in forwards with more rows than their plan. False: nobody looks at these rows. SGLang and vLLM
     quantize per tensor for some checkpoints and ask no backend for it, so their presets have False."""
+    takes_unused_scales: bool = False
+    """True: ``k_scale`` and ``v_scale`` of a layer may be a checkpoint's, other than 1, over a pool that holds K and V
+    as given, in the model's dtype. The kernel then leaves them out. False: they are 1 there, as vLLM sees to
+    (``BaseKVCacheMethod.process_weights_after_loading``)."""
     output_lifetime: str = "layer"
     """Time for which an output tensor keeps its contents. ``layer``: until the next ``forward`` of the instance, as if
     all layers share one buffer. ``model``: until every layer of the model has run."""
+    narrower_widths: Set[ForwardMode] = frozenset()
+    """Modes in which batches of one instance may be narrower than its context: fewer nodes than ``num_draft_tokens`` in
+    target-verify (chains), fewer rows in a draft-extend, fewer steps in draft-decode. Graphs of each width are captured
+    and replayed in turn; ``BackendContext.draft_widths`` lists the widths, and ``spec_info`` has that of a batch. vLLM
+    shortens drafts in this way as batches grow (``num_speculative_tokens_per_batch_size``). SGLang's
+    ``speculative_adaptive`` makes an instance for each width, so its backends need not take others."""
     drafts_without_prefix: bool = True
     """True: a request of a draft-decode may have no key before the draft. Servers draft after a prefill, so theirs have
     at least one. Declare False if the planner counts on that."""
@@ -83,6 +95,14 @@ class ServerConventions(Declared):
     overlap_scheduling: bool = True
     """True: the server may plan the next step while the device still runs this one, including its copies from pinned
     memory. Declare False if the server has to wait for the device in between."""
+    takes_rewritten_table: bool = False
+    """True: only plans read ``req_to_token``, so a server that overlaps steps may rewrite rows of it as soon as a plan
+    is made, on a stream of its own (SGLang #31270). The kit does so under forwards and replays of
+    ``overlap_scheduling``. False: forwards and replays may read it too."""
+    instances_run_at_once: bool = False
+    """True: graphs of two instances may run at once, on two streams, as servers that overlap two batches have an
+    instance for each (``enable_two_batch_overlap`` of SGLang, dual batch overlap of vLLM). The two have pools and graph
+    memory of their own, so they may share no scratch memory. False: one runs after the other."""
 
     def __post_init__(self) -> None:
         slots = self._listed("padding_slots")
@@ -93,6 +113,13 @@ class ServerConventions(Declared):
             self._check_words(name, values)
             if not getattr(self, name):
                 raise ValueError(f"ServerConventions.{name} must be some of {', '.join(values)}, got none")
+        self._check_modes("narrower_widths")
+        others = sorted(self.narrower_widths - _DRAFTS)
+        if others:
+            raise ValueError(
+                f"ServerConventions.narrower_widths has {', '.join(others)}; modes with a width are "
+                f"{', '.join(sorted(_DRAFTS))}"
+            )
         spelled("output_lifetime", self.output_lifetime, OUTPUT_LIFETIMES)
         self._check_flags()
 
@@ -114,6 +141,7 @@ VLLM = ServerConventions(
     takes_more_rows=True,
     output_lifetime="model",
     drafts_without_prefix=False,
+    narrower_widths=frozenset({ForwardMode.TARGET_VERIFY}),
 )
 """vLLM 0.33.0: the place in its source of each value is in ``bridges/vllm/capabilities.py``."""
 SERVERS: Mapping[str, ServerConventions] = {"sglang": SGLANG, "vllm": VLLM}

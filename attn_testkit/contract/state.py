@@ -7,13 +7,14 @@ from dataclasses import dataclass
 
 from .declared import Declared, is_whole, spelled
 
-__all__ = ["FRESH", "KINDS", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
+__all__ = ["CONTINUES", "FRESH", "KINDS", "ORDERS", "PADDED_STATES", "PRODUCTS", "ROLLBACKS", "STATE_DTYPES", "State"]
 
 STATE_DTYPES = ("fp32", "bf16", "fp16")
 PADDED_STATES = ("skip_minus_one", "skip_zero", "write_zero")
 FRESH = ("flag", "zeroed")
 ORDERS = ("vk", "kv")
 ROLLBACKS = ("commit", "slots")
+CONTINUES = ("copy", "source")
 PRODUCTS = ("fp32", "tf32", "model")
 KINDS = ("gdn", "kda", "mamba", "lightning")
 
@@ -50,6 +51,12 @@ class State(Declared):
     snapshots: Set[int] = frozenset()
     """Lengths of a chunk, at whose ends states are copied to another slot for a prefix cache (``Snapshot``); empty:
     never. With rollback ``commit`` only."""
+    continues: Set[str] = frozenset({"copy"})
+    """Ways in which a request continues a state that lies in a slot of the prefix cache. Several requests may continue
+    one, and its slot stays as it is. ``copy``: the server has copied window and state to the request's own slot before
+    the step (SGLang), and the backend sees nothing of it. ``source``: the backend reads both from
+    ``StateInput.sources[i]`` and stores them in ``indices[i]``, in decode and extend (FlashInfer's
+    ``initial_state_indices`` and ``output_state_indices``; Mamba2 of vLLM with prefix caching)."""
     trees: Set[str] = frozenset()
     """Kinds of layers whose drafts may branch in target-verify: a node continues the state of its parent, and its
     convolution the inputs of its ancestors. Empty: drafts are chains. With rollback ``commit`` only, and with
@@ -75,7 +82,7 @@ class State(Declared):
     def __post_init__(self) -> None:
         for name, known in (
             ("dtypes", STATE_DTYPES), ("orders", ORDERS), ("padding", PADDED_STATES), ("fresh", FRESH),
-            ("rollback", ROLLBACKS),
+            ("rollback", ROLLBACKS), ("continues", CONTINUES),
         ):  # fmt: skip
             self._check_words(name, known)
             if not getattr(self, name):

@@ -49,7 +49,11 @@ class StateBackend(AttentionBackend):
         that of slot ``indices[i, num_accepted[i] - 1]``, and the state behind row t is stored in slot
         ``indices[i, t]``. Its window is in the first of them, ``conv[indices[i, 0]]``, W - 1 + N - 1 columns: that of
         before the rows begins at column ``num_accepted[i] - 1``. Afterwards the columns hold the last W - 2 inputs of
-        it and the N new ones, so that the window behind row t begins at column t.
+        it and the N new ones, so that the window behind row t begins at column t. Extend and decode of such an instance
+        read and store state and window in the first slot, the window from column 0 on.
+
+        If ``batch.state.sources`` is given, in decode and extend, the window and the state before the rows are those of
+        slot ``sources[i]``, which is not written unless it is ``indices[i]``.
 
         If ``batch.state.snapshot`` is given, in decode and extend, window and state behind ``rows[i]`` rows of request
         i are also stored in slot ``slots[i]``.

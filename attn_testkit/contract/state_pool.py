@@ -153,13 +153,18 @@ class StateInput:
 
     indices: torch.Tensor
     """[bs] int32: slot of each request, which ``StateContext.req_to_state`` gives for its row, too. For a padded
-    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node."""
+    request -1 or 0 (``State.padding``). In target-verify with rollback ``slots`` [bs, N]: a slot for each node.
+    Other modes of such an instance have the first of them."""
     has_initial_state: torch.Tensor | None = None
     """[bs] bool, in extend: False for a request that has no token before the step, and so begins from zeros. None in
     decode and target-verify."""
     num_accepted: torch.Tensor | None = None
     """[bs] int32, in target-verify with rollback ``slots``: accepted nodes of the request's previous step, 1 to N; 1
     for padded requests and after a prompt."""
+    sources: torch.Tensor | None = None
+    """[bs] int32, in decode and extend with ``StateContext.continues`` ``source``: slot whose window and state request
+    i continues. It may be its own (``indices[i]``), or one of the prefix cache, which other requests of the batch may
+    continue, too, and which stays as it is. For fresh and padded requests as ``indices``."""
     snapshot: Snapshot | None = None
     """Copies to make; None if the case has none (``State.snapshots``)."""
 
@@ -179,6 +184,8 @@ class StateContext:
     fresh: str = "flag"
     """Way in which a fresh request begins from zeros (``State.fresh``)."""
     rollback: str = "commit"
-    """Way in which rejected nodes are taken back (``State.rollback``); ``commit`` outside of target-verify."""
+    """Way in which rejected nodes are taken back (``State.rollback``); ``commit`` if no mode is target-verify."""
     snapshots: int = 0
     """Length of a chunk at whose ends states are copied (``State.snapshots``); 0: never."""
+    continues: str = "copy"
+    """Way in which a request continues a state of the prefix cache (``State.continues``)."""

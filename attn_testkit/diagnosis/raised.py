@@ -67,7 +67,7 @@ def explain_raised(rerunner: Rerunner, schedule: Schedule, *, in_graph: bool) ->
     if case.multi_mode:
         return (
             "another mode raises by itself, or state of one mode, such as metadata by batch size only, is used for "
-            "another: on an instance that no other mode uses nothing is raised"
+            "another, or a co-resident instance has a part in it: on an instance by itself nothing is raised"
         )
     return ""
 

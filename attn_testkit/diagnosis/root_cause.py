@@ -23,6 +23,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from ..cases.server_variants import shares_widths
 from ..checks import Comparison
 from ..checks.numeric import output_written
 from ..checks.observation import Observation
@@ -208,6 +209,10 @@ _NO_OTHER_MODE = (
     "a step of another mode changes state that the modes share, and a plan keeps it: on an instance that runs only "
     "this mode it is right"
 )
+_NO_OTHER_WIDTH = (
+    "a width that is not the batch's is used, such as that of the configuration: on an instance on which all batches "
+    "have this width it is right"
+)
 _AMONG = {
     "graphs": ("buckets-independent", "on a fresh instance, without graphs, the same eager step is right"),
     "steps": (
@@ -216,6 +221,7 @@ _AMONG = {
     ),
     "instances": ("steps-independent", _NO_OTHER_INSTANCE),
     "modes": ("steps-independent", _NO_OTHER_MODE),
+    "widths": ("steps-independent", _NO_OTHER_WIDTH),
 }
 """Other work that an eager step's instance or a co-resident one did, if the step is right without -> (check, why)."""
 
@@ -334,6 +340,7 @@ _HEADLINE_ENDS = {
     "addresses-stable": " at a replay, because planning replaced tensors that the graph reads",
     _RIGHT_AS_SERVERS_PAD: "; with a server's contents of padded rows it is right",
     _NO_OTHER_INSTANCE: ", while a co-resident instance runs; without it, it is right",
+    _NO_OTHER_WIDTH: ", on an instance of several widths; on one of its width it is right",
     _NO_OTHER_MODE: ", after a step of another mode; on a fresh instance it is right",
 }
 """Reason, or check that diagnosis reports instead -> text that is appended to the headline of the wrong number."""
@@ -351,6 +358,8 @@ def _blame_graph(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[st
     """Return check and reason of a wrong replay whose eager run is right."""
     lone = rerunner.graph(schedule)
     if lone is not None and _right(_evaluated(schedule, lone.replay_of(step))):
+        if shares_widths(schedule.case):
+            return "buckets-independent", _NO_OTHER_WIDTH
         return (
             "buckets-independent",
             "it is right when no other mode and no eager step uses the instance, and no co-resident instance runs",
@@ -415,9 +424,10 @@ def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) ->
 
 
 _ORDER_OF_PROGRAMS = (
-    "the result depends on the order in which the programs of a launch run: it is right if they run by number, as in "
-    "eager runs, and wrong if the last one runs first, as in this graph. A device takes any order: let no program rely "
-    "on what it finds in a counter, or write down whose place is whose"
+    "the result depends on the order in which the programs of a launch or the streams run: it is right in the order of "
+    "eager runs, and wrong if the last program runs first and side streams are late. A device takes any order: "
+    "let no program rely on what it finds in a counter, or write down whose place is whose; let streams wait for each "
+    "other"
 )
 _MOST_TENSORS = 3
 """Number of tensors that are restored one by one, and of those that a hint names."""

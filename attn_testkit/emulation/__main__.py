@@ -68,7 +68,7 @@ def _run_script(asked: argparse.Namespace) -> tuple[int, dict[str, Any]]:
     fill = None if asked.fill == "none" else int(asked.fill, 0)
     policy = Policy(
         bounds=asked.bounds, races=asked.races == "on", masked_loads=asked.masked_loads, fill=fill,
-        program_order=asked.program_order, late=asked.device == "late",
+        program_order=asked.program_order, late=asked.device == "late", side_streams=asked.side_streams,
     )  # fmt: skip
     log = LaunchLog()
     code, finding = _run(asked.what, asked.arguments, policy, log)
@@ -126,6 +126,10 @@ def _parser() -> argparse.ArgumentParser:
     run.add_argument(
         "--program-order", choices=("forward", "reverse"), default="forward",
         help="Order of the programs of a launch.",
+    )  # fmt: skip
+    run.add_argument(
+        "--side-streams", choices=("at_once", "late"), default="at_once",
+        help="Time at which work of side streams happens.",
     )  # fmt: skip
     run.add_argument(
         "--device",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any, NamedTuple
@@ -55,16 +54,12 @@ def _places_meet(a: Access, b: Access) -> bool:
     if a.places is None:
         a, b = b, a
     assert a.places is not None
-    if b.places is None:
-        pieces = (Access(start, start + a.places.size, Span.ALL, a.writes) for start in a.places.starts)
-        return any(surely_meet(piece, b) for piece in pieces)
-    starts, size = b.places.starts, b.places.size
-    for start in a.places.starts:
-        # The first that ends behind the start of this one.
-        i = bisect_left(starts, start - size + 1)
-        if i < len(starts) and starts[i] < start + a.places.size:
-            return True
-    return False
+    if b.places is not None:
+        return a.places.meet(b.places)
+    if b.span is Span.ALL:
+        return a.places.meet(Places(b.end - b.first, (b.first,)))
+    size = a.places.size
+    return any(surely_meet(Access(start, start + size, Span.ALL, a.writes), b) for start in a.places.starts.tolist())
 
 
 def _is_sure_of_one_in(some: Access, whole: Access) -> bool:
@@ -147,12 +142,14 @@ def accesses_of(
     """
     uses = _uses_of(op)
     for use in uses:
-        if chosen not in (None, use.partly) or (use.partly and not _touches_something(uses, args, kwargs)):
+        if chosen not in (None, use.partly):
             continue
         for tensor in _given(use, args, kwargs):
             access = access_of(tensor, use.writes, use.partly)
             if access is not None and use.partly:
-                access = access._replace(places=places_of(tensor, op, args, kwargs))
+                places = places_of(tensor, op, args, kwargs)
+                nothing = not _touches_something(uses, args, kwargs) if places is None else not len(places.starts)
+                access = None if nothing else access._replace(places=places)
             if access is not None:
                 yield tensor, access
 

@@ -35,7 +35,9 @@ def emulated_cuda(policy: Policy | None = None) -> Iterator[None]:
     try:
         with current.function_mode:
             yield
+            current.late.catch_up()
     finally:
+        current.late.forget()
         current.abandon_capture()
         if current.order is not None:
             current.order.all_done()
@@ -49,6 +51,7 @@ def _nested(current: Session, policy: Policy | None) -> Iterator[None]:
     current.policy = policy or current.policy
     try:
         yield
+        current.late.catch_up()
     finally:
         if current.capture is not before[3]:
             current.abandon_capture()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import operator
 from typing import Any
@@ -49,6 +50,8 @@ class EmulatedGraph:
         self._touched: list[Touched] | None = None
         self._watched: dict[int, Watched] = {}
         self._work: Clock = {}
+        self._late_on: int | None = None
+        """The stream on which a replay has not begun yet."""
 
     def capture_begin(
         self, pool: PoolHandle | None = None, capture_error_mode: str = "global", check_input_liveness: bool = False
@@ -75,6 +78,7 @@ class EmulatedGraph:
             raise RuntimeError(
                 f'Unknown capture error mode. Expected "global", "thread_local" or "relaxed", got {capture_error_mode}'
             )
+        current.late.catch_up()
         self._clear()
         self._pool = pool_for(tuple(pool) if pool is not None else new_handle())  # type: ignore[arg-type]
         if self._pool.captures:
@@ -152,6 +156,16 @@ class EmulatedGraph:
         if current is not None and current.capture is not None:
             current.refuse(rules.NESTED_REPLAY, "CUDAGraph.replay()")
         capture = self._require_captured("replay")
+        if current is not None:
+            if self._late_on not in (None, current.stream.cuda_stream):
+                current.late.catch_up_on(self._late_on)  # CUDA runs the launches of one graph one after another
+            if current.delays(functools.partial(self._replay, capture)):
+                self._late_on = current.stream.cuda_stream
+                return
+        self._replay(capture)
+
+    def _replay(self, capture: Capture) -> None:
+        current, self._late_on = session.current(), None
         if self._has_calls and self._replays < _COLLECT_BEFORE_REPLAYS:
             gc.collect()
         if _replace_what_is_gone(self._checked, capture):
@@ -194,6 +208,9 @@ class EmulatedGraph:
 
     def reset(self) -> None:
         """Forget the graph and give its pool memory back."""
+        current = session.current()
+        if current is not None:
+            current.late.catch_up()
         self._clear()
 
     def pool(self) -> PoolHandle:

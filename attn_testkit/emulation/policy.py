@@ -27,6 +27,8 @@ class Policy:
                           in the order of numbers
     `late`                the device is late: the first `query()` after an event was recorded answers that its work is
                           not done, unless the host has waited for it
+    `side_streams`        work that is issued on another stream than the default one happens at once, or ("late") when
+                          something waits for it. A device may do either
     `races`               look for programs of one launch of a Triton kernel that use the same location, where one of
                           them writes another value and no atomic operation orders them
     """
@@ -40,6 +42,7 @@ class Policy:
     races: bool = True
     program_order: Literal["forward", "reverse"] = "forward"
     late: bool = False
+    side_streams: Literal["at_once", "late"] = "at_once"
 
     def __post_init__(self) -> None:
         if self.dangling not in ("error", "poison"):
@@ -50,6 +53,8 @@ class Policy:
             raise ValueError(f"masked_loads is 'zero' or 'poison', not {self.masked_loads!r}")
         if self.program_order not in ("forward", "reverse"):
             raise ValueError(f"program_order is 'forward' or 'reverse', not {self.program_order!r}")
+        if self.side_streams not in ("at_once", "late"):
+            raise ValueError(f"side_streams is 'at_once' or 'late', not {self.side_streams!r}")
         if self.fill is not None and not 0 <= self.fill <= 0xFF:
             raise ValueError(f"fill is one byte (0 to 255) or None, not {self.fill!r}")
 

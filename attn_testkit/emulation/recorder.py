@@ -15,6 +15,7 @@ from attn_testkit.emulation.accesses import accesses_of
 from attn_testkit.emulation.arguments import tensors_in
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import EmulationError
+from attn_testkit.emulation.late_work import may_be_late
 from attn_testkit.emulation.memory import Block, fill_storage
 from attn_testkit.emulation.operation import Operation, is_memory_of, with_tensors
 from attn_testkit.emulation.private import TorchDispatchMode, inference, pop_mode, push_mode
@@ -87,9 +88,14 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
             device = True
         if not device or facts.name in HOST_ENTRY:
             return self._host(func, args, kwargs)
+        # A call that indexes waits, if it does, before it touches the elements.
+        waits_first = facts.name in INDEXES
+        if waits_first:
+            self._check(operation)
         if self.session.order is not None and not self._opens(operation):
             self._note_use(operation)
-        self._check(operation)
+        if not waits_first:
+            self._check(operation)
         return self._run(operation)
 
     def watch(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -211,6 +217,11 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_whole(self, operation: Operation) -> Any:
         """Run an operation without looking inside it."""
         session = self.session
+        if session.policy.side_streams == "late":
+            target = None if private.vmap_level() is not None else may_be_late(operation)
+            if target is not None and session.delays(operation.run):
+                return target
+            session.late.catch_up_on(session.stream.cuda_stream)
         if session.order is not None and not operation.on_device:
             result = self._run_mixed(operation)
         else:

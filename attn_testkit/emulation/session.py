@@ -7,12 +7,15 @@ import warnings
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from attn_testkit.emulation.accesses import access_of
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, EmulationError, HostSyncError, spell
+from attn_testkit.emulation.late_work import LateWork
 from attn_testkit.emulation.policy import Policy
+from attn_testkit.emulation.private import disable_functions, disable_modes
 from attn_testkit.emulation.rule import Rule
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.stream_order import StreamOrder
@@ -48,7 +51,7 @@ class Session:
     program has its own stream or pinned memory; `handles` are those of streams made in here. `scratch`: addresses that
     programs of a kernel may race for, by the identity of their storage. `launched`: called with each launch of a Triton
     kernel. `operations`: how many calls of torch may have launched something. `before`: the stream of the last launch
-    of a Triton kernel, `operations` then, and what it wrote.
+    of a Triton kernel, `operations` then, and what it wrote. `late`: what side streams have not begun.
     """
 
     __slots__ = (
@@ -62,6 +65,7 @@ class Session:
         "default_stream",
         "function_mode",
         "handles",
+        "late",
         "launched",
         "lenient",
         "operations",
@@ -97,6 +101,7 @@ class Session:
         self.called: Any = None
         self.sync_mode = SYNC_DEFAULT
         self._abandon: Callable[[], None] | None = None
+        self.late = LateWork()
         if policy.late:
             self.keep_order()
 
@@ -112,9 +117,30 @@ class Session:
     def keep_order(self) -> None:
         """Start the account of order: of streams, and of copies from pinned memory."""
         if self.order is None:
-            self.order = self.new_account()
+            self.order = StreamOrder(self._threads, self.late.catch_up)
             if self.capture is not None:
                 self.capture.order = self.new_account()
+
+    def delays(self, work: Callable[[], object]) -> bool:
+        """Leave work that has no result to later, if the current stream is late; False if it is to be done now."""
+        stream, order = self.stream, self.order
+        late = self.policy.side_streams == "late" and self.capture is None and stream is not self.default_stream
+        if order is None or not late:
+            self.late.catch_up_on(stream.cuda_stream)
+            return False
+        handle = stream.cuda_stream
+        epoch, clock = order.epoch(handle), order.comes_after(handle)
+
+        def run() -> None:
+            before, self.stream = self.stream, stream
+            try:
+                with torch.inference_mode(), disable_modes(), disable_functions(), order.as_of(handle, epoch, clock):
+                    work()
+            finally:
+                self.stream = before
+
+        self.late.add(handle, epoch, run)
+        return True
 
     def new_account(self) -> StreamOrder:
         """An account of streams that knows nothing yet."""

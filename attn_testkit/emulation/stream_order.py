@@ -7,7 +7,8 @@ make the host or a stream wait counts as if it did, and two accesses collide onl
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -64,8 +65,12 @@ class StreamOrder:
     their work in ways that are not seen, and nothing is said of it.
     """
 
-    def __init__(self, threads: Callable[[], int]) -> None:
+    def __init__(
+        self, threads: Callable[[], int], catch_up: Callable[[Clock | None], None] = lambda done: None
+    ) -> None:
+        """`catch_up(work)`: does what is late of some work that something waits for; None: of all."""
         self._threads = threads
+        self._catch_up = catch_up
         self._since = threads()
         self._epochs: dict[int, int] = {}
         self._after: dict[int, Clock] = {}
@@ -91,12 +96,34 @@ class StreamOrder:
         _join(clock, self._host)
         return {**clock, stream: epoch}
 
+    def epoch(self, stream: int) -> int:
+        """The epoch of the next work of `stream`."""
+        return self._epochs.get(stream, 1)
+
+    @contextlib.contextmanager
+    def as_of(self, stream: int, epoch: int, clock: Clock) -> Iterator[None]:
+        """Account for work of `stream` as of the time when it was issued: its epoch, and whose work it comes after."""
+        now = self.epoch(stream), self._clock(stream)
+        self._epochs[stream], self._after[stream] = epoch, dict(clock)
+        try:
+            yield
+        finally:
+            epoch, clock = now
+            _join(clock, self._after.get(stream, {}))
+            self._epochs[stream], self._after[stream] = max(epoch, self.epoch(stream)), clock
+
+    def comes_after(self, stream: int) -> Clock:
+        """The work of others that the next work of `stream` comes after."""
+        return dict(self._clock(stream))
+
     def wait(self, stream: int, work: Clock) -> None:
         """Order the next work of `stream` after `work`."""
+        self._catch_up({other: epoch for other, epoch in work.items() if other != stream})
         _join(self._clock(stream), work)
 
     def host_waits(self, work: Clock) -> None:
         """Order all later launches after `work`. Raises EmulationError like ``PendingCopies.settle``."""
+        self._catch_up(work)
         _join(self._host, work)
         self._lent.clear()  # a device has long done what this program has dropped before a wait
         self.arrivals.arrive(self._host)
@@ -119,6 +146,7 @@ class StreamOrder:
 
     def all_done(self) -> None:
         """Forget the order of earlier work, which no longer matters."""
+        self._catch_up(None)
         self.arrivals.arrive()
         self._done = dict(self._epochs)
         for history in self._histories.values():

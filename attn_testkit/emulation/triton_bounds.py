@@ -42,7 +42,7 @@ __all__ = [
 
 Array = npt.NDArray[Any]
 _DEFAULT = Policy()
-_MOST_PLACES = 4096
+_MOST_PLACES = 1 << 16
 Span = tuple[int, int]
 """First address, and the one behind the last."""
 Touched = Callable[[int, int, int, bool, Callable[[], Places | None]], None]
@@ -213,7 +213,7 @@ def _places(parts: Sequence[Array], size: int) -> Places | None:
     """Every address of an access; None if they are too many."""
     if np.prod([part.size for part in parts]) > _MOST_PLACES:
         return None
-    return Places(size, tuple(np.unique(np.asarray(functools.reduce(np.add, parts))).tolist()))
+    return Places(size, np.unique(np.asarray(functools.reduce(np.add, parts))))
 
 
 def _all_in(memory: Array, parts: Sequence[Array], size: int) -> bool:

@@ -121,7 +121,8 @@ def _launch_of(
             current.launched(self, args, kwargs)
         capture = current.capture
         if capture is None or not current.recording:
-            run(self, args, kwargs)
+            if not current.delays(functools.partial(run, self, args, kwargs)):
+                run(self, args, kwargs)
             return
         with disable_modes(), disable_functions():
             _record(capture, launcher, self, args, kwargs, pointers, run)

@@ -11,12 +11,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..cases.case import Case
 from ..cases.fields import Fields
 from ..contract import AttentionLayer, BackendContext
 from ..steps.data import StepData
+from ..steps.greedy_loop import Vocabulary
 from ..steps.schedule import Schedule, Step
 
-__all__ = ["Answer", "Family", "Memory", "Noted", "Question", "Stored", "Supposition", "Watch"]
+__all__ = ["Answer", "Family", "Memory", "Noted", "Question", "Stored", "Supposition", "Texts", "Watch"]
 
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
@@ -174,6 +176,16 @@ class Memory:
     """(watch, results of its ``look``): name -> what checks of the family read besides slots and rows."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Texts:
+    """The numbers of texts, for greedy-equivalence loops: those of a token follow from its id."""
+
+    vocabulary: Callable[[Case], Vocabulary]
+    """Case -> the numbers of every token id."""
+    data: Callable[[Schedule, Sequence[Sequence[int]]], StepData]
+    """(schedule, tokens of each text) -> input of the oracle for plain decode, a row for each token."""
+
+
 def _unchanged(step: Step) -> Step:
     return step
 
@@ -207,6 +219,8 @@ class Family:
     """The memory that outlives a step."""
     answer: Callable[[Schedule, StepData, bool], Answer]
     """(schedule, data, whether new rows are attended as given): outputs, and how far they may be off."""
+    texts: Texts | None = None
+    """Numbers of texts; None: the family has no greedy-equivalence loop."""
     questions: frozenset[Question] = frozenset()
     """Questions that diagnosis may ask. It asks no other."""
     supposed: Callable[[Schedule, StepData], Iterator[Supposition]] = _nothing_supposed

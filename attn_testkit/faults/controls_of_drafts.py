@@ -6,6 +6,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import ForwardBatch
+from .a_narrower_widths import PerDepthBackend, PerWidthBackend
 from .catalogue import control
 from .multi_step import MultiStepBackend, spec_of
 from .o_draft_decode import CountsOnAPrefix
@@ -65,3 +66,13 @@ class DraftBehindAPrefill(CountsOnAPrefix):
     """A draft without a prefix comes out wrong, and is not declared (sglang's multi-step backends)."""
 
     capabilities = CountsOnAPrefix.capabilities.with_changes(server={"drafts_without_prefix": False})
+
+
+@control("graphs-of-several-widths")
+class GraphsOfSeveralWidths(PerWidthBackend):
+    """Verify graphs of each width share their buffers, and are kept by batch size and width (vLLM's dynamic drafts)."""
+
+
+@control("graphs-of-several-depths")
+class GraphsOfSeveralDepths(PerDepthBackend):
+    """Draft graphs of fewer forwards use the first plans (vLLM's dynamic drafts)."""

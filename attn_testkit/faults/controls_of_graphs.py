@@ -12,8 +12,9 @@ from .a_warm_ups import EagerPlanWaits
 from .b_finite_padding import FinitePaddingBackend
 from .builds import CountedRunsBackend
 from .catalogue import control
-from .j_branches import StoresOnASideStream
-from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths
+from .j_between_instances import WorkspaceOfEachInstance, WorkspaceOfInstancesThatRunAtOnce
+from .j_branches import PlansByTwoGraphs, StoresOnASideStream, TwoGraphsOfOnePoolAtOnce
+from .j_streams import PlansOnASideStream, ReadsLengthsBack, StagesLengths, TablesOfPlans
 from .parent import PlannedBackend
 
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
@@ -135,3 +136,42 @@ class StoresOnTheSide(StoresOnASideStream):
     capabilities = StoresOnASideStream.capabilities.with_changes(
         eager={"decode", "extend"}, graph={"decode", "target-verify"}
     )
+
+
+@control("plans-by-two-graphs")
+class PlansByTwoGraphsAtOnce(PlansByTwoGraphs):
+    """A plan ends in two graphs of two memory pools, which run on two streams at once."""
+
+    capabilities = PlansByTwoGraphs.capabilities.with_changes(eager={"decode"}, graph={"decode"})
+
+
+@control("plans-by-two-graphs-in-turn")
+class PlansByTwoGraphsInTurn(TwoGraphsOfOnePoolAtOnce):
+    """A plan ends in two graphs of one memory pool: the second, on another stream, waits for the first."""
+
+    capabilities = TwoGraphsOfOnePoolAtOnce.capabilities.with_changes(eager={"decode"}, graph={"decode"})
+
+    @override
+    def fork(self, side: torch.cuda.Stream) -> None:
+        super().fork(side)
+        if side is self.sides[1]:
+            side.wait_stream(self.sides[0])
+
+
+@control("tables-of-plans")
+class OnlyPlansReadTheTable(TablesOfPlans):
+    """Only plans read the request table, and the server rewrites it under forwards and replays."""
+
+    capabilities = TablesOfPlans.capabilities.with_changes(eager={"decode"}, graph={"decode"})
+
+
+@control("instances-run-at-once")
+class InstancesRunAtOnce(WorkspaceOfEachInstance):
+    """Graphs of two instances, each with a workspace of its own, run at once on two streams."""
+
+
+@control("workspace-of-instances-in-turn")
+class WorkspaceOfInstancesInTurn(WorkspaceOfInstancesThatRunAtOnce):
+    """All instances share a workspace for partial results, and declare that they do not run at once."""
+
+    capabilities = WorkspaceOfInstancesThatRunAtOnce.capabilities.with_changes(server={"instances_run_at_once": False})

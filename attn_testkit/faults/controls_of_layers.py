@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import torch
+from typing_extensions import override
+
 from .by_layer import ByLayerBackend
 from .catalogue import control
 from .dense import DenseBackend
+from .g_alibi import AlibiBackend
 from .grouped import GroupedBackend
+from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
+from .parent import PlannedBackend
 
 
 @control("backend-per-kv-group")
@@ -34,3 +40,27 @@ class HeadsOfEachLayerInEveryFamily(DenseBackend):
         heads_by_layer=True, families={"mha", "gqa", "mqa"}, head_dims={32, 64}, page_sizes={4}, max_q_rows=6,
         max_topk=2, gqa_ratios={1, 2, 4}, max_context_len=1 << 12,
     )  # fmt: skip
+
+
+@control("keys-wider-than-values")
+class KeysWiderThanValues(WiderKeysBackend):
+    """Keys of 128 next to values of 64, in buffers of their own (MiMo-V2; DeepSeek's models as MHA)."""
+
+    capabilities = WIDER_KEYS.with_changes(
+        eager=PlannedBackend.capabilities.eager, graph=PlannedBackend.capabilities.graph, max_topk=4,
+        windows=PlannedBackend.capabilities.eager, sinks=True, kv_dtypes={"same", "fp8_e4m3"},
+    )  # fmt: skip
+
+
+@control("alibi")
+class Alibi(AlibiBackend):
+    """Logits with a slope for each query head of the rank (BLOOM, MPT, Baichuan)."""
+
+
+@control("alibi-from-the-end-of-a-request")
+class AlibiFromTheEndOfARequest(AlibiBackend):
+    """The bias is that of the distance to the end of the request, which differs by a constant of the row (vLLM)."""
+
+    @override
+    def distance(self) -> torch.Tensor:
+        return (self.key_position - self.kv_lens[:, None, None]).expand(-1, self.position.shape[1], -1)

@@ -7,18 +7,20 @@ from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
-from .hybrids import HybridParent
+from .hybrids import HybridBySlotsParent, HybridParent
 from .states import StateParent
 from .states_in_trees import TreesParent
-from .states_of_servers import SlotsParent, SnapshotsParent
+from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 
 __all__ = [
     "HybridAsItIs",
+    "HybridBySlots",
     "StatesAsTheyAre",
     "StatesByConvention",
     "StatesBySlots",
     "StatesClearedByTheServer",
     "StatesInTrees",
+    "StatesOfAPrefixCache",
     "StatesOfPaddingUnwritten",
     "StatesWithSnapshots",
 ]
@@ -37,6 +39,11 @@ class StatesBySlots(SlotsParent):
 @control("states-with-snapshots")
 class StatesWithSnapshots(SnapshotsParent):
     """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
+
+
+@control("states-of-a-prefix-cache")
+class StatesOfAPrefixCache(SourcesParent):
+    """States read from a slot of the prefix cache and written to another one (FlashInfer, Mamba2 of vLLM)."""
 
 
 @control("states-in-trees")
@@ -105,3 +112,8 @@ class StatesOfPaddingUnwritten(StateParent):
 @control("hybrid")
 class HybridAsItIs(HybridParent):
     """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""
+
+
+@control("hybrid-by-slots")
+class HybridBySlots(HybridBySlotsParent):
+    """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""

@@ -18,8 +18,9 @@ from ..contract import (
 )
 from .parent import PlannedBackend
 from .states import StateParent
+from .states_of_servers import SlotsParent
 
-__all__ = ["HybridParent"]
+__all__ = ["HybridBySlotsParent", "HybridParent"]
 
 
 class HybridParent(StateBackend):
@@ -32,11 +33,15 @@ class HybridParent(StateBackend):
         own = tuple(layer for layer in context.layers if isinstance(layer, StateLayer))
         others = tuple(layer for layer in context.layers if not isinstance(layer, StateLayer))
         self.states = self.of_states(replace(context, layers=own))
-        self.softmax = PlannedBackend(replace(context, layers=others, state=None))
+        self.softmax = self.of_softmax(replace(context, layers=others, state=None))
 
     def of_states(self, context: BackendContext) -> StateParent:
         """The backend of the layers that keep a state."""
         return StateParent(context)
+
+    def of_softmax(self, context: BackendContext) -> PlannedBackend:
+        """The backend of the softmax layers."""
+        return PlannedBackend(context)
 
     def planned(self, in_capture: bool) -> tuple[AttentionBackend, ...]:
         """Backends that plan a capture or a replay."""
@@ -82,3 +87,13 @@ class HybridParent(StateBackend):
     @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         self.states.commit(steps, state)
+
+
+class HybridBySlotsParent(HybridParent):
+    """A right wrapper whose layers with a state have a slot for each node of a draft."""
+
+    capabilities = SlotsParent.capabilities.with_changes(state={"hybrid": True})
+
+    @override
+    def of_states(self, context: BackendContext) -> StateParent:
+        return SlotsParent(context)

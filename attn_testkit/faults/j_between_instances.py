@@ -163,3 +163,59 @@ class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
         page = self.context.page_size
         offset = self.index[:page] % _PAGE_SIZES[self.context.device]
         return (meta.page_table.long()[:, :, None] * page + offset).flatten(1)
+
+
+class WorkspaceOfEachInstance(PlannedBackend):
+    """Healthy parent: an instance has its own workspace for partial results, so two of them may run at once."""
+
+    capabilities = LEAN.with_changes(
+        eager={"decode"}, graph={"decode", "target-verify"}, server={"instances_run_at_once": True}
+    )
+
+
+_WORKSPACES: dict[torch.device, torch.Tensor] = {}
+
+
+@fault(
+    slug="workspace-of-instances-that-run-at-once",
+    source="general (FlashInfer's workspace is one for all backends of a server); aiter #3288",
+    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
+    executions=("graph",),
+    checks=("completes", "buckets-independent", "matches-oracle"),
+    hint="on another stream",
+    modelled="only on emulated CUDA: on a GPU the numbers are wrong when the two graphs meet, and seldom",
+)
+class WorkspaceOfInstancesThatRunAtOnce(WorkspaceOfEachInstance):
+    """Partial results of all instances lie in one workspace, and graphs of two instances run at once."""
+
+    @override
+    def new_workspace(self, numbers: int) -> torch.Tensor:
+        kept = _WORKSPACES.get(self.context.device)
+        if kept is None or len(kept) < numbers:
+            kept = _WORKSPACES[self.context.device] = super().new_workspace(max(numbers, 1 << 20))
+        return kept[:numbers]
+
+
+_SEMAPHORES: dict[torch.device, torch.Tensor] = {}
+
+
+@fault(
+    slug="semaphores-of-the-device",
+    source="aiter #3288",
+    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
+    executions=("graph",),
+    checks=("completes", "buckets-independent", "matches-oracle"),
+    hint="on another stream",
+    modelled="only on emulated CUDA: on a GPU the numbers are wrong when the two graphs meet, and seldom",
+)
+class SemaphoresOfTheDevice(CountingBackend):
+    """Splits that are done are counted in one semaphore of the device, and graphs of two instances run at once."""
+
+    capabilities = WorkspaceOfEachInstance.capabilities
+
+    @override
+    def new_counters(self, count: int) -> torch.Tensor:
+        kept = _SEMAPHORES.get(self.context.device)
+        if kept is None or len(kept) < count:
+            kept = _SEMAPHORES[self.context.device] = super().new_counters(max(count, 256))
+        return kept[:count]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -160,3 +162,39 @@ class LengthsReadBeforeTheirCopy(ReadsLengthsBack):
     @override
     def wait(self) -> None:
         pass
+
+
+class TablesOfPlans(PlannedBackend):
+    """Healthy parent: only plans read the request table, so the server's stream may rewrite it under a forward."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        families={"gqa"}, dtypes={"bf16"}, head_dims={64}, server={"takes_rewritten_table": True}
+    )
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        self.batch = batch
+        return super().forward(q, k, v, layer, batch, save_kv_cache)
+
+
+@fault(
+    slug="table-read-under-the-servers-writes",
+    source="sglang #31270",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY),
+    checks=("completes", "matches-oracle", "reads-own-kv", "finite"),
+    modelled="a request table, where upstream it was a mapping of slots; the kit's server writes it after the plan",
+)
+class TableReadUnderTheServersWrites(TablesOfPlans):
+    """A graph and a forward look up pages in the request table, which the server's stream may already write."""
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return super().attend(q, layer, replace(meta, page_table=self.plan_pages(self.batch)))

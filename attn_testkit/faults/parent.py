@@ -230,7 +230,7 @@ class PlannedBackend(AttentionBackend):
 
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         """[B, N, N] bool: the draft columns of the FULL_MASK; a padded request has none and gets any."""
-        spec, n = batch.spec_info, self.context.num_draft_tokens
+        spec, n = batch.spec_info, self.max_q_len(batch.forward_mode)
         assert isinstance(spec, VerifyInput)
         assert spec.custom_mask is not None
         prefix, node = batch.seq_lens[: batch.batch_size].long(), self.index[:n]

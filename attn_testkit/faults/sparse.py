@@ -8,7 +8,7 @@ import torch
 from typing_extensions import override
 
 from ..contract import (
-    ROW_FORMATS,
+    LATENT_FORMATS,
     AttentionLayer,
     Capabilities,
     ForwardMode,
@@ -160,7 +160,7 @@ class PackedRowsParent(SparseParent):
     """The parent over packed rows, whose planes it splits by its own arithmetic."""
 
     capabilities = SparseParent.capabilities.with_changes(
-        families={"mla"}, gqa_ratios={4}, head_dims={256}, mla_rope_dims={64}, kv_dtypes=set(ROW_FORMATS),
+        families={"mla"}, gqa_ratios={4}, head_dims={256}, mla_rope_dims={64}, kv_dtypes=LATENT_FORMATS,
         sparse=Sparse(topk={16}, holes=True, empty_rows=True, any_padding=True),
     )  # fmt: skip
 

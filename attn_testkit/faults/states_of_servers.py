@@ -10,17 +10,13 @@ from typing_extensions import override
 from ..contract import ForwardBatch, ForwardMode, StateInput, StateLayer
 from .states import StateParent
 
-__all__ = ["SlotsParent", "SnapshotsParent"]
-
-_VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
+__all__ = ["SlotsParent", "SnapshotsParent", "SourcesParent"]
 
 
 class SlotsParent(StateParent):
-    """A right target-verify with a slot for each node of a draft, and no commit."""
+    """A right backend with a slot for each node of a draft, and no commit. Prompts and decodes have the first slot."""
 
     capabilities = StateParent.capabilities.with_changes(
-        eager=_VERIFY,
-        graph=_VERIFY,
         state=replace(StateParent.declared_state(), rollback={"slots"}, padding={"skip_zero", "skip_minus_one"}),
     )
 
@@ -31,21 +27,36 @@ class SlotsParent(StateParent):
 
     @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
-        assert batch.state is not None
-        return batch.state.indices[:, 0].clamp(min=0).long()
+        return self.listed(batch)[:, 0].clamp(min=0).long()
 
     @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
+        return self.listed(batch)[:, 0] > 0
+
+    def listed(self, batch: ForwardBatch) -> torch.Tensor:
+        """[bs, N or 1]: slots of each request, of whatever mode."""
         assert batch.state is not None
-        return batch.state.indices[:, 0] > 0
+        return batch.state.indices.view(batch.batch_size, -1 if batch.batch_size else 1)
 
     @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         assert batch.state is not None
-        assert batch.state.num_accepted is not None
-        self.lists = batch.state.indices.clamp(min=0).long()
-        self.taken = self.last_accepted(batch.state.num_accepted)
+        self.lists = self.listed(batch).clamp(min=0).long()
+        if batch.state.num_accepted is not None:
+            self.taken = self.last_accepted(batch.state.num_accepted)
+
+    @override
+    def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        conv, temporal = super().pools(layer)
+        if self.verifies:
+            return conv, temporal
+        first, width = self.first_column_of_prompts(conv.shape[-1], layer), layer.conv_width - 1
+        return conv[..., first : first + width], temporal
+
+    def first_column_of_prompts(self, columns: int, layer: StateLayer) -> int:
+        """Column at which the window of a prompt or a decode begins, of ``columns``."""
+        return 0
 
     def last_accepted(self, counts: torch.Tensor) -> torch.Tensor:
         """[bs] int64: number of the last accepted node, of ``num_accepted`` [bs]."""
@@ -57,6 +68,8 @@ class SlotsParent(StateParent):
 
     @override
     def before(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        if not self.verifies:
+            return super().before(layer)
         conv, temporal = self.pools(layer)
         state = temporal[self.lists.gather(1, self.taken[:, None])[:, 0]]
         columns = self.first_column(self.taken)[:, None] + torch.arange(layer.conv_width - 1, device=conv.device)
@@ -123,3 +136,31 @@ class SnapshotsParent(StateParent):
     def copied_nodes(self, nodes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         """[bs] int64: number of the node whose state is copied, or -1. ``steps``: of the last accepted ones."""
         return nodes
+
+
+class SourcesParent(SnapshotsParent):
+    """A right backend that reads the state of a request from another slot than it writes, as FlashInfer can."""
+
+    capabilities = SnapshotsParent.capabilities.with_changes(
+        eager={ForwardMode.DECODE, ForwardMode.EXTEND},
+        graph={ForwardMode.DECODE},
+        state=replace(StateParent.declared_state(), snapshots={16}, continues={"copy", "source"}),
+    )
+
+    sources: torch.Tensor
+    """[bs] int64: slot whose state and window each request continues."""
+
+    @override
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        assert batch.state is not None
+        self.sources = self.index if batch.state.sources is None else self.continued_slots(batch.state.sources)
+
+    def continued_slots(self, sources: torch.Tensor) -> torch.Tensor:
+        """[bs] int64: slots that requests continue, of ``StateInput.sources``."""
+        return torch.where(sources < 0, 0, sources).long()
+
+    @override
+    def before(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
+        conv, temporal = self.pools(layer)
+        return self.loaded(conv, self.sources, self.begun), self.loaded(temporal, self.sources, self.begun)

@@ -214,6 +214,7 @@ RESTATES_THE_CHECK = (
     "with numbers instead of NaN in ",
     "as the only replay of the only bucket it is right",
     "it is right when no other mode and no eager step uses the instance",
+    "a width that is not the batch's is used",
     "data of padded rows reach real ones",
     "on a fresh instance, without graphs, the same eager step is right",
     "state of an earlier step is kept",

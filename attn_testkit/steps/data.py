@@ -38,6 +38,7 @@ __all__ = [
     "KEPT_BYTES",
     "VOCAB",
     "StepData",
+    "as_stored",
     "bytes_in",
     "dequantised",
     "forget_data",
@@ -47,7 +48,9 @@ __all__ = [
     "nan_of",
     "new_kv",
     "numbers_of",
+    "of_fp8_range",
     "pool_image",
+    "scales_of_layers",
     "stored_kv",
 ]
 
@@ -109,7 +112,7 @@ class StepData:
     stored_values: torch.Tensor | None
     """[L, B, S, Hk, Dv] in the pool's dtype; None for MLA."""
     kv_scales: torch.Tensor
-    """[2, L, 1, 1, 1, 1] float64: of keys, of values."""
+    """[2, L, 1, 1, 1 or Hk, 1] float64: of keys, of values."""
     visible: torch.Tensor
     """[B, Tmax, S] bool, without windows."""
     key_positions: torch.Tensor
@@ -153,14 +156,30 @@ class StepData:
         return dequantised(self.stored_values, self.kv_scales[1], self.row_format)
 
 
+_HEAD_SCALES = (0.25, 0.5, 1.0, 2.0)
+"""Scales of heads: powers of two, so that a quotient is exact. No two heads next to each other have the same."""
+
+
+def scales_of_layers(case: Fields, step: Step, layers: Sequence[AttentionLayer]) -> torch.Tensor:
+    """[2, L, 1, 1, 1 or Hk, 1] float64: scales of keys and values. Those of heads are the step's own."""
+    form = ROW_FORMATS.get(case.kv_dtype)
+    if form is None or form.layer_scale != "head":
+        found = [[layer.k_scale for layer in layers], [layer.v_scale for layer in layers]]
+        return torch.tensor(found, dtype=torch.float64).view(2, -1, 1, 1, 1, 1)
+    part, layer, head = np.ix_(range(2), range(len(layers)), range(case.heads.kv_heads))
+    which = (step.seed + head + 2 * part + 3 * layer) % len(_HEAD_SCALES)
+    return torch.from_numpy(np.asarray(_HEAD_SCALES)[which]).view(2, len(layers), 1, 1, -1, 1)
+
+
 def dequantised(stored: torch.Tensor, scales: torch.Tensor, row_format: PackedRows | None = None) -> torch.Tensor:
-    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: all 1 unless the dtype is FP8.
-    ``row_format``: of whole rows of bytes.
+    """Float64, new memory: what ``stored`` [L, ...] means. ``scales`` [L, 1, ...]: of a pool in the model's dtype they
+    are not used. ``row_format``: of whole rows of bytes.
     """
     if stored.dtype.itemsize > 1:
         return stored.double()
     if row_format:
-        return row_format.unpack(stored, torch.float64)
+        meant = row_format.unpack(stored, torch.float64)
+        return meant if row_format.format.layer_scale == "none" else meant.mul_(scales)
     # torch converts FP8 one by one; there are 256 numbers.
     numbers = np.take(_fp8_numbers(stored.dtype), stored.view(torch.uint8).numpy(), mode="clip")
     return torch.from_numpy(numbers).mul_(scales)
@@ -176,7 +195,9 @@ _USUAL_RANGE = 256.0
 """Largest query with an FP8 pool, except in patterns that test larger ones."""
 
 
-def _of_fp8_range(q: torch.Tensor, k: torch.Tensor, held: bool, most: float) -> tuple[torch.Tensor, torch.Tensor]:
+def of_fp8_range(
+    q: torch.Tensor, k: torch.Tensor, held: bool, most: float = _USUAL_RANGE
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale q and k so that queries are at most ``most``. ``held``: make FP8 hold them exactly, for kernels that round
     queries to FP8."""
     shift = 2.0 ** max(0, math.ceil(math.log2(max(float(q.abs().max()), 1.0) / most)))
@@ -203,15 +224,15 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     return torch.from_numpy(visible), torch.from_numpy(key_positions), torch.from_numpy(query_positions)
 
 
-def _store(
-    rows: torch.Tensor, scales: list[float], dtype: torch.dtype, row_format: PackedRows | None = None
+def as_stored(
+    rows: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, row_format: PackedRows | None = None
 ) -> torch.Tensor:
-    """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``."""
-    if row_format:
-        return row_format.pack(rows)
+    """[L, ...] in the model's dtype -> the pool's dtype, by the rule of ``KVPool.set_kv_buffer``. ``scale`` [L, ...]
+    float32."""
     if dtype.itemsize > 1:
         return rows.to(dtype)
-    scale = torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1))
+    if row_format:
+        return row_format.pack(rows.float() / scale)
     limit = torch.finfo(dtype).max
     return (rows.float() / scale).clamp(-limit, limit).to(dtype)
 
@@ -256,7 +277,7 @@ def _drawn(
     if case.kv_dtype != "same":
         most, scaled = LARGEST_FP8 if pattern == "large_queries" else _USUAL_RANGE, schedule.q_scale != "none"
         if not scaled or pattern != LARGE_AND_SMALL:
-            q, k = _of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
+            q, k = of_fp8_range(q, k, schedule.matmul_dtype in FP8_PRODUCTS and not scaled, most)
         if scaled:
             # Small rows next to large ones are what one scale for all of them loses.
             alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
@@ -330,15 +351,17 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     longest, widest = max(step.lens), max(r.new for r in step.requests)
     q, k, v = _drawn(schedule, step, pattern or step.data, rng)
     layers = make_layers(case)
-    k_scales, v_scales = [layer.k_scale for layer in layers], [layer.v_scale for layer in layers]
     packed = ROW_FORMATS[case.kv_dtype].of(layers[0]) if case.kv_dtype in ROW_FORMATS else None
+    scales = scales_of_layers(case, step, layers)
+    of_k, of_v = scales.float()
     if packed:
-        k, v = with_one_packing(packed, k), v if case.heads.layout.values_in_keys else with_one_packing(packed, v)
-    stored_k = _store(k, k_scales, kv_dtype, packed)
+        k = with_one_packing(packed, k, of_k)
+        v = v if case.heads.layout.values_in_keys else with_one_packing(packed, v, of_v)
+    stored_k = as_stored(k, of_k, kv_dtype, packed)
     if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
     else:
-        stored_v = _store(v, v_scales, kv_dtype, packed)
+        stored_v = as_stored(v, of_v, kv_dtype, packed)
     row_request = np.repeat(np.arange(step.bs), [r.new for r in step.requests])
     row_offset = np.concatenate([np.arange(r.new) for r in step.requests])
     at = torch.from_numpy(row_offset + np.asarray([r.prefix for r in step.requests])[row_request])
@@ -351,7 +374,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         hidden=normals((step.tokens, HIDDEN), rng),
         stored_keys=stored_k,
         stored_values=stored_v,
-        kv_scales=torch.tensor([k_scales, v_scales], dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
+        kv_scales=scales,
         visible=visible,
         key_positions=key_positions,
         query_positions=query_positions,
@@ -443,7 +466,7 @@ def pool_image(
     NaN is for finding out whether a NaN in an output came from there; ``marked`` is a pattern of
     ``steps/foreign_slots.py``.
     """
-    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    stored = stored_parts(data)
     dtype, heads, dim = data.stored_keys.dtype, *data.stored_keys.shape[-2:]
     page = schedule.case.page_size
     slots = (schedule.num_pages + 1) * page
@@ -495,6 +518,19 @@ def _filler(dtype: torch.dtype) -> torch.Tensor:
     return torch.tensor(0x70, dtype=torch.uint8) if dtype.itemsize == 1 else torch.tensor(100.0, dtype=dtype)
 
 
+def stored_parts(data: StepData) -> list[torch.Tensor]:
+    """Keys and, except for MLA, values [L, B, S, Hk, Dqk] as the pool holds them. Values that are narrower than keys
+    are followed by zeros here, which no pool holds.
+    """
+    keys, values = data.stored_keys, data.stored_values
+    if values is None:
+        return [keys]
+    if missing := keys.shape[-1] - values.shape[-1]:
+        padded = torch.nn.functional.pad(_bytes_if_fp8(values), (0, missing))
+        values = padded.view(values.dtype)
+    return [keys, values]
+
+
 def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
     """Contents of the KV pool for live requests before or ``after`` a step, as stored.
 
@@ -506,7 +542,7 @@ def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArr
         runs.append((b, 0, request.slots[: request.prefix + (request.new if after else 0)]))
         runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
     slots = np.concatenate([np.empty(0, np.int64), *(run for _, _, run in runs)])
-    parts = [part.view(torch.uint8).numpy() for part in (data.stored_keys, data.stored_values) if part is not None]
+    parts = [part.view(torch.uint8).numpy() for part in stored_parts(data)]
     layers, _, _, heads, width = parts[0].shape
     rows = np.empty((layers, len(parts), len(slots), heads, width), np.uint8)
     for index, part in enumerate(parts):
@@ -525,7 +561,7 @@ def forget_data() -> None:
 def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
     """New slots of a step [n] int64, ascending, and their values [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
     b, at = data.row_request, data.row_key
-    stored = [data.stored_keys] + ([data.stored_values] if data.stored_values is not None else [])
+    stored = stored_parts(data)
     rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
     slots, order = data.out_cache_loc.sort()
     return slots, rows[:, :, order].view(data.stored_keys.dtype)

@@ -19,10 +19,21 @@ from ..cases.normals import normals
 from ..cases.rows import Accepted, Verify
 from ..cases.trees import Tree
 from ..contract import ForwardMode
-from .data import DTYPES, HIDDEN, VOCAB, StepData
+from .data import DTYPES, HIDDEN, VOCAB, StepData, as_stored, make_layers, of_fp8_range
 from .schedule import Schedule, make_schedule
 
-__all__ = ["Loop", "Vocabulary", "data_of_tokens", "loop_modes", "make_loop", "make_vocabulary", "stage_name"]
+__all__ = [
+    "Loop",
+    "Vocabulary",
+    "data_of_tokens",
+    "kept_of",
+    "loop_modes",
+    "make_loop",
+    "make_vocabulary",
+    "pages_of",
+    "stage_name",
+    "stored_words",
+]
 
 _EXTENDS = (ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
@@ -53,6 +64,21 @@ class Loop:
     """[rounds, bs]: tokens of each draft that are left as they were proposed; the next one is spoilt."""
     table: npt.NDArray[np.int32]
     """[1 + 2 * bs, columns]: request b has row ``1 + b`` for the target's KV and ``1 + bs + b`` for the draft's."""
+
+    @property
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        """Prompts of all texts that the loop generates."""
+        return self.prompts
+
+    def lens(self, accepted: Sequence[Sequence[int]]) -> list[int]:
+        """Tokens of each text behind all rounds, the prompt included. ``accepted`` [rounds][bs]."""
+        return [
+            len(p) + sum(each) + len(each) for p, each in zip(self.prompts, zip(*accepted, strict=True), strict=True)
+        ]
+
+    def name(self, text: int) -> str:
+        """Name of a text in messages."""
+        return f"request {text}"
 
     @property
     def steps(self) -> int:
@@ -89,9 +115,14 @@ def stage_name(number: int, mode: ForwardMode) -> str:
 
 
 def loop_modes(case: Case, modes: Set[ForwardMode]) -> tuple[ForwardMode, ...]:
-    """The modes of the case's loop, of those that are declared. Empty where it has none, or one is missing."""
+    """The modes of a draft-decode's loop, of those that are declared. Empty where it has none, or one is missing."""
     extends = [mode for mode in _EXTENDS if mode in modes]
-    if not case.rounds or not extends or not {ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY} <= modes:
+    if (
+        not case.rounds
+        or not case.draft
+        or not extends
+        or not {ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY} <= modes
+    ):
         return ()
     return (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY, *extends)
 
@@ -104,17 +135,13 @@ def make_loop(case: Case, modes: Sequence[ForwardMode]) -> Loop:
     tree = _tree(case)
     most = max(case.prefixes) + 1 + case.rounds * (draft.steps + 1)
     columns = -(-(max(draft.room(n, page) for n in range(most - page, most + 1) if n >= 0) + len(tree)) // page) * page
-    pages = rng.permutation(2 * bs * columns // page).reshape(2 * bs, -1) + 1
-    table = np.zeros((1 + 2 * bs, columns), np.int32)
-    table[1:] = (pages[..., None] * page + np.arange(page)).reshape(2 * bs, columns)
-    kept = rng.integers(0, draft.steps + 1, (case.rounds, bs))
-    # Everyone's whole draft, and then nobody's.
-    kept[:2] = np.array([[draft.steps], [0]])[: case.rounds]
+    pages, table = pages_of(2 * bs, columns, page, rng)
+    kept = kept_of(case, draft.steps, rng)
     cases = [_stage(case, tree, mode) for mode in modes]
     schedules = (
         replace(
             make_schedule(each),
-            num_pages=int(pages.size),
+            num_pages=pages,
             max_context_len=columns,
             pool_rows=2 * bs,
             spec_steps=draft.steps,
@@ -123,6 +150,21 @@ def make_loop(case: Case, modes: Sequence[ForwardMode]) -> Loop:
     )
     prompts = tuple(tuple(map(int, rng.integers(0, VOCAB, prefix + 1))) for prefix in case.prefixes)
     return Loop(tuple(schedules), prompts, kept, table)
+
+
+def pages_of(rows: int, columns: int, page: int, rng: np.random.Generator) -> tuple[int, npt.NDArray[np.int32]]:
+    """Number of pages behind page 0, and the request table [1 + rows, columns]: each row has its own pages."""
+    pages = rng.permutation(rows * columns // page).reshape(rows, -1) + 1
+    table = np.zeros((1 + rows, columns), np.int32)
+    table[1:] = (pages[..., None] * page + np.arange(page)).reshape(rows, columns)
+    return int(pages.size), table
+
+
+def kept_of(case: Case, steps: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+    """[rounds, bs]: tokens of each draft that stay as proposed. Everyone's whole draft first, and then nobody's."""
+    kept = rng.integers(0, steps + 1, (case.rounds, case.bs))
+    kept[:2] = np.array([[steps], [0]])[: case.rounds]
+    return kept
 
 
 def _tree(case: Case) -> Tree:
@@ -149,13 +191,31 @@ def make_vocabulary(case: Case) -> Vocabulary:
     hq, hk, dqk, dv = case.heads.q_heads, case.heads.kv_heads, case.head_dim + case.rope_dim, case.head_dim
     dtype = DTYPES[case.dtype]
     layers = case.layers.count
-    q, k = (normals((layers, VOCAB, heads, dqk), rng).to(dtype) for heads in (hq, hk))
+    q, k = (normals((layers, VOCAB, heads, dqk), rng) for heads in (hq, hk))
+    if case.kv_dtype != "same":
+        # FP8 holds these queries, for kernels that round them.
+        q, k = of_fp8_range(q, k, held=True)
+    q, k = q.to(dtype), k.to(dtype)
     v = k[..., :dv] if case.heads.layout.values_in_keys else normals((layers, VOCAB, hk, dv), rng).to(dtype)
     return Vocabulary(q, k, v, normals((VOCAB, HIDDEN), rng))
 
 
-def data_of_tokens(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
+def stored_words(case: Case, words: Vocabulary) -> tuple[torch.Tensor, ...]:
+    """Keys and values of every token id as the KV pool holds them, [L, VOCAB, Hk, D] each. MLA: only keys."""
+    if case.kv_dtype == "same":
+        return (words.k,) if case.heads.layout.values_in_keys else (words.k, words.v)
+    layers, dtype = make_layers(case), DTYPES[case.kv_dtype]
+    of_k, of_v = (
+        torch.tensor(scales).view(-1, 1, 1, 1)
+        for scales in ([layer.k_scale for layer in layers], [layer.v_scale for layer in layers])
+    )
+    k = as_stored(words.k, of_k, dtype)
+    return (k,) if case.heads.layout.values_in_keys else (k, as_stored(words.v, of_v, dtype))
+
+
+def data_of_tokens(schedule: Schedule, tokens: Sequence[Sequence[int]]) -> StepData:
     """Input of the oracle for plain decode of these tokens: a row for each, which sees those before it."""
+    case = schedule.case
     words, lens = make_vocabulary(case), [len(each) for each in tokens]
     longest = max(lens)
     ids = torch.tensor([[*each, *[0] * (longest - len(each))] for each in tokens])
@@ -163,15 +223,16 @@ def data_of_tokens(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
     live = place < torch.tensor(lens)[:, None]
     request, offset = live.nonzero().unbind(1)
     flat = ids[live]
-    one_row = case.heads.layout.values_in_keys
+    layers, stored = make_layers(case), [_taken(each, ids) for each in stored_words(case, words)]
+    scales = [[layer.k_scale for layer in layers], [layer.v_scale for layer in layers]]
     return StepData(
         q=words.q[:, flat],
         k=words.k[:, flat],
         v=words.v[:, flat],
         hidden=words.hidden[flat],
-        stored_keys=words.k[:, ids],
-        stored_values=None if one_row else words.v[:, ids],
-        kv_scales=torch.ones(2, case.layers.count, 1, 1, 1, 1, dtype=torch.float64),
+        stored_keys=stored[0],
+        stored_values=stored[1] if len(stored) > 1 else None,
+        kv_scales=torch.tensor(scales, dtype=torch.float64).view(2, -1, 1, 1, 1, 1),
         visible=(place <= place[:, None]) & live[:, None] & live[..., None],
         key_positions=place.expand(len(lens), -1),
         query_positions=place.expand(len(lens), -1),
@@ -181,3 +242,10 @@ def data_of_tokens(case: Case, tokens: Sequence[Sequence[int]]) -> StepData:
         positions=offset,
         out_cache_loc=torch.zeros_like(offset),
     )
+
+
+def _taken(words: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Rows [L, ...] of token ids. FP8 tensors are indexed by their bytes."""
+    if words.dtype.itemsize > 1:
+        return words[:, ids]
+    return words.view(torch.uint8)[:, ids].view(words.dtype)

@@ -30,7 +30,9 @@ def slot_map(schedule: Schedule, group: int) -> Ints:
     page, pages = schedule.case.page_size, np.arange(1, schedule.num_pages + 1)
     pages = np.where(pages > schedule.num_pages // 2, pages + pages_in_pool(schedule) - schedule.num_pages, pages)
     if group:
-        pages = np.random.default_rng(schedule.case.digest ^ group).permutation(pages)
+        # All modes of an instance have the same pools.
+        case = schedule.case.instance_of or schedule.case
+        pages = np.random.default_rng(case.digest ^ group).permutation(pages)
     return (np.concatenate([[0], pages])[:, None] * page + np.arange(page)).reshape(-1)
 
 

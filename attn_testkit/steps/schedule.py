@@ -28,6 +28,7 @@ from ..cases.plan import Plan
 from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
+from .cached_prompts import cached_lengths, continued_length
 from .numerics import MODEL, Numerics
 from .rounds import accepted_before, accepted_nodes, rounds_before
 from .variety import data_at, layout_at, padding_at
@@ -99,6 +100,9 @@ class Step:
     follows: Step | None = None
     """The step that runs on the instance right before it, whose requests it continues: memory is not loaded before
     it. Layers with states only (``steps/rounds.py``)."""
+    cached_for: Step | None = None
+    """The step whose requests continue the states that the prompts of this one leave, as it is without this one. Layers
+    with states only (``steps/cached_prompts.py``)."""
     eager_too: bool = False
     """True if an eager run of the step follows its replay; without a request only if the backend takes that."""
     layout: str = ""
@@ -148,7 +152,8 @@ def part(step: Step, indices: Sequence[int]) -> Step:
     if chosen not in step.parts:
         which = f"only request {chosen[0]}" if len(chosen) == 1 else f"requests {' '.join(map(str, chosen))}"
         requests = tuple(step.requests[index] for index in chosen)
-        follows = step.follows and _same_requests(step.follows, requests)
+        alone = step.follows is None or step.follows.cached_for is not None
+        follows = step.follows if alone or step.follows is None else _same_requests(step.follows, requests)
         made = replace(step, name=f"{step.name}, {which}", label=which, requests=requests, part_of=(step, chosen),
                        follows=follows)  # fmt: skip
         step.parts[chosen] = made
@@ -449,6 +454,38 @@ def _after(case: Case, step: Step, rounds: int) -> Step:
     return replace(step, follows=_after(case, before, rounds - 1))
 
 
+def _after_prompts(case: Case, step: Step, sizes: tuple[int, int, int, int]) -> Step:
+    """The step with requests that continue states of a prefix cache, after the prompts that left them there."""
+    if case.state is None or step.follows is not None:
+        return step
+    chunk, room = case.state.snapshots or 1, case.width
+    lengths = cached_lengths([each.prefix for each in step.requests], chunk, room)
+    if not lengths:
+        return step
+    num_pages, rows, ctx, _ = sizes
+    free = [row for row in range(1, rows + 1) if row not in {each.pool_row for each in step.requests}]
+    requests, prompts = list[Request](), list[Request]()
+    for each in step.requests:
+        prefix = continued_length(each.prefix, lengths)
+        # The tokens of its prompt, and in a case with snapshots a few more, which the kept state must not have.
+        more = min(1 + step.seed % 7, chunk - 1, room - prefix, len(each.slots) - prefix)
+        if prefix and prefix not in [p.new // chunk * chunk for p in prompts]:
+            prompts.append(replace(each, prefix=0, new=prefix + more, pool_row=free[len(prompts)],
+                                   slots=each.slots[: prefix + more]))  # fmt: skip
+        requests.append(replace(each, prefix=prefix, slots=each.slots[: prefix + each.new]))
+    seed = (step.seed + 0x9E3779B97F4A7C15) % 2**63
+    tables = [
+        _table(tuple(own), rows, ctx, (num_pages + 1) * case.page_size, np.random.default_rng(number))
+        for own, number in ((requests, step.seed ^ 0x7AB), (prompts, seed ^ 0x7AB))
+    ]
+    step = replace(step, requests=tuple(requests), req_to_token=tables[0])
+    before = replace(
+        step, name=f"{step.name}, prompts before", label=f"{step.label}, prompts before", requests=tuple(prompts),
+        req_to_token=tables[1], seed=seed, eager_too=False, cached_for=step,
+    )  # fmt: skip
+    return replace(step, follows=before)
+
+
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
     label = _SECOND.values[case.derived(_SECOND.name)].words
@@ -487,12 +524,17 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
         steps[: case.chunks] = _chunks(case, plans[: case.chunks], sizes)
     if case.state is not None and case.tree is not None:
         steps = [_after(case, step, rounds_before(step.index)) for step in steps]
+    continues = case.mode is ForwardMode.EXTEND and case.state is not None and bool(case.state.continues)
+    if continues:
+        steps = [_after_prompts(case, step, sizes) for step in steps]
     *replays, last = steps
     stored = case.state is None and case.derived("second-step-stored") == 1
     other_strides = case.derived("second-step-memory") == 1
     second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
     if case.state is not None and case.tree is not None and second.follows is None:
         second = _after(case, second, 1)
+    if continues:
+        second = _after_prompts(case, second, sizes)
     oversized = replace(last, name="oversized")
     return Schedule(
         case, buckets, tuple(replays), second, oversized, ctx, num_pages, rows, depth, numerics

@@ -29,7 +29,7 @@ _Dims = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class _Table:
-    """Places of each slot of some layers, of K or V."""
+    """Places of each slot of some layers, of K or V, or of scales that lie apart."""
 
     piece: int
     """Index of the block of memory."""
@@ -99,7 +99,7 @@ class PoolRows:
     @staticmethod
     def of(pool: KVPool) -> PoolRows:
         """The pool's own memory."""
-        layers = [layer.parts for layer in pool.memory.values()]
+        layers = [layer.every for layer in pool.memory.values()]
         pieces = [memory.view(torch.uint8) for memory, _ in pool.pieces]
         steps = _steps(layers)
         if steps is None:
@@ -132,11 +132,12 @@ class PoolRows:
     def put(self, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """Store rows in ``slots`` [n] int64: the bytes of [L, 2 or 1, n, Hk, Dqk] as one. Both on the device.
 
-        If layers differ in Hk or Dqk, the layers are in sequence.
+        If layers differ in Hk or Dqk, or scales lie apart, the views of ``KVLayer.every`` are in sequence.
         """
         parts = torch.split(rows, [len(slots) * table.slot_bytes for table in self._tables])
         for table, view, part in zip(self._tables, self.views(self._slots), parts, strict=True):
-            table.put(view, slots, part)
+            # Behind scales of few bytes the next view may begin between two words.
+            table.put(view, slots, part.clone() if part.storage_offset() % table.word else part)
 
     def take(self, slots: torch.Tensor) -> torch.Tensor:
         """Copy the bytes of ``slots`` on the device, in the format of ``put``."""

@@ -26,7 +26,11 @@ class PoolWatch:
         """Watch a pool. ``maps``: one per layer, if they differ in heads. Rows are then given as those of the case."""
         first, size = pool.layers[0], pool.dtype.itemsize
         self._shape, self._maps = (len(pool.layers), first.head_layout.pool_rows), maps
-        self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, pool.spec.row_width(first))
+        inside, self._apart = pool.spec.row_width(first), pool.spec.width_apart(first)
+        self._row = maps[0].case[1:] if maps else (first.tp_k_head_num, inside + self._apart)
+        widths = pool.spec.part_widths(first)
+        self._narrow = widths[-1] if len(set(widths)) > 1 else 0
+        """Numbers of a value, if a key has more; rows are then given as those of keys, with zeros behind values."""
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._now = PoolRows.of(pool)
@@ -115,15 +119,31 @@ class PoolWatch:
         return due[as_due], (held if count == len(due) else held[:, as_due]).reshape(-1), shape
 
     def _parts(self, whole: Bytes, count: int) -> Bytes:
-        """Convert rows of ``count`` slots from the case's shape to the layers' shapes, layer by layer."""
-        if not self._maps or not count:
+        """Convert rows of ``count`` slots from the case's shape to the layers' shapes, view by view of memory."""
+        if self._apart and count:
+            raw = whole.reshape(math.prod(self._shape), -1, self._row[1])
+            pair = raw[..., : -self._apart], raw[..., -self._apart :]
+            return np.concatenate([part[index].reshape(-1) for index in range(len(raw)) for part in pair])
+        if not (self._maps or self._narrow) or not count:
             return whole
         rows = torch.from_numpy(whole).view(self.bits).view(*self._shape, count, *self._row)
-        parts = [each.kv_part(rows[layer]).reshape(-1) for layer, each in enumerate(self._maps)]
+        if self._narrow:
+            parts = [
+                part for layer in rows for part in (layer[0].reshape(-1), layer[1, ..., : self._narrow].reshape(-1))
+            ]
+        else:
+            parts = [each.kv_part(rows[layer]).reshape(-1) for layer, each in enumerate(self._maps)]
         return torch.cat(parts).view(torch.uint8).numpy()
 
     def whole(self, parts: Bytes, count: int) -> Bytes:
         """Convert rows of ``count`` slots from the layers' shapes to the bytes of [L, 2 or 1, count, Hk, Dqk]."""
+        if self._apart and count:
+            raw, width = parts.reshape(math.prod(self._shape), -1), self._row[1] - self._apart
+            inside = raw.shape[1] // self._row[1] * width
+            pair = raw[:, :inside].reshape(len(raw), -1, width), raw[:, inside:].reshape(len(raw), -1, self._apart)
+            return np.concatenate(pair, -1).reshape(-1)
+        if self._narrow and count:
+            return self._widened(parts, count)
         if not self._maps or not count:
             return parts
         layers, pairs = [], self._shape[1]
@@ -133,6 +153,15 @@ class PoolWatch:
         for each, own in zip(self._maps, rows, strict=True):
             layers.append(each.kv_whole(own.view(pairs, count, *each.layer[1:])))
         return torch.stack(layers).view(-1).view(torch.uint8).numpy()
+
+    def _widened(self, parts: Bytes, count: int) -> Bytes:
+        """Rows of ``count`` slots, each layer's K before its V, as [L, 2, count, Hk, Dqk], zeros behind values."""
+        heads, width = self._row
+        rows = torch.from_numpy(parts.copy()).view(self.bits).view(self._shape[0], -1)
+        keys, values = torch.split(rows, [count * heads * width, count * heads * self._narrow], 1)
+        values = torch.nn.functional.pad(values.reshape(-1, self._narrow), (0, width - self._narrow))
+        both = torch.stack([keys.reshape(self._shape[0], -1), values.view(self._shape[0], -1)], 1)
+        return both.view(-1).view(torch.uint8).numpy()
 
     def outside(self, found: Sequence[Bytes]) -> npt.NDArray[np.int64]:
         """Bytes [n] of memory between slots that changed, one per block.

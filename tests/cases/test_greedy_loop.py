@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
-from attn_testkit.cases.case import parse_case
+from attn_testkit.backends.torch_native_hybrid import TorchNativeHybridBackend
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
+from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.steps.greedy_loop import Loop, loop_modes, make_loop, make_vocabulary
+from attn_testkit.steps.verify_loop import VerifyLoop, make_verify_loop
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p{page}-k{prefixes}-topk{k}steps{s}-loop{rounds}-shuffled-gauss-b4prod"
 
@@ -88,8 +92,127 @@ def test_the_same_id_gives_the_same_loop_as_ever() -> None:
     assert digest.hexdigest()[:16] == "d15651e32ce29977"
 
 
-def test_a_backend_of_fp8_pools_alone_has_no_loop() -> None:
-    declared = TorchNativeBackend.capabilities
-    assert any(case.rounds for case in generate(declared, ForwardMode.DRAFT_DECODE, "core"))
-    fp8 = declared.with_changes(kv_dtypes={"fp8_e4m3"})
-    assert {case.kv_dtype for case in generate(fp8, ForwardMode.DRAFT_DECODE, "core")} == {"fp8_e4m3"}
+def loops(declared: Capabilities, mode: ForwardMode = ForwardMode.DRAFT_DECODE) -> list[Case]:
+    return [case for case in generate(declared, mode, "core") if case.rounds]
+
+
+def test_one_loop_has_all_options_that_are_declared_for_its_modes_and_another_none() -> None:
+    plain, optional = loops(TorchNativeBackend.capabilities)
+    assert (plain.window, plain.sinks, plain.logit_cap, plain.kv_dtype) == (-1, False, 0.0, "same")
+    assert optional.draft is not None
+    assert optional.draft.branches == 2
+    assert optional.window == 11 < max(optional.prefixes)
+    assert optional.sinks
+    assert optional.logit_cap > 0
+    assert optional.kv_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "window", "kv_dtype"),
+    [
+        ({"windows": {ForwardMode.DRAFT_DECODE}}, -1, "fp8_e4m3"),
+        ({"windows": {"in_trees": False}}, -1, "fp8_e4m3"),
+        ({"new_rows_as_given": {ForwardMode.TARGET_VERIFY}}, 11, "same"),
+        ({"matmul_dtype": "fp8_e4m3", "q_scale": "per_token"}, 11, "same"),
+        ({"kv_dtypes": {"same"}}, 11, "same"),
+    ],
+)
+def test_an_option_that_a_mode_of_the_loop_does_not_take_is_left_out(
+    changes: dict[str, Any], window: int, kv_dtype: str
+) -> None:
+    optional = loops(TorchNativeBackend.capabilities.with_changes(**changes))[1]
+    assert (optional.window, optional.kv_dtype) == (window, kv_dtype)
+    assert optional.sinks
+
+
+def test_a_backend_of_fp8_pools_alone_has_loops_of_them() -> None:
+    declared = TorchNativeBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
+    assert {case.kv_dtype for case in loops(declared)} == {"fp8_e4m3"}
+
+
+def test_a_backend_of_packed_rows_alone_has_cases_and_no_loop() -> None:
+    declared = TorchNativeBackend.capabilities.with_changes(
+        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False
+    )
+    for mode in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
+        assert generate(declared, mode, "smoke")
+        assert loops(declared, mode) == []
+
+
+def test_the_loop_of_target_verify_has_kv_groups_and_needs_decode_and_extend() -> None:
+    declared, verify = TorchNativeBackend.capabilities, ForwardMode.TARGET_VERIFY
+    (case,) = loops(declared, verify)
+    assert case.layers.groups
+    assert (case.window, case.sinks) == (11, True)
+    (alone,) = loops(declared.with_changes(kv_groups=False), verify)
+    assert not alone.layers.groups
+    for missing in (ForwardMode.DECODE, ForwardMode.EXTEND):
+        eager = declared.eager - {missing}
+        assert loops(declared.with_changes(eager=eager, graph=declared.graph & eager), verify) == []
+
+
+def test_loops_of_states_have_each_rollback_and_those_of_hybrids_each_kind() -> None:
+    verify = ForwardMode.TARGET_VERIFY
+    alone = loops(TorchNativeStateBackend.capabilities, verify)
+    assert [case.state.rollback for case in alone if case.state] == ["commit", "slots"]
+    hybrids = loops(TorchNativeHybridBackend.capabilities, verify)
+    assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning"]
+    assert {case.state.rollback for case in hybrids if case.state} == {"commit", "slots"}
+
+
+VERIFY = "target-verify-gqa2x2-d64-bf16-p4-k{prefixes}-{draft}-loop{rounds}-shuffled-gauss-b4prod"
+
+
+def verify_loop(prefixes: str = "9.4.1", draft: str = "chain4", rounds: int = 3) -> VerifyLoop:
+    return make_verify_loop(parse_case(VERIFY.format(prefixes=prefixes, draft=draft, rounds=rounds)))
+
+
+@pytest.mark.parametrize(
+    ("accepted", "decodes"),
+    [([[3, 3, 3], [3, 3, 3]], [3, 4]), ([[0, 3, 0], [0, 0, 0]], [3, 4]), ([[0, 0, 0], [2, 0, 1]], [3, 1])],
+)
+def test_as_many_tokens_are_decoded_as_the_request_that_is_farthest_needs(
+    accepted: list[list[int]], decodes: list[int]
+) -> None:
+    loop = verify_loop()
+    assert loop.decodes(accepted) == decodes
+    prompts = [10, 5, 2]
+    assert loop.lens(accepted)[3:] == [length + sum(decodes) for length in prompts]
+    assert loop.lens(accepted)[0] == 10 + accepted[0][0] + accepted[1][0] + 2
+
+
+def test_rows_that_are_due_in_a_loop_of_target_verify() -> None:
+    due = list(verify_loop("2", rounds=2).due([[3], [1]]))
+    assert due == [
+        *(("prompts, extend", text, at) for text in (0, 1) for at in (0, 1)),
+        *(("round 1, target-verify", 0, at) for at in (2, 3, 4, 5)),
+        *(("round 1, decode", 1, at) for at in (2, 3, 4)),
+        *(("round 2, target-verify", 0, at) for at in (6, 7)),
+        *(("round 2, decode", 1, at) for at in (5, 6, 7, 8)),
+    ]
+
+
+def test_no_text_is_longer_than_its_row_of_the_request_table_and_none_shares_a_page() -> None:
+    loop = verify_loop(rounds=5)
+    longest = max(loop.lens([[3] * 3] * 5))
+    # The last draft is verified behind all but its own round.
+    assert loop.table.shape == (7, -(-(longest + 3) // 4) * 4)
+    assert len(set(loop.table[1:].ravel().tolist())) == loop.table[1:].size
+    assert 0 not in loop.table[1:]
+
+
+@pytest.mark.parametrize("by", ["", ".slots"])
+def test_slots_of_states_are_neither_rows_nor_places(by: str) -> None:
+    case = parse_case(f"target-verify-gdn4x2-d64-bf16-p16-k17.9.1-chain4-loop4-shuffled-mild_decay-k64w4s32{by}-b4prod")
+    slots = make_verify_loop(case).states()
+    assert slots.shape == (6, 4 if by else 1)
+    assert sorted(slots.ravel().tolist()) == list(range(1, slots.size + 1))
+    assert all(slots[text, 0] not in (text, text + 1) for text in range(6))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"prefixes": "9.0"}, {"draft": "t0.0.1"}, {"rounds": 0}], ids=["no prefix", "tree", "no rounds"]
+)
+def test_loops_of_target_verify_that_cannot_be(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"loop|prefix|rounds"):
+        verify_loop(**wrong)

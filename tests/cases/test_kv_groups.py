@@ -34,9 +34,9 @@ def test_cases_have_groups_where_they_are_declared_but_no_draft_has(mode: Forwar
         cases = as_made(CAPABILITIES.with_changes(**declared), mode, tier)
         return [case.window for case in cases if case.layers.groups and not case.layers.shapes]
 
-    # Prompts without a prefix have one more.
-    in_extend = [7] * (mode is ForwardMode.EXTEND)
-    assert found() == ([] if mode.is_draft_decode() else [-1, 7, *in_extend])
+    # Prompts without a prefix have one more, and the loop of target-verify has groups.
+    in_extend, in_loop = [7] * (mode is ForwardMode.EXTEND), [11] * mode.is_target_verify()
+    assert found() == ([] if mode.is_draft_decode() else [-1, 7, *in_extend, *in_loop])
     assert found(kv_groups=False) == found("smoke") == []
     lacking = {tier: not_covered(CAPABILITIES, mode, as_made(CAPABILITIES, mode, tier)) for tier in ("smoke", "core")}
     assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()

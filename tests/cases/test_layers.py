@@ -13,7 +13,7 @@ from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.co_residents import co_residents
 from attn_testkit.cases.layers import SETTINGS, Layers
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import ForwardMode, KVPool
+from attn_testkit.contract import ForwardMode, HeadShape, KVPool
 from attn_testkit.steps.data import make_layers, make_step_data
 from attn_testkit.steps.schedule import make_schedule
 
@@ -100,12 +100,16 @@ def test_no_layer_and_more_than_there_are_settings_for_are_refused(word: str, sa
         Layers(2, -1)
 
 
-def test_the_default_is_not_written_and_a_loop_has_no_other() -> None:
+def test_the_default_is_not_written() -> None:
     with pytest.raises(ValueError, match="not in its usual form"):
         parse_case(DECODE.format("-layers2from0"))
+
+
+def test_a_loop_has_any_layers_of_one_shape() -> None:
     loop = parse_case("draft-decode-mha2-d32-bf16-p4-k5-topk1steps3-loop6-shuffled-gauss-b2prod")
-    with pytest.raises(ValueError, match="loop and other layers: the model of a loop has two layers"):
-        replace(loop, layers=RANK)
+    assert parse_case(f"{loop.id.removesuffix('-b2prod')}-layers3from5-b2prod") == loop.with_changes(layers=RANK)
+    with pytest.raises(ValueError, match="loop and heads by layer: the words of a loop have heads of one shape"):
+        loop.with_changes(layers=Layers(shapes=(HeadShape(2, 2, 32), HeadShape(2, 1, 32))))
 
 
 def test_the_pool_is_asked_by_layer_id() -> None:

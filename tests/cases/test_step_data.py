@@ -50,7 +50,7 @@ def test_rows_positions_and_slots_follow_the_requests(case_id: str) -> None:
         assert data.positions[row] == request.prefix + (request.tree.depths[j] if request.tree else j)
         assert data.out_cache_loc[row] == request.slots[request.prefix + j]
         at = request.prefix + j
-        keys = _store(data.k[:, row : row + 1], data.kv_scales[0].flatten().tolist(), data.stored_keys.dtype)
+        keys = _store(data.k[:, row : row + 1], data.kv_scales[0].view(-1, 1, 1, 1).float(), data.stored_keys.dtype)
         assert torch.equal(keys[:, 0].float(), data.stored_keys[:, b, at].float())
 
 
@@ -126,7 +126,10 @@ def test_keys_and_values_are_stored_as_the_pool_of_a_server_stores_them(dtype: s
             (k, [x.k_scale for x in layers], pool.get_key_buffer(index)),
             (v, [x.v_scale for x in layers], pool.get_value_buffer(index)),
         ):
-            assert torch.equal(_store(rows, scales, pool.dtype)[index].float(), got[loc].float())
+            assert torch.equal(
+                _store(rows, torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1)), pool.dtype)[index].float(),
+                got[loc].float(),
+            )
 
 
 def test_layers_differ_in_scale_and_scales_are_one_without_fp8() -> None:

@@ -32,7 +32,7 @@ CI = ROOT / "ci"
 DOCS = ROOT / "docs"
 GROUPS = {
     "Modes": ["eager", "graph"],
-    "Heads": ["families", "gqa_ratios", "head_dims", "mla_rope_dims", "heads_by_layer"],
+    "Heads": ["families", "gqa_ratios", "head_dims", "mla_rope_dims", "wider_keys", "heads_by_layer"],
     "Bounds": ["max_q_rows", "max_extend_tokens", "max_topk", "max_draft_branches", "max_context_len",
                "kernel_changes_at", "kernel_changes_at_keys"],
     "Promises": ["deterministic", "batch_invariant", "mode_invariant", "lse"],

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -325,29 +325,29 @@ class Program:
     says: str
 
 
-_UNORDERED = "nothing orders the two"
+UNORDERED = "nothing orders the two"
 PROGRAMS = (
-    Program("branch that is joined late", joined_late, f"Tensor.add.* reads memory that Tensor.fill_.*{_UNORDERED}"),
-    Program("input of a branch", read_while_written, f"writes memory that Tensor.mul.*{_UNORDERED}"),
-    Program("two branches", two_branches, _UNORDERED),
-    Program("event that is too early", event_before_the_write, _UNORDERED),
-    Program("kernel of a branch", kernel_of_a_branch, f"triton kernel add.*{_UNORDERED}"),
+    Program("branch that is joined late", joined_late, f"Tensor.add.* reads memory that Tensor.fill_.*{UNORDERED}"),
+    Program("input of a branch", read_while_written, f"writes memory that Tensor.mul.*{UNORDERED}"),
+    Program("two branches", two_branches, UNORDERED),
+    Program("event that is too early", event_before_the_write, UNORDERED),
+    Program("kernel of a branch", kernel_of_a_branch, f"triton kernel add.*{UNORDERED}"),
     Program("two graphs of one pool", one_pool, "pool"),
     Program("pools of their own", pools_of_their_own, "pool"),
-    Program("one graph on two streams", one_graph_on_two_streams, _UNORDERED),
+    Program("one graph on two streams", one_graph_on_two_streams, UNORDERED),
     Program("freed while in use", freed_while_in_use, "record_stream"),
     Program("freed by a side stream", freed_by_a_side_stream, "record_stream"),
     Program("pinned source of a graph", pinned_source_of_a_graph, "its pinned source was written again"),
     Program("copy of a graph to the host", copy_of_a_graph_to_the_host, "the host has not waited for that copy"),
     Program("pinned memory that is put back", rewritten_and_put_back, "its pinned source was written again"),
-    Program("index_put_", _in_rows(lambda x, at, new: x.index_put_((at,), new)), _UNORDERED),
-    Program("index_fill_", _in_rows(lambda x, at, new: x.index_fill_(0, at, 5.0)), _UNORDERED),
-    Program("index_copy_", _in_rows(lambda x, at, new: x.index_copy_(0, at, new)), _UNORDERED),
-    Program("index_add_", _in_rows(lambda x, at, new: x.index_add_(0, at, new)), _UNORDERED),
-    Program("scatter_", scattered, _UNORDERED),
-    Program("rows of a graph", rows_of_a_graph, _UNORDERED),
-    Program("rows in two branches", rows_in_two_branches, _UNORDERED),
-    Program("two kernels", two_kernels, _UNORDERED),
+    Program("index_put_", _in_rows(lambda x, at, new: x.index_put_((at,), new)), UNORDERED),
+    Program("index_fill_", _in_rows(lambda x, at, new: x.index_fill_(0, at, 5.0)), UNORDERED),
+    Program("index_copy_", _in_rows(lambda x, at, new: x.index_copy_(0, at, new)), UNORDERED),
+    Program("index_add_", _in_rows(lambda x, at, new: x.index_add_(0, at, new)), UNORDERED),
+    Program("scatter_", scattered, UNORDERED),
+    Program("rows of a graph", rows_of_a_graph, UNORDERED),
+    Program("rows in two branches", rows_in_two_branches, UNORDERED),
+    Program("two kernels", two_kernels, UNORDERED),
 )
 
 
@@ -363,8 +363,13 @@ def measured(program: Program, right: bool) -> str:
     return "\t".join(sorted(left))
 
 
-if __name__ == "__main__":
+def show(programs: Sequence[Program]) -> None:
+    """Print what each program leaves; in the emulation if the command has an argument."""
     with torch.no_grad(), emulated_cuda() if sys.argv[1:] else contextlib.nullcontext():
-        for each in PROGRAMS:
+        for each in programs:
             for right in (True, False):
                 print("right" if right else "wrong", each.name, measured(each, right), sep="\t", flush=True)
+
+
+if __name__ == "__main__":
+    show(PROGRAMS)

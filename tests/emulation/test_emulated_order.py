@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 
+import index_programs
+import order_programs
 import pytest
-from order_programs import PROGRAMS
 
 from attn_testkit.emulation import EmulationError
 
 pytestmark = pytest.mark.usefixtures("cuda")
+PROGRAMS = (*order_programs.PROGRAMS, *index_programs.PROGRAMS)
 PARAMS = [pytest.param(each, id=each.name.replace(" ", "-")) for each in PROGRAMS]
 
 

@@ -218,6 +218,15 @@ def test_rows_picked_by_numbers_may_be_others():
         x + 1
 
 
+@pytest.mark.parametrize(("place", "meet"), [(-9, True), (-8, False), (3, False), (4, True), (7, True), (8, False)])
+def test_an_element_lies_in_a_chosen_row_or_beside_it(place, meet):
+    x, row, element = ones(4, 4), rows(1), rows(place)
+    with torch.cuda.stream(forked()):
+        x.index_fill_(0, row, 2)
+    with race() if meet else contextlib.nullcontext():
+        x.take(element)
+
+
 def test_the_numbers_themselves_are_read():
     x, some = ones(8, 2), rows(0, 1)
     doubled_on_side = doubled_on(forked(), some)

@@ -96,6 +96,7 @@ VLLM: Given = {
         "current_platform": SimpleNamespace(
             fp8_dtype=lambda: torch.float8_e4m3fn,
             is_rocm=lambda: False,
+            is_xpu=lambda: False,
             has_device_capability=_at_least,
             get_device_capability=lambda: None,  # asked whether it is Turing
             is_device_capability_family=lambda family: False,  # asked whether it is SM100
@@ -103,7 +104,14 @@ VLLM: Given = {
     },
     # Importing the real one asks for an AMD GPU. The kernel that it chooses between is ROCm's alone.
     "vllm.platforms.rocm": {"use_rocm_custom_paged_attention": lambda *args: False},
-    "vllm.v1.kv_cache_interface": {"KVQuantMode": _KVQuantMode},
+    "vllm.v1.kv_cache_interface": {
+        "KVQuantMode": _KVQuantMode,
+        "is_quantized_kv_cache": lambda name: name.startswith("fp8"),
+    },
+    "vllm.model_executor.layers.quantization.utils.quant_utils": {
+        "FP8_DTYPE": torch.float8_e4m3fn,
+        "get_fp8_min_max": lambda: (-448.0, 448.0),
+    },
 }
 SGLANG: Given = {
     "sglang.kernels.ops.quantization.fp8_kernel": {"is_fp8_fnuz": lambda: False},

@@ -181,10 +181,15 @@ class SparseMLAPacked(KernelBackend):
         dequantize = load(f"{_OPS}.dsa.dequant_k_cache", SGLANG)
         prefill = load(f"{_OPS}.dsa.triton_sparse_mla_prefill", SGLANG)
         assert plan.selected is not None
-        rows = kv[0].flatten(0, 1).view(torch.float8_e4m3fn)
-        latent = dequantize.dequantize_k_cache_paged_dsa(rows, plan.selected.clamp(min=0).flatten())
-        place = torch.arange(plan.selected.numel(), dtype=torch.int32, device=q.device).view_as(plan.selected)
-        selected = torch.where(plan.selected < 0, -1, place)
+        rows, selected = kv[0].flatten(0, 1).view(torch.float8_e4m3fn), plan.selected
+        slots = selected.clamp(min=0).flatten()
+        place = torch.arange(max(len(slots), len(rows)), dtype=torch.int32, device=q.device)
+        if len(rows) < len(slots):
+            # Each row once, as a server does for the keys of a request: the kernel has a program per 128 numbers.
+            slots = place[: len(rows)].to(slots.dtype)
+        else:
+            selected = torch.where(selected < 0, -1, place[: len(slots)].view_as(selected))
+        latent = dequantize.dequantize_k_cache_paged_dsa(rows, slots)
         found: torch.Tensor = prefill.sparse_mla_prefill(
             q, latent[:, 0], selected, plan.layer.scaling, plan.layer.v_head_dim
         )

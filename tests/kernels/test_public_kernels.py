@@ -49,6 +49,7 @@ RIGHT = {
     "vllm_kernels:SparseMLA": SPARSE_DECODE,
     "vllm_kernels:Unified": f"extend-{GQA}-k3.37.9-n2a3.1.2-shuffled-gauss-w4-b3prod",
     "vllm_kernels:UnifiedFP8": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvfp8e4m3-b4prod",
+    "vllm_kernels:UnifiedPerTokenHead": f"decode-{GQA}-k3.37.9-shuffled-gauss-kvint8pertokenheadapart-b4prod",
     "vllm_kernels:UnifiedTF32": "decode-gqa2x2-d64-fp32-p16-k3.37.9-shuffled-gauss-b4prod",
     "vllm_kernels:ChunkedPrefillPagedDecode": f"draft-extend-{GQA}-k3.37.9-n2a1.2.1-shuffled-gauss-kvcustom-b4prod",
     "vllm_kernels:WithPaddedRequests": f"draft-extend-{GQA}-k3.37.9-n2a1.2.1-shuffled-gauss-kvcustom-b4prod",

@@ -58,6 +58,46 @@ class UnifiedFP8(Unified):
     capabilities = Unified.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
 
 
+class UnifiedPerTokenHead(Unified):
+    """The same over int8 and FP8 with a scale per token and head, and vLLM's own store
+    (``TritonAttentionImpl.do_kv_cache_update``). Scales lie in the row, as in vLLM 0.33, or in memory of their own."""
+
+    capabilities = Unified.capabilities.with_changes(
+        kv_dtypes={"int8_per_token_head", "fp8_per_token_head", "int8_per_token_head_apart"},
+        kv_layouts={"nhd", "side-by-side-hnd"}, dtypes={"bf16"}, server={"padding_slots": {0, -1}},
+    )  # fmt: skip
+
+    def planes(self, plan: KernelPlan, module: Any) -> dict[str, Any]:
+        """Arguments about the cache: views of numbers and scales, and the mode."""
+        k, v = self.context.group_of(plan.layer).kv_pool.get_planes(plan.layer.layer_id)
+        int8 = k["numbers"].dtype == torch.int8
+        modes = module.KVQuantMode
+        return {
+            "rows": (k["numbers"], v["numbers"]),
+            "k_scale_cache": k["scales"].squeeze(-1),
+            "v_scale_cache": v["scales"].squeeze(-1),
+            "kv_quant_mode": modes.INT8_PER_TOKEN_HEAD if int8 else modes.FP8_PER_TOKEN_HEAD,
+        }
+
+    def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
+        module = load(f"{_OPS}.triton_reshape_and_cache_flash", VLLM)
+        named = self.planes(plan, module)
+        rows = named.pop("rows")
+        module.triton_reshape_and_cache_flash_per_token_head_quant(
+            k, v, *rows, slot_mapping=plan.out_cache_loc, **named
+        )
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        layer, module = plan.layer, load(f"{_OPS}.triton_unified_attention", VLLM)
+        out, named = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim), self.planes(plan, module)
+        module.unified_attention(
+            q, *named.pop("rows"), out, plan.cu_seqlens_q, plan.max_q_len, plan.kv_lens, plan.max_kv_len, layer.scaling,
+            True, (layer.sliding_window_size, 0), plan.page_table, layer.logit_cap, None, None, None,
+            sinks=layer.sinks, **named,
+        )  # fmt: skip
+        return out
+
+
 class UnifiedTF32(Unified):
     """The same in float32, whose dots are tf32."""
 

@@ -137,7 +137,7 @@ def test_a_step_comes_to_the_host_in_one_transfer(case_id: str, monkeypatch: pyt
 def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, rows: int, tokens: int) -> None:
     schedule = make_schedule(parse_case(VERIFY))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
-    static = make_static_inputs(harness, width=3, max_bs=4, fill=1)
+    static = make_static_inputs(harness, schedule, fill=1)
     sent, *others = static.sent(bs, spec=True, mask=False)
     lengths = {place.name.removeprefix("batch."): place.shape[0] for place in sent.places}
     by_token = {"input_ids", "out_cache_loc", "positions", "spec_info.hidden_states"}
@@ -152,12 +152,12 @@ def test_of_static_buffers_what_a_bucket_was_captured_with_is_watched(bs: int, r
 def test_what_a_step_writes_on_the_host_reaches_every_buffer() -> None:
     schedule = make_schedule(parse_case(V1))
     harness = ServerHarness(TorchNativeBackend, [schedule], CUDA)
-    static = make_static_inputs(harness, width=4, max_bs=3, fill=1)
-    assert static.seq_lens.tolist() == static.seq_lens_cpu.tolist() == [1, 1, 1]
-    assert static.num_accept_tokens.tolist() == static.extend_seq_lens.tolist() == [4, 4, 4]
-    assert static.num_correct_drafts.tolist() == [3, 3, 3]
-    assert static.select_index.tolist() == [3, 7, 11]
-    assert static.input_ids.tolist() == static.positions.tolist() == static.out_cache_loc.tolist() == [0] * 12
+    static = make_static_inputs(harness, schedule, fill=1)
+    assert static.seq_lens.tolist() == static.seq_lens_cpu.tolist() == [1] * 4
+    assert static.num_accept_tokens.tolist() == static.extend_seq_lens.tolist() == [4] * 4
+    assert static.num_correct_drafts.tolist() == [3] * 4
+    assert static.select_index.tolist() == [3, 7, 11, 15]
+    assert static.input_ids.tolist() == static.positions.tolist() == static.out_cache_loc.tolist() == [0] * 16
     for value, (name, array) in enumerate(static.host.items(), start=20):
         array[:] = value
         static.send()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from attn_testkit.runner_modes import overlap_scheduling
 from attn_testkit.runner_modes.harness import StagedStep
 from attn_testkit.runner_modes.messages import RunCase
@@ -62,3 +63,36 @@ def test_without_a_request_or_another_way_nothing_is_planned_ahead() -> None:
         schedule = make_schedule(parse_case(case))
         step = schedule.steps[0] if live else schedule.idle[0]
         assert not overlap_scheduling.plans_ahead(StagedStep(schedule, step, *[None] * 6))  # type: ignore[arg-type]
+
+
+class ReadsTheTable(TorchNativeBackend):
+    capabilities = TorchNativeBackend.capabilities.with_changes(server={"takes_rewritten_table": True})
+    seen: list[list[int]] = []  # noqa: RUF012
+
+    def init_forward_metadata(self, batch: Any) -> None:
+        super().init_forward_metadata(batch)
+        self.seen.append(self.context.req_to_token[7:11, 0].tolist())
+
+    def forward(self, q: Any, *args: Any, **kwargs: Any) -> Any:
+        torch.cuda.synchronize()
+        self.seen.append(self.context.req_to_token[7:11, 0].tolist())
+        return super().forward(q, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("case", "takes", "rewritten"),
+    [(OVERLAP_SCHEDULING, True, True), (USUAL, True, False), (OVERLAP_SCHEDULING, False, False)],
+)
+def test_a_servers_stream_rewrites_the_table_under_a_forward_and_puts_it_back(
+    case: str, takes: bool, rewritten: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    capabilities = ReadsTheTable.capabilities.with_changes(
+        server={"takes_rewritten_table": takes, "eager_without_waits": False}
+    )
+    monkeypatch.setattr(ReadsTheTable, "capabilities", capabilities)
+    ReadsTheTable.seen.clear()
+    LocalWorker(candidate_for(ReadsTheTable, in_process=True), "cpu").drive(RunCase(case, Execution.EAGER))
+    plan, forward, _, after = ReadsTheTable.seen[:4]
+    assert all(plan)
+    assert forward == ([0] * 4 if rewritten else plan)
+    assert after == plan

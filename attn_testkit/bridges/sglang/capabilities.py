@@ -101,6 +101,7 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             Line("families", {"mha", "gqa", "mqa"}, f"{_DECODE_KERNEL}:decode_attention_fwd"),
             Line("dtypes", {"fp16", "bf16"}, f"{_EXTEND_KERNEL}:extend_attention_fwd"),
             Line("head_dims", {64, 128, 256}, f"{_EXTEND_KERNEL}:_get_block_sizes_for_extend_attention"),
+            Line("wider_keys", {64}, f"{_POOLS}:MHATokenToKVPool.__init__"),
             Line("page_sizes", {1, 16, 64}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
             Line("gqa_ratios", {2, 4, 8}, f"{_DECODE_KERNEL}:_decode_grouped_att_m_fwd"),
             Line("max_q_rows", 16, f"{_TRITON}:TritonAttnBackend._update_target_verify_buffers"),

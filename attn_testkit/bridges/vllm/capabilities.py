@@ -65,6 +65,7 @@ _CONVENTIONS = {
     "takes_out": f"{_LAYER}:unified_attention_with_output",
     "output_lifetime": f"{_LAYER}:Attention.forward",
     "takes_more_rows": f"{_TABLES}:BlockTables.compute_slot_mappings",
+    "narrower_widths": "v1/worker/gpu/cudagraph_utils.py:CudaGraphManager._init_candidates",
 }
 """Places in vLLM of the conventions in ``VLLM``. Its drafts begin behind a prefill
 (``TargetDependentARSpeculator.propose``); its kernels take those without a prefix too, and are tried with them."""
@@ -76,7 +77,8 @@ _RUNNER = (
 )
 """Capabilities of the model runner, and so of every backend."""
 
-_STATES_RUNNER = tuple(line for line in _RUNNER if line.capability not in ("kv_layouts", "server.takes_out"))
+_OF_KEYS = ("kv_layouts", "server.takes_out", "server.narrower_widths")
+_STATES_RUNNER = tuple(line for line in _RUNNER if line.capability not in _OF_KEYS)
 """Capabilities of the model runner for layers without KV cache. They write into their own output."""
 _WINDOWS_FIRST = {"VLLM_SSM_CONV_STATE_LAYOUT": "DS"}
 """Windows [C, columns], as the kit has them; by default vLLM's are turned."""
@@ -114,6 +116,7 @@ _TRITON_LINES = (
     Line("non_causal", {V, X}, f"{_TRITON}:TritonAttentionBackend.supports_non_causal"),
     Line("logit_cap", True, f"{_TRITON}:TritonAttentionImpl.__init__"),
     Line("sinks", True, f"{_TRITON}:TritonAttentionBackend.supports_sink"),
+    Line("alibi", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionImpl.__init__"),
     *_LAYERS_DIFFER,
     *_RUNNER,
 )
@@ -166,6 +169,19 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
             Line("kv_dtypes", {"fp8_e4m3"}, f"{_TRITON}:TritonAttentionBackend"),
             # The layer rounds queries to FP8 if the implementation takes them so.
             Line("matmul_dtype", "fp8_e4m3", f"{_LAYER}:Attention.forward"),
+        ),
+    ),
+    "triton_per_token_head": BridgeCapabilities(
+        "TRITON_ATTN",
+        (
+            *_TRITON_LINES,
+            _HALF,
+            # Its int4_per_token_head is not known to the kit: rows are rotated, and queries in the kernel.
+            Line(
+                "kv_dtypes",
+                {"int8_per_token_head", "fp8_per_token_head"},
+                f"{_TRITON}:TritonAttentionBackend.customize_spec",
+            ),
         ),
     ),
     "triton_mla": BridgeCapabilities(

@@ -43,6 +43,7 @@ def width_of(context: BackendContext, mode: ForwardMode) -> int:
 def _capture_sizes(context: BackendContext) -> list[int]:
     """``cudagraph_capture_sizes``: buckets, in tokens. Without graphs vLLM's default list up to the largest batch."""
     widths = {width_of(context, mode) for mode in context.modes if mode is not ForwardMode.EXTEND} or {1}
+    widths.update(context.draft_widths)
     if context.capture_sizes:
         return sorted({size * width for size in context.capture_sizes for width in widths})
     usual = (1, 2, 4, *range(8, 256, 8), *range(256, _LARGEST_CAPTURE + 1, 16))
@@ -80,7 +81,8 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
     )  # fmt: skip
     cache = CacheConfig(
         block_size=context.page_size,
-        cache_dtype="auto" if context.kv_pool.dtype == context.dtype else "fp8",
+        # The kit's formats with a scale per token and head have vLLM's names.
+        cache_dtype="auto" if context.kv_pool.dtype == context.dtype else context.kv_pool.row_format or "fp8",
         enable_prefix_caching=False,
     )
     sizes = list(declared.capture_sizes) or _capture_sizes(context)

@@ -15,7 +15,7 @@ import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
-from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch, ForwardMode, KVGroup
+from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch, ForwardMode, KVGroup, VerifyInput
 
 from .config import width_of
 
@@ -54,7 +54,7 @@ class Inputs:
 
     def dummy(self, mode: ForwardMode, num_reqs: int, num_tokens: int) -> Step:
         """Fill the buffers for a capture, as ``prepare_inputs_to_capture`` does, with vLLM's own dummy batch."""
-        longest = num_tokens if mode is ForwardMode.EXTEND else width_of(self.context, mode)
+        longest = num_tokens if mode is ForwardMode.EXTEND else num_tokens // num_reqs
         batch = InputBatch.make_dummy(num_reqs, num_tokens, self.buffers, max_query_len=longest)
         for table in self.block_tables:
             table[:num_reqs].zero_()
@@ -103,11 +103,16 @@ class Inputs:
         """Number of rows that the graph was captured with."""
         if batch.forward_mode is ForwardMode.EXTEND:
             return batch.input_ids.shape[0]
-        return batch.batch_size * width_of(self.context, batch.forward_mode)
+        return batch.batch_size * self._width(batch)
+
+    def _width(self, batch: ForwardBatch) -> int:
+        """Most rows of a request in the batch, which may verify shorter drafts than were configured."""
+        spec = batch.spec_info
+        return spec.draft_token_num if isinstance(spec, VerifyInput) else width_of(self.context, batch.forward_mode)
 
     def _known_on_the_host(self, batch: ForwardBatch, live: int, replay: bool) -> Step:
         mode, bs, most = batch.forward_mode, batch.batch_size, self.context.max_context_len
-        width = width_of(self.context, mode)
+        width = self._width(batch)
         if mode is ForwardMode.EXTEND:
             new, old = batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu
             assert new is not None

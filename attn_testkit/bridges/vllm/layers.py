@@ -27,11 +27,15 @@ def name_of(layer: AttentionLayer) -> str:
 def make_layers(real: Any, config: Any, context: BackendContext) -> dict[str, Any]:
     """Name -> layer, each bound to its KV cache; ``config`` knows them afterwards."""
     made: dict[str, Any] = {}
-    with set_current_vllm_config(config):
+    # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
+    with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
             found = _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer)
-            found.bind_kv_cache(_as_vllm_has_it(context, layer, found.kv_cache_dtype))
+            found.bind_kv_cache(_as_vllm_has_it(context, layer, found))
             _set_scales(found, layer, context.device)
+            if found.kv_cache_dtype.endswith("per_token_head"):
+                # A server's first forward does it, before any request has keys: all scales of the pool become 1.
+                found.impl._ensure_scale_caches(found.kv_cache)
             made[name_of(layer)] = found
     return made
 
@@ -41,6 +45,7 @@ def _attention(real: Any, config: Any, layer: AttentionLayer) -> Any:
     return Attention(
         layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, cache_config=config.cache_config,
         logits_soft_cap=layer.logit_cap or None,
+        alibi_slopes=None if layer.alibi_slopes is None else layer.alibi_slopes.tolist(),
         per_layer_sliding_window=None if window < 0 else window + 1,  # it counts the row's own key
         prefix=name_of(layer), attn_backend=real,
         **({} if layer.sinks is None else {"sinks": layer.sinks}),
@@ -110,9 +115,11 @@ class _NoPrefill(SimpleNamespace):
         return "none"
 
 
-def _as_vllm_has_it(context: BackendContext, layer: AttentionLayer, kv_cache_dtype: str) -> torch.Tensor:
-    cache = context.group_of(layer).kv_pool.get_layer_buffer(layer.layer_id)
-    return cache if kv_cache_dtype == "auto" else cache.view(torch.uint8)
+def _as_vllm_has_it(context: BackendContext, layer: AttentionLayer, made: Any) -> torch.Tensor:
+    cache, kv_dtype = context.group_of(layer).kv_pool.get_layer_buffer(layer.layer_id), made.kv_cache_dtype
+    if kv_dtype == "auto":
+        return cache
+    return cache.view(torch.int8 if kv_dtype.startswith("int8") else torch.uint8)
 
 
 def _set_scales(made: Any, layer: AttentionLayer, device: torch.device) -> None:

@@ -10,10 +10,12 @@ from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheTensor,
+    KVQuantMode,
     MLAAttentionSpec,
     compute_layer_kv_cache_shape_bytes,
     compute_layout_strides,
     create_kv_cache_views,
+    get_kv_quant_mode,
 )
 
 from attn_testkit.contract import AttentionLayer, KVLayer, KVPoolSpec
@@ -32,7 +34,7 @@ def lay_out(real: Any, spec: KVPoolSpec) -> Sequence[KVLayer]:
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys(layer.head_shape for layer in spec.layers):
         alike = [layer for layer in spec.layers if layer.head_shape == shape]
-        of_vllm = _spec(alike[0], spec)
+        of_vllm = _spec(real, alike[0], spec)
         # Byte strides of [layer, block, head, slot, content].
         strides = compute_layout_strides(of_vllm, spec.pages, len(alike), layout)
         size = of_vllm.page_size_bytes * spec.pages * len(alike)
@@ -48,9 +50,14 @@ def _name(layer: AttentionLayer) -> str:
     return f"layers.{layer.layer_id}"
 
 
-def _spec(layer: AttentionLayer, spec: KVPoolSpec) -> Any:
+def _spec(real: Any, layer: AttentionLayer, spec: KVPoolSpec) -> Any:
     kind = MLAAttentionSpec if layer.is_mla else FullAttentionSpec
-    return kind(block_size=spec.page_size, num_kv_heads=layer.tp_k_head_num, head_size=layer.head_dim, dtype=spec.dtype)
+    mode = get_kv_quant_mode(spec.row_format.name) if spec.row_format else KVQuantMode.NONE
+    made = kind(
+        block_size=spec.page_size, num_kv_heads=layer.tp_k_head_num, head_size=layer.head_dim, dtype=spec.dtype,
+        kv_quant_mode=mode,
+    )  # fmt: skip
+    return real.customize_spec(made) if spec.row_format else made
 
 
 def _rows(layer: AttentionLayer, cache: torch.Tensor) -> KVLayer:

@@ -1,4 +1,4 @@
-"""Draft-decode: the greedy-equivalence loop, whose rounds run in addition to the steps."""
+"""Draft-decode and target-verify: the greedy-equivalence loop, whose rounds run in addition to the steps."""
 
 from __future__ import annotations
 
@@ -11,23 +11,33 @@ from .numbers import nearer_numbers
 __all__ = ["GREEDY_LOOP"]
 
 
+_EXTENDS = {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
+
+
 def _loop_declared(declared: Capabilities, case: Fields) -> bool:
-    if not case.rounds or not case.draft:
+    """Are the modes of the loop declared, with the options that the case gives to all of them?"""
+    modes, others = declared.eager | declared.graph, {ForwardMode.TARGET_VERIFY}
+    if not case.rounds:
         return True
-    modes = declared.eager | declared.graph
-    extends = {ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2}
-    nodes = 1 + case.draft.branches * case.draft.steps
-    return (
-        ForwardMode.TARGET_VERIFY in modes
-        and bool(extends & modes)
-        and case.draft.branches <= declared.max_topk
-        and nodes <= declared.max_q_rows
-    )
+    if case.draft:
+        others |= _EXTENDS & modes
+        nodes = 1 + case.draft.branches * case.draft.steps
+        in_trees = case.window < 0 or case.draft.branches == 1 or declared.windows.in_trees
+        fits = case.draft.branches <= declared.max_topk and nodes <= declared.max_q_rows and in_trees
+        there = ForwardMode.TARGET_VERIFY in modes and bool(_EXTENDS & modes)
+    else:
+        others |= {ForwardMode.DECODE, ForwardMode.EXTEND}
+        there = ForwardMode.DECODE in modes and ForwardMode.EXTEND in declared.eager
+        fits = max(case.prefixes) <= declared.max_extend_tokens
+    if case.kv_dtype != "same":
+        # The words of a loop are not scaled for queries in FP8, and all rows are attended as stored.
+        fits = fits and declared.q_scale == "none" and not (others | {case.mode}) & declared.new_rows_as_given
+    return there and fits and (case.window < 0 or others <= declared.windows.modes)
 
 
 GREEDY_LOOP = Dimension(
     name="loop",
-    fields=Without("`rows` of a draft-decode has it."),
+    fields=Without("`rows` of a draft-decode and of a target-verify have it."),
     words=(
         Word(
             r"loop(\d+)",
@@ -39,7 +49,7 @@ GREEDY_LOOP = Dimension(
     describe=lambda case: {
         "rounds": f"{case.rounds} of a greedy-equivalence loop after the steps" if case.rounds else ""
     },
-    declared=(Asked(lambda case: "a lossless loop of this draft", _loop_declared),),
+    declared=(Asked(lambda case: "a greedy-equivalence loop of this draft, with these options", _loop_declared),),
     fit=Without("The catalogue makes a loop only of modes that are declared."),
     combined=Without("A loop costs as much as a mode."),
     values=Without("catalogue/named.py makes its cases: a loop costs as much as a mode."),
@@ -53,5 +63,5 @@ GREEDY_LOOP = Dimension(
     undeclared=Without("A loop follows from the modes, and is not a separate capability."),
     random=Without("A loop costs as much as a mode."),
     varies="instance",
-    apply=Without("steps/greedy_loop.py lays the rounds out."),
+    apply=Without("steps/greedy_loop.py and steps/verify_loop.py lay the rounds out."),
 )

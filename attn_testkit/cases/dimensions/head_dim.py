@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
+from ...contract.kv_layouts import OWN
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
@@ -18,6 +19,8 @@ __all__ = ["HEAD_DIM"]
 
 _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 """Wider rows than the second are those of MLA."""
+_APART = {"nhd", OWN}
+"""KV layouts in which K and V may have their own widths."""
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
@@ -38,6 +41,21 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
     dim = draws.one_of([dim for dim in sorted(declared.head_dims) if dim <= widest])
     has_rope = so_far["heads"].layout.values_in_keys
     return {"head_dim": dim, "rope_dim": draws.one_of(sorted(declared.mla_rope_dims)) if has_rope else 0}
+
+
+def _wider(case: Fields) -> int:
+    """Columns of a key behind those of a value, outside MLA."""
+    return 0 if case.heads.layout.values_in_keys else case.rope_dim
+
+
+def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
+    # A backend without any is asked for many things already, and its contexts stay what they were.
+    more = first_undeclared((16, 32, 48), declared.wider_keys)
+    if more is None or not declared.wider_keys or any(layer.head_layout.values_in_keys for layer in context.layers):
+        return None
+    layers = tuple(replace(layer, head_dim=layer.v_head_dim + more) for layer in context.layers)
+    pool = pool_like(context, layers=layers)
+    return (f"keys wider than values by {more}", replace(context, layers=layers, kv_pool=pool)) if pool else None
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -67,7 +85,12 @@ HEAD_DIM = Dimension(
             bounds=(Bound("head dim", 1, 4096), Bound("rope width", 1, 4096, 2)),
         ),
     ),
-    describe=lambda case: {"head_dim": str(case.head_dim), "rope_dim": str(case.rope_dim or "")},
+    describe=lambda case: {
+        "head_dim": f"{case.head_dim}, and {case.head_dim + case.rope_dim} of keys"
+        if _wider(case)
+        else str(case.head_dim),
+        "rope_dim": "" if _wider(case) else str(case.rope_dim or ""),
+    },
     declared=(
         Asked(
             lambda case: f"head dim {case.head_dim}",
@@ -79,8 +102,13 @@ HEAD_DIM = Dimension(
         Asked(
             lambda case: f"MLA rope width {case.rope_dim}",
             lambda declared, case: (
-                case.rope_dim in (declared.mla_rope_dims if case.heads.layout.values_in_keys else {0})
+                bool(_wider(case))
+                or (case.rope_dim in (declared.mla_rope_dims if case.heads.layout.values_in_keys else {0}))
             ),
+        ),
+        Asked(
+            lambda case: f"keys wider than values by {_wider(case)}",
+            lambda declared, case: _wider(case) in declared.wider_keys | {0},
         ),
     ),
     fit=Without("Cases are made of declared head dims."),
@@ -109,9 +137,16 @@ HEAD_DIM = Dimension(
             lambda declared, case: case.rope_dim if case.heads.layout.values_in_keys else None,
             lambda declared, case, dim: of_mla(declared, case, rope_dim=dim),
         ),
+        Covered(
+            "wider keys",
+            "columns of keys behind those of values",
+            lambda declared, mode: declared.wider_keys if per_head(declared) and declared.kv_layouts & _APART else (),
+            lambda declared, case: _wider(case) or None,
+            lambda declared, case, columns: of_others(declared, case, rope_dim=columns),
+        ),
     ),
     simpler=of_number("head_dim", steps=smaller_declared("head_dim", "head_dims")),
-    undeclared=(_undeclared,),
+    undeclared=(_undeclared, _undeclared_wider),
     random=_random,
     varies="layer",
     apply=(OnLayers(_layers),),

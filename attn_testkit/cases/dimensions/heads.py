@@ -147,12 +147,21 @@ def _like(case: Fields, heads: Heads, like: Fields) -> Changes:
     return {"heads": heads, "rope_dim": 0, "usual_scaling": like.usual_scaling}
 
 
+def _value(case: Fields) -> str:
+    if not case.rope_dim:
+        return str(case.heads)
+    latent = case.heads.layout.values_in_keys
+    return f"{case.heads} with rope {case.rope_dim}" if latent else f"{case.heads}, keys wider by {case.rope_dim}"
+
+
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     for heads in smallest_heads_first(declared):
         if not heads.layout.values_in_keys or case.heads.layout.values_in_keys:
             yield _like(case, heads, minimal)
     if case.heads.layout.values_in_keys:
         yield from ({"rope_dim": width} for width in sorted(declared.mla_rope_dims))
+    elif case.rope_dim:
+        yield {"rope_dim": 0}
 
 
 HEADS = Dimension(
@@ -209,7 +218,7 @@ HEADS = Dimension(
     simpler=of_fields(
         "heads",
         "rope_dim",
-        value=lambda case: f"{case.heads} with rope {case.rope_dim}" if case.rope_dim else str(case.heads),
+        value=_value,
         reset=lambda case, minimal: {**_like(case, minimal.heads, minimal), "rope_dim": minimal.rope_dim},
         size=lambda case, minimal: (
             case.heads.layout.values_in_keys, case.heads.q_heads // case.heads.kv_heads, case.heads.q_heads,

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from ...contract import KV_DTYPES, ROW_FORMATS
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
+from ..server_variants.unused_scales import UNUSED_SCALES
 from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
 
 __all__ = ["KV_DTYPE"]
@@ -14,12 +17,25 @@ __all__ = ["KV_DTYPE"]
 
 def _layers(case: Fields) -> Sequence[Changes]:
     own = SETTINGS[: case.layers.count]
-    if case.kv_dtype == "same" or case.kv_dtype in ROW_FORMATS:
+    kind = ROW_FORMATS[case.kv_dtype].layer_scale if case.kv_dtype in ROW_FORMATS else "tensor"
+    if (case.kv_dtype == "same" and UNUSED_SCALES not in case.variants) or kind == "none":
         return [{} for _ in own]
+    if kind == "head":
+        # Scales at capture are 1; each step has its own (``steps/data.py``).
+        ones = torch.ones(case.heads.kv_heads)
+        return [{"k_head_scales": ones, "v_head_scales": ones} for _ in own]
+    by = _ABOVE_SCALES_OF_BLOCKS if case.kv_dtype in ROW_FORMATS else 1.0
     return [
-        {"k_scale": each.k_scale, "v_scale": each.k_scale if case.heads.layout.values_in_keys else each.v_scale}
+        {
+            "k_scale": each.k_scale * by,
+            "v_scale": (each.k_scale if case.heads.layout.values_in_keys else each.v_scale) * by,
+        }
         for each in own
     ]
+
+
+_ABOVE_SCALES_OF_BLOCKS = 2.0**-4
+"""Scale of a layer whose blocks have scales of few bits: most of their numbers are then neither too large nor tiny."""
 
 
 def _word(kv_dtype: str) -> str:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from ...contract import BackendContext, Capabilities, ForwardMode
-from ...contract.state import FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
+from ...contract.state import CONTINUES, FRESH, ORDERS, PADDED_STATES, ROLLBACKS, STATE_DTYPES, State
 from ..fields import Changes, Fields
-from ..rows import Verify
+from ..rows import Decode, Extend, Verify
 from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
 from ..trees import chain
 from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
@@ -52,6 +52,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
         all(getattr(each, one) in getattr(state, many) for one, many in asked.items())
         and (state.strided or not each.strided)
         and each.snapshots in state.snapshots | {0}
+        and each.continues in state.continues | {""}
         and (state.plain_convolution or case.data != UNIT_KEYS)
     )
 
@@ -86,7 +87,8 @@ def nearest_state(declared: State, shape: StateShape | None, kind: str, *, verif
         found["rollback"] = ROLLBACKS[0]
     each = shape.snapshots if shape and shape.snapshots in declared.snapshots and found["rollback"] == "commit" else 0
     strided, big = declared.strided and bool(shape and shape.strided), bool(shape and shape.big)
-    return StateShape(**found, strided=strided, snapshots=each, big=big)
+    continues = shape.continues if shape and shape.continues in declared.continues and not verifies else ""
+    return StateShape(**found, strided=strided, snapshots=each, big=big, continues=continues)
 
 
 def _fit(declared: Capabilities, case: Fields) -> Changes:
@@ -172,6 +174,12 @@ def _made_with_snapshots(declared: Capabilities, case: Fields, value: Any) -> Ch
     return {"state": replace(case.state, snapshots=value, rollback="commit")} if case.state else {}
 
 
+def _continued_in(declared: Capabilities, mode: ForwardMode) -> list[str]:
+    """Ways in which requests of a mode continue states of a prefix cache."""
+    ways = {ForwardMode.EXTEND: CONTINUES, ForwardMode.DECODE: ("source",)}.get(mode, ())
+    return [each for each in ways if declared.state and each in declared.state.continues]
+
+
 def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
     each, plain = case.state, minimal.state
     if each is not None and plain is not None:
@@ -192,7 +200,11 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
             branches, changes = False, {"rows": Verify(chain(len(rows.tree)))}
         drawn["rollback"] = "commit" if branches else draws.one_of(_sorted(state, "rollback"))
     each = draws.one_of([0, *sorted(state.snapshots)]) if drawn.get("rollback") != "slots" else 0
-    shape = StateShape(**drawn, strided=state.strided and draws.one_of([False, True]), snapshots=each)
+    strided, continues = state.strided and draws.one_of([False, True]), ""
+    if isinstance(rows, Decode) or (isinstance(rows, Extend) and rows.chunks == 1):
+        mode = ForwardMode.DECODE if isinstance(rows, Decode) else ForwardMode.EXTEND
+        continues = draws.one_of(["", *_continued_in(declared, mode)])
+    shape = StateShape(**drawn, strided=strided, snapshots=each, continues=continues)
     return {**changes, "state": shape}
 
 
@@ -241,6 +253,13 @@ STATE = Dimension(
             _made_with_snapshots,
         ),
         Covered(
+            "state continues",
+            "states of a prefix cache by",
+            _continued_in,
+            lambda declared, case: case.state.continues or None if case.state else None,
+            lambda declared, case, value: {"state": replace(case.state, continues=value)} if case.state else {},
+        ),
+        Covered(
             "state slots",
             "slots of states",
             lambda declared, mode: ["strided"] if declared.state and declared.state.strided else (),
@@ -256,6 +275,7 @@ STATE = Dimension(
         _convention("padding", PADDED_STATES),
         _convention("fresh", FRESH),
         _convention("rollback", ROLLBACKS, only_verify=True),
+        _convention("continues", CONTINUES),
     ),
     random=_random,
     varies="instance",

@@ -15,25 +15,32 @@ from .big_pool import BIG_POOL, big_pool_cases
 from .empty_batches import EMPTY_BATCHES
 from .large_max_context_len import LARGE_MAX_CONTEXT_LEN
 from .many_shapes import MANY_BATCH_SHAPES
+from .narrower_widths import MIN_WIDTH, NARROWER_WIDTHS, narrower, rows_of_width, shares_widths, width_of
 from .non_causal import NON_CAUSAL
 from .out_given import OUT_GIVEN
 from .overlap_scheduling import OVERLAP_SCHEDULING
 from .padded_tokens import PADDED_TOKENS
 from .piecewise import PIECEWISE
+from .unused_scales import UNUSED_SCALES_VARIANT
 from .variant import ServerVariant
 from .verify import NO_TREE_TENSORS, SEQ_LENS_WITH_NEW
 from .zero_length_padding import ZERO_LENGTH_PADDING
 
 __all__ = [
+    "MIN_WIDTH",
     "SERVER_VARIANTS",
     "ServerVariant",
     "all_fit",
     "big_pool_cases",
     "dialect_of",
     "excluded",
+    "narrower",
+    "rows_of_width",
+    "shares_widths",
     "usual_page",
     "variant_cases",
     "variant_of",
+    "width_of",
 ]
 
 SERVER_VARIANTS: Mapping[str, ServerVariant] = {
@@ -51,6 +58,8 @@ SERVER_VARIANTS: Mapping[str, ServerVariant] = {
         BIG_POOL,
         OVERLAP_SCHEDULING,
         PIECEWISE,
+        UNUSED_SCALES_VARIANT,
+        NARROWER_WIDTHS,
     )
 }
 """Server variants by word, in the order of their cases and of the words of an id."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...contract import Capabilities, ForwardMode
+from ...contract import ROW_FORMATS, Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
 from ..dimensions.kv_layout import usual_layout
 from ..fields import C
@@ -18,6 +18,7 @@ _ELEMENTS = 1 << 31
 #4474)."""
 _MOST_WIDTH = 128
 _NARROWEST = ("bf16", "fp16", "fp32")
+_APART = frozenset(name for name, form in ROW_FORMATS.items() if form.apart)
 
 
 _CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)
@@ -37,7 +38,8 @@ def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:
 def _case(declared: Capabilities, small: C) -> Iterator[C]:
     """Case with one layer: 2 to 9 GB, of which very little is used."""
     fused = declared.sparse is not None and declared.sparse.indexer is not None and declared.sparse.indexer.fused
-    if usual_layout(declared) == OWN or fused:
+    inside = [each for each in sorted(declared.kv_dtypes, reverse=True) if each not in _APART]
+    if usual_layout(declared) == OWN or fused or not inside:
         return
     width = small.head_dim
     if not small.heads.layout.wide_rows:
@@ -47,6 +49,7 @@ def _case(declared: Capabilities, small: C) -> Iterator[C]:
     one = small.with_changes(
         head_dim=width,
         dtype=narrow,
+        kv_dtype=inside[0] if small.kv_dtype in _APART else small.kv_dtype,
         layers=Layers(1),
         layout="shuffled",
         data="gauss",
@@ -63,5 +66,8 @@ BIG_POOL = ServerVariant(
     _cases,
     needs_no_capability=True,
     pool_elements=_ELEMENTS,
-    excludes={"indexer": "an index pool of as many slots would be larger than the KV pool"},
+    excludes={
+        "indexer": "an index pool of as many slots would be larger than the KV pool",
+        "scales of the pool that lie apart": "a slot of such a pool lies in two places",
+    },
 )

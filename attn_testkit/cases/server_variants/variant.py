@@ -62,10 +62,12 @@ class ServerVariant:
     excludes: Mapping[str, str] = field(default_factory=dict)
     """Words of other variants and names of ``fields.THINGS`` that no case has together with it -> why. Everything
     else combines."""
+    alone: bool = False
+    """True: only ``cases`` have it, because one costs as much as several cases."""
     pool_elements: int = 0
     """Least number of elements in K of a layer, used or not; 0: as the requests need them."""
 
     @property
     def combines(self) -> bool:
         """True if a case that was made for something else may have this variant too."""
-        return self.fits is not _fits_none
+        return self.fits is not _fits_none and not self.alone

@@ -61,6 +61,7 @@ def _with_kv_heads(e: Evidence, kv_head: torch.Tensor) -> StepData:
         v=data.v[:, :, kv_head],
         stored_keys=data.stored_keys[:, :, :, kv_head],
         stored_values=values,
+        kv_scales=data.kv_scales if data.kv_scales.shape[-2] == 1 else data.kv_scales[..., kv_head, :],
     )
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "make_hybrid_data",
     "of_softmax",
     "of_states",
+    "rows_in_turn",
     "schedule_of_states",
     "schedules",
     "states_in",
@@ -102,20 +103,25 @@ def states_in(data: StepData) -> StateStepData | None:
     return data if isinstance(data, StateStepData) else None
 
 
-def _rows(data: StepData) -> torch.Tensor:
-    """[L, T, n]: q, k and v of a row one behind the other."""
-    return torch.cat([each.flatten(2) for each in (data.q, data.k, data.v)], -1)
+_Rows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def rows_in_turn(states: _Rows, softmax: _Rows) -> torch.Tensor:
+    """[L, T, n]: q, k and v of a row one behind the other, of all layers; NaN behind those of a narrower one.
+
+    ``states`` and ``softmax``: q, k and v [l, T, ...] of the layers of each kind.
+    """
+    of_each = (torch.cat([part.flatten(2) for part in parts], -1).unbind(0) for parts in (states, softmax))
+    rows = in_turn(*of_each)
+    widest = max(each.shape[-1] for each in rows)
+    return torch.stack([torch.nn.functional.pad(each, (0, widest - each.shape[-1]), value=torch.nan) for each in rows])
 
 
 def make_hybrid_data(schedule: Schedule, step: Step, pattern: str | None = None) -> HybridStepData:
     """Draw a step's numbers. ``pattern``: of the layers that keep a state."""
     of_state, of_attention = schedules(schedule)
     states, softmax = make_state_data(of_state, step, pattern), make_step_data(of_attention, step, None)
-    rows = in_turn(_rows(states).unbind(0), _rows(softmax).unbind(0))
-    widest = max(each.shape[-1] for each in rows)
-    packed = torch.stack(
-        [torch.nn.functional.pad(each, (0, widest - each.shape[-1]), value=torch.nan) for each in rows]
-    )
+    packed = rows_in_turn(*((each.q, each.k, each.v) for each in (states, softmax)))
     common = {each.name: getattr(softmax, each.name) for each in fields(StepData)}
     common |= {"q": packed, "k": packed[..., :0], "v": packed[..., :0]}
     return HybridStepData(**common, states=states, softmax=softmax)

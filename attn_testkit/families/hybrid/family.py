@@ -10,11 +10,12 @@ import torch
 
 from ...steps.data import StepData
 from ...steps.schedule import Schedule
-from ..family import Answer, Family, Supposition
+from ..family import Answer, Family, Supposition, Texts
 from ..recurrent.family import RECURRENT
 from ..softmax.family import SOFTMAX
 from .data import HybridStepData, in_turn, layers, make_hybrid_data, schedules
 from .memory import BOTH_POOLS
+from .texts import data_of_hybrid_tokens, make_hybrid_vocabulary
 
 __all__ = ["HYBRID"]
 
@@ -51,6 +52,7 @@ HYBRID = Family(
     layers=layers,
     data=make_hybrid_data,
     memory=BOTH_POOLS,
+    texts=Texts(vocabulary=make_hybrid_vocabulary, data=data_of_hybrid_tokens),
     answer=answer,
     supposed=_supposed,
     poisoned="slots of other owners and of fresh requests, and KV slots that nobody owns",

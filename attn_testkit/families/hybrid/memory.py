@@ -54,7 +54,8 @@ class HybridWatch(StateWatch):
     @override
     def carry(self, slots: torch.Tensor, name: Any) -> None:
         """Carry the states on. Keys are loaded, as in every step."""
-        super().carry(slots, name)
+        schedule, *step = name
+        super().carry(slots, (schedules(schedule)[0], *step))
         self._fill_keys(name)
 
     def _fill_keys(self, name: Any) -> None:

@@ -34,8 +34,8 @@ from ...contract import AttentionLayer, ForwardMode, StateLayer
 from ...steps.data import DTYPES, HIDDEN, KEPT_BYTES, StepData, bytes_in, numbers_of
 from ...steps.schedule import Request, Schedule, Step
 
-__all__ = ["End", "StateStepData", "layers", "make_state_data", "shape_of", "slots_listed", "slots_per_row",
-           "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
+__all__ = ["End", "StateStepData", "activations", "layers", "make_state_data", "shape_of", "slots_listed",
+           "slots_per_row", "state_layers", "state_places", "state_pool_slots", "state_table"]  # fmt: skip
 
 _Ints = npt.NDArray[np.int64]
 _MOST_EXACT = 60
@@ -168,9 +168,16 @@ class StateStepData(StepData):
     before: StateStepData | None = None
     """Data of the step whose states this one continues (``Step.follows``): ``states`` and ``windows`` do not count."""
     before_places: tuple[int, ...] = ()
-    """Place of each request in the batch of that step."""
+    """Place of each request in the batch of that step. -1: it is a fresh one, and continues none."""
+    before_rows: tuple[int, ...] = ()
+    """Rows of that request whose state each request continues."""
+    sources: tuple[int, ...] = ()
+    """Slot of the prefix cache whose state each request continues (``StateShape.continues``); its own in ``slots`` if
+    it continues none."""
     unit_keys: torch.Tensor | None = None
     """[L, T, Hk] int64, of exact data: the channel of each row's key. None for other data."""
+    stored_each: bool = False
+    """True: the state behind each row is stored, and read again for the next, as decode steps do."""
     asked_keys: torch.Tensor | None = None
     """[L, T, Hk, 2] int64, of exact data: the two channels that each row's query reads, of GDN and KDA."""
 
@@ -185,13 +192,31 @@ class StateStepData(StepData):
 
 
 def slots_listed(case: Fields) -> int:
-    """Slots of a request that a batch lists: one, or with rollback ``slots`` one for each node of a draft."""
+    """Slots of a request in a pool: one, or with rollback ``slots`` one for each node of a draft, in every mode."""
+    case = case.instance_of or case
     return case.width if shape_of(case).rollback == "slots" else 1
 
 
 def slots_per_row(case: Fields) -> int:
-    """Slots that a request of a case owns: those that are listed, and one for copies if there are any."""
-    return slots_listed(case) + (1 if shape_of(case).snapshots else 0)
+    """Slots that a request of a case owns: those that are listed, one for copies if there are any, and in decode one
+    of the prefix cache that it may continue.
+    """
+    return slots_listed(case) + (1 if shape_of(case).snapshots else 0) + (1 if _draws_sources(case) else 0)
+
+
+def _draws_sources(case: Fields) -> bool:
+    """True if states of a prefix cache are drawn. In extend a step before leaves them (``steps/cached_prompts.py``)."""
+    return shape_of(case).continues == "source" and case.mode is ForwardMode.DECODE
+
+
+def _leaders(step: Step) -> tuple[int, ...]:
+    """Request whose state of the prefix cache each request of a whole step continues; -1: it continues its own state.
+
+    Every third continues its own, and of the others two each continue one, however long they are: a backend
+    gets slots only.
+    """
+    others = [place for place in range(step.bs) if (place + step.seed) % 3]
+    return tuple(others[others.index(place) // 2 * 2] if place in others else -1 for place in range(step.bs))
 
 
 def state_pool_slots(schedule: Schedule) -> int:
@@ -222,6 +247,7 @@ def state_table(schedule: Schedule, step: Step) -> npt.NDArray[np.int32]:
     slots of others, as stale entries do. Steps that continue each other have one table.
     """
     whole = step.part_of[0] if step.part_of else step
+    whole = whole.cached_for or whole
     rows, count = schedule.pool_rows, slots_per_row(schedule.case)
     rng = np.random.default_rng([schedule.case.digest, (whole.chunk_of or whole).index, 0x57A7E])
     table = np.zeros((rows + 1, count), np.int32)
@@ -261,6 +287,18 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         )
         for request, index in zip(step.requests, indices, strict=True)
     ]
+    if _draws_sources(case):
+        every = _leaders(whole)
+        leaders = [every[index] if every[index] >= 0 else index for index in indices]
+        # Two that continue one state have it, each with its own rows.
+        held = [
+            _of_request(case, pattern or case.data, 1, False, (whole.seed % 2**32, whole.index, one, 1))
+            for one in leaders
+        ]
+        each = [
+            {**one, **{name: other[name] for name in ("states", "windows")}}
+            for one, other in zip(each, held, strict=True)
+        ]
     nobody = _of_request(case, case.data, 1, True, (0, 0, 0))
     if not each:
         each = [{name: value[:, :0] for name, value in nobody.items()}]
@@ -273,12 +311,9 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
     positions = (depths if trees else row_offset) + np.asarray(prefixes, np.int64)[row_request]
     widest = max(news, default=0)
     none, count = torch.empty(case.layers.count, step.bs, 0, 1, 1), case.layers.count
-    before, places = None, tuple[int, ...]()
-    if step.follows is not None:
-        before = make_state_data(schedule, step.follows, pattern)
-        earlier = [request.pool_row for request in step.follows.requests]
-        places = tuple(earlier.index(request.pool_row) for request in step.requests)
+    before, places, behind = _continued(schedule, step, pattern)
     kept = tuple(news) if case.tree is None else tuple(request.accepted for request in step.requests)
+    memory = _memory_of(schedule, step, before, kept, places)
     return StateStepData(
         q=joined["mixed"], k=joined["a"], v=joined["b"],
         hidden=normals((step.tokens, HIDDEN), np.random.default_rng([step.seed % 2**32, whole.index, 0x41D])),
@@ -293,14 +328,36 @@ def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) 
         out_cache_loc=torch.from_numpy(
             np.concatenate([np.empty(0, np.int64), *(r.slots[r.prefix : r.prefix + r.new] for r in step.requests)])
         ),
-        fresh=torch.tensor([before is None and _is_fresh(case, prefix) for prefix in prefixes], dtype=torch.bool),
+        fresh=torch.tensor(
+            [place < 0 if before else _is_fresh(case, prefix) and slot == source
+             for prefix, slot, source, place in zip(
+                 prefixes, memory["slots"].tolist(), memory["sources"], places or prefixes, strict=True)],
+            dtype=torch.bool,
+        ),
         states=joined["states"], windows=joined["windows"],
         layers=state_layers(case), products=schedule.numerics.state_products,
         conv_products=schedule.numerics.conv_products, dtype=case.dtype, shape=shape_of(case),
         news=tuple(news), kept=kept, trees=trees, unit_keys=joined["keys"] if exact else None,
         asked_keys=joined["asked"] if exact else None, before=before, before_places=places,
-        **_memory_of(schedule, step, before, kept, places),
+        before_rows=behind,
+        **memory,
     )  # fmt: skip
+
+
+def _continued(
+    schedule: Schedule, step: Step, pattern: str | None
+) -> tuple[StateStepData | None, tuple[int, ...], tuple[int, ...]]:
+    """Data of the step that a step continues, and of each request ``before_places`` and ``before_rows``."""
+    if step.follows is None:
+        return None, (), ()
+    before, earlier = make_state_data(schedule, step.follows, pattern), step.follows.requests
+    if step.follows.cached_for is None:
+        rows = [request.pool_row for request in earlier]
+        places = tuple(rows.index(request.pool_row) for request in step.requests)
+        return before, places, tuple(before.kept[place] for place in places)
+    lengths = [copied or kept for copied, kept in zip(before.snapshot_rows, before.kept, strict=True)]
+    prefixes = tuple(request.prefix for request in step.requests)
+    return before, tuple(lengths.index(each) if each else -1 for each in prefixes), prefixes
 
 
 def _memory_of(
@@ -316,7 +373,19 @@ def _memory_of(
     else:
         taken = tuple((request.pool_row + step.seed) % lists.shape[1] + 1 for request in step.requests)
     copies = tuple(_copied_rows(case, request, step, count) for request, count in zip(step.requests, kept, strict=True))
-    slots = tuple(int(own[-1]) if rows else 0 for own, rows in zip(table, copies, strict=True))
+    copy = slots_listed(case)
+    slots = tuple(int(own[copy]) if rows else 0 for own, rows in zip(table, copies, strict=True))
+    sources = tuple(int(own[0]) for own in table)
+    if before is not None and step.follows is not None and step.follows.cached_for is not None:
+        kept_in = [int(copy or own) for copy, own in zip(before.snapshot_slots, before.slots, strict=True)]
+        sources = tuple(kept_in[place] if place >= 0 else own for place, own in zip(places, sources, strict=True))
+    elif _draws_sources(case):
+        whole, indices = step.part_of or (step, range(step.bs))
+        leaders, every = _leaders(whole), state_table(schedule, step)
+        sources = tuple(
+            int(every[whole.requests[leaders[index]].pool_row, -1]) if leaders[index] >= 0 else own
+            for index, own in zip(indices, sources, strict=True)
+        )
     if by_slots:
         ends = [
             End(int(slot), request, node + 1, node == 0)
@@ -327,12 +396,13 @@ def _memory_of(
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
     ends += [End(slots[request], request, rows) for request, rows in enumerate(copies) if rows]
     return {"slots": torch.from_numpy(lists[:, 0].copy()), "lists": lists, "taken": taken, "ends": tuple(ends),
-            "snapshot_rows": copies, "snapshot_slots": slots}  # fmt: skip
+            "snapshot_rows": copies, "snapshot_slots": slots, "sources": sources}  # fmt: skip
 
 
 def _copied_rows(case: Fields, request: Request, step: Step, kept: int) -> int:
     """Rows that a request's copy for a prefix cache includes; 0 for about a third of the requests, which have none."""
     each, turn = shape_of(case).snapshots, (request.pool_row + step.seed) % 3
+    turn = 1 if step.cached_for is not None else turn
     if not each or not turn:
         return 0
     if case.mode is ForwardMode.EXTEND:
@@ -349,6 +419,12 @@ def _copied_rows(case: Fields, request: Request, step: Step, kept: int) -> int:
 def _is_fresh(case: Fields, prefix: int) -> bool:
     """True for a request without a token before the step, in every mode."""
     return prefix == 0
+
+
+def activations(case: Fields, rows: int, seed: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Rows ``mixed``, ``a`` and ``b`` [L, rows, n] of the case's data, as ``StateStepData`` has them as q, k and v."""
+    found = _of_request(case, case.data, rows, True, seed)
+    return found["mixed"], found["a"], found["b"]
 
 
 def _of_request(case: Fields, data: str, new: int, fresh: bool, seed: tuple[int, ...]) -> dict[str, torch.Tensor]:

@@ -11,10 +11,11 @@ import torch
 from ...cases.trees import Tree
 from ...steps.data import StepData
 from ...steps.schedule import Schedule
-from ..family import Answer, Family, Supposition
+from ..family import Answer, Family, Supposition, Texts
 from .data import StateStepData, layers, make_state_data
 from .memory import STATE_POOL
 from .recurrence import recur
+from .texts import data_of_state_tokens, make_state_vocabulary
 
 __all__ = ["RECURRENT"]
 
@@ -52,6 +53,12 @@ def _mistaken(data: StateStepData) -> Iterator[tuple[str, StateStepData]]:
         for text, order in (("the request before it", 1), ("the request after it", -1)):
             yield f"a request reads the state of {text}", replace(data, states=data.states.roll(order, 1))
             yield f"a request reads the window of {text}", replace(data, windows=data.windows.roll(order, 1))
+    own = torch.tensor([slot == source for slot, source in zip(data.slots.tolist(), data.sources, strict=True)])
+    if not own.all():
+        yield (
+            "a request reads the slot that it writes, and not the one that it continues",
+            replace(data, states=data.states.masked_fill(~own[:, None, None, None], torch.nan)),
+        )
     yield "a layer reads the states of the layer before it", replace(data, states=data.states.roll(1, 0))
     yield "the window is read newest first", replace(data, windows=data.windows.flip(-1))
     if data.states.shape[-1] == data.states.shape[-2]:
@@ -79,11 +86,12 @@ RECURRENT = Family(
     name="recurrent",
     dimensions=frozenset(
         {"mode", "requests", "heads", "head dim", "dtype", "page size", "keys", "rows", "chunks", "data", "state",
-         "layers", "padded requests", "padding", "multi_mode", "variants", "seed"}
+         "layers", "padded requests", "padding", "multi_mode", "variants", "seed", "loop"}
     ),
     layers=layers,
     data=make_state_data,
     memory=STATE_POOL,
+    texts=Texts(vocabulary=make_state_vocabulary, data=data_of_state_tokens),
     answer=answer,
     supposed=_supposed,
     poisoned="slots of other owners and of fresh requests",

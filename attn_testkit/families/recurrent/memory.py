@@ -21,7 +21,7 @@ from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
 from ...watches.uploads import upload
 from ..family import Memory, Noted, Stored, Watch
-from .data import StateStepData, shape_of, state_places, state_pool_slots
+from .data import StateStepData, make_state_data, shape_of, state_places, state_pool_slots
 
 __all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "moved_states"]
 
@@ -63,7 +63,7 @@ def _held(
     if data.lists.shape[1] > 1:
         return _held_by_lists(data)
     rows = as_rows(data.windows[:, there], data.states[:, there], data.shape.order)
-    return data.slots[there].numpy(), rows.numpy()
+    return np.array(data.sources, np.int64)[there.numpy()], rows.numpy()
 
 
 def _held_by_lists(data: StateStepData) -> tuple[_Ints, _Bytes]:
@@ -103,10 +103,23 @@ def _image(
     slots, rows = _held(schedule, step, chain[0], after=False, unowned=unowned)
     found = torch.full((len(rows), state_pool_slots(schedule), rows.shape[-1]), _NAN, dtype=torch.uint8)
     found[:, slots] = torch.from_numpy(rows)
-    for each in chain if after else chain[:-1]:
-        stored = _stored(each)
-        found[:, stored.slots] = stored.rows[:, 0, :, 0]
+    for each in chain:
+        own, sources, cleared = _filled_by_the_server(each)
+        found[:, own], found[:, cleared] = found[:, sources], 0
+        if after or each is not chain[-1]:
+            stored = _stored(each)
+            found[:, stored.slots] = stored.rows[:, 0, :, 0]
     return found[:, None, :, None]
+
+
+def _filled_by_the_server(data: StateStepData) -> tuple[_Ints, _Ints, _Ints]:
+    """Slots that a server fills between two steps, the slots of a prefix cache which it copies to them, and slots of
+    fresh requests that it clears.
+    """
+    own, sources = data.slots.numpy(), np.array(data.sources, np.int64)
+    copied = (own != sources) & (data.shape.continues == "copy")
+    cleared = data.fresh.numpy() & (data.before is not None and data.shape.fresh == "zeroed")
+    return own[copied], sources[copied], own[cleared]
 
 
 def _stored(data: StepData) -> Stored:
@@ -181,11 +194,22 @@ class StateWatch:
                 part.fill_(math.nan)
         self._moved = None
 
-    def carry(self, slots: torch.Tensor, name: object) -> None:
-        """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled."""
+    def carry(self, slots: torch.Tensor, name: tuple[Schedule, Step, str | None]) -> None:
+        """Take what ``slots`` hold now as what they hold before the next step. Others stay as they were filled.
+
+        Then states of a prefix cache are copied, and slots of fresh requests cleared, as a server does: in memory, and
+        in what it should hold.
+        """
+        own, sources, cleared = (
+            upload(torch.from_numpy(each), self._device) for each in _filled_by_the_server(make_state_data(*name))
+        )
         with past_modes():
             for now, before in zip(self._now(), self._twin.parts, strict=True):
                 before[slots] = now[slots]
+            filled = torch.cat([own, cleared])
+            for part, before in zip(self._pool.parts, self._twin.parts, strict=True) if len(filled) else ():
+                before[own], before[cleared] = before[sources], 0
+                part[filled if self._places is None else self._places[filled]] = before[filled]
             for part in self._pool.scratch_parts:
                 part.fill_(math.nan)
         self._moved = None

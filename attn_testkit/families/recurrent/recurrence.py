@@ -12,7 +12,6 @@ it exceeds the state. Simulated float32 kernels with a stored bf16 state were of
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -89,10 +88,18 @@ def start_of(data: StateStepData) -> Start:
         return Start(data.states.double(), torch.zeros(data.states.shape[:-1], dtype=torch.float64), data.windows)
     found, places = recur(before), list(data.before_places)
     own = {(end.request, end.rows): index for index, end in reversed(list(enumerate(before.ends)))}
-    at = [own[place, before.kept[place]] for place in places]
-    # Of the limit: that of a stored state.
-    windows = _window_behind(before, before.kept)[:, places]
-    return Start(found.states[:, at], found.state_limit[:, at] / _WALKS, windows)
+    at = [own[place, rows] if place >= 0 else 0 for place, rows in zip(places, data.before_rows, strict=True)]
+    fresh = torch.tensor([place < 0 for place in places], dtype=torch.bool)[:, None, None]
+    behind = {
+        (place, rows): _window_behind(before, place, rows) for place, rows in zip(places, data.before_rows, strict=True)
+    }
+    windows = torch.stack([behind[each] for each in zip(places, data.before_rows, strict=True)], 1)
+    return Start(
+        found.states[:, at].masked_fill(fresh[..., None], 0.0),
+        # Of the limit: that of a stored state.
+        (found.state_limit[:, at] / _WALKS).masked_fill(fresh, 0.0),
+        windows.masked_fill(fresh, 0.0),
+    )
 
 
 @lru_cache(maxsize=8)
@@ -147,6 +154,9 @@ def _loop(
         })  # fmt: skip
         one = _step(state[:, who], walk[:, who], now, delta, products, data)
         state[:, who], walk[:, who], out[:, at], limit[:, at] = one
+        if data.stored_each:
+            stored = UNIT_ROUNDOFF[data.shape.dtype] * _norm(state)
+            walk = (walk**2 + stored**2).sqrt()
         if data.trees:
             behind.append((state.clone(), walk.clone()))
         done = (rows == token + 1).nonzero()[:, 0]
@@ -299,17 +309,12 @@ def _rows(data: StateStepData, request: int, count: int, first: int) -> slice | 
     return [first + row for row in data.path(request, count)]
 
 
-def _window_behind(data: StateStepData, rows: Sequence[int]) -> torch.Tensor:
-    """[L, B, C, W - 1] behind so many rows of each request: copies of its last inputs."""
+def _window_behind(data: StateStepData, request: int, rows: int) -> torch.Tensor:
+    """[L, C, W - 1] behind so many rows of a request: copies of its last inputs."""
     before = start_of(data).windows
-    width, first = before.shape[-1], 0
-    found = torch.empty_like(before)
-    for request, (new, count) in enumerate(zip(data.news, rows, strict=True)):
-        inputs = data.q[:, _rows(data, request, count, first)]
-        every = torch.cat([before[:, request], inputs.transpose(1, 2)], -1)
-        found[:, request] = every[..., every.shape[-1] - width :]
-        first += new
-    return found
+    inputs = data.q[:, _rows(data, request, rows, sum(data.news[:request]))]
+    every = torch.cat([before[:, request], inputs.transpose(1, 2)], -1)
+    return every[..., every.shape[-1] - before.shape[-1] :]
 
 
 def _windows(data: StateStepData) -> torch.Tensor:

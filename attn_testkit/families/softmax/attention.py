@@ -190,6 +190,10 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     noise = (_norm(rows) * _norm(keys).amax(3, keepdim=True)).view(grouped).mul_(scaling)
     logits.mul_(scaling)
     terms = _terms(logits, rows, keys, scaling, layers) if asked.factors else None
+    bias = _bias(data, layers, kv_heads)
+    if bias is not None:
+        logits.add_(bias)
+        noise = noise + bias.abs().amax(-1, keepdim=True)
     for index, layer in enumerate(layers):
         if layer.logit_cap:
             logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
@@ -227,6 +231,18 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         factors=factors,
         logit_error=logit_error,
     )
+
+
+def _bias(data: StepData, layers: Sequence[AttentionLayer], kv_heads: int) -> torch.Tensor | None:
+    """[L, B, Hk, G, Tmax, S]: what ALiBi adds to logits; None if no layer has slopes."""
+    slopes = [layer.alibi_slopes for layer in layers]
+    if all(each is None for each in slopes):
+        return None
+    found = next(each for each in slopes if each is not None)
+    stacked = torch.stack([torch.zeros_like(found) if each is None else each for each in slopes]).double().cpu()
+    distance = data.key_positions[:, None, :] - data.query_positions[:, :, None]
+    # Behind a request's last key, and of rows that there are not, any distance does.
+    return stacked.view(len(layers), 1, kv_heads, -1, 1, 1) * distance.clamp(max=0)[None, :, None, None]
 
 
 def _softmax(
@@ -268,7 +284,8 @@ def _terms(
 
 def _of_heads(data: StepData, stored: torch.Tensor, part: int) -> torch.Tensor:
     """[L, B, S, Hk, D] -> [L, B, Hk, S, D] float64, in one piece: strided matrices multiply ten times slower."""
-    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), data.kv_scales[part], data.row_format)
+    scales = data.kv_scales[part].transpose(2, 3)
+    return dequantised(stored.permute(0, 1, 3, 2, 4).contiguous(), scales, data.row_format)
 
 
 def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_heads: int) -> torch.Tensor:

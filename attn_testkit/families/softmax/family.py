@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from ...cases.dimensions.table import DIMENSIONS
 from ...steps.data import make_layers, make_step_data
-from ..family import Family, Question
+from ...steps.greedy_loop import data_of_tokens, make_vocabulary
+from ..family import Family, Question, Texts
 from .answer import answer
 from .memory import KV_POOL
 
@@ -18,6 +19,7 @@ SOFTMAX = Family(
     data=make_step_data,
     memory=KV_POOL,
     answer=answer,
+    texts=Texts(vocabulary=make_vocabulary, data=data_of_tokens),
     questions=frozenset(Question),
     counts_keys=True,
 )

@@ -2,36 +2,91 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
 
-from ...contract.row_format import Plane, next_power_of_two
+from ...contract.row_format import HALVES, PackedRows, Plane, in_tiles, next_power_of_two
 from ...steps.data import StepData
 
 __all__ = ["misread_rows"]
 
 
-def misread_rows(data: StepData) -> Iterator[tuple[str, StepData]]:
+def misread_rows(data: StepData, page_size: int = 1) -> Iterator[tuple[str, StepData]]:
     """Mistakes in reading packed rows, and the numbers of the step that are attended then. Nothing for other rows."""
-    packed, rows = data.row_format, data.stored_keys
-    if packed is None or rows.dtype != torch.uint8:
+    packed, keys, values = data.row_format, data.stored_keys, data.stored_values
+    if packed is None or keys.dtype != torch.uint8:
         return
-    for plane in (each for each in packed.format.planes if each.tile > 1):
-        for text, numbers in _scales(plane, packed.planes(rows)[plane.name]):
-            misread = rows.clone()
-            packed.planes(misread)[plane.name].copy_(numbers)
-            if not torch.equal(misread, rows):
-                yield f"{text}: the result is right for that", replace(data, stored_keys=misread)
+    parts = [keys] if values is None else [keys, values]
+    for plane in packed.scale_planes:
+        held = [in_tiles(packed.raw(rows, plane), plane.dtype.itemsize) for rows in parts]
+        for text, scales in _scales(plane, held, page_size):
+            misread = [rows.clone() for rows in parts]
+            for rows, raw in zip(misread, scales, strict=True):
+                packed.raw(rows, plane).copy_(raw.flatten(-2))
+            if not all(map(torch.equal, misread, parts)):
+                yield f"{text}: the result is right for that", _with(data, misread)
+    if packed.format.layer_scale == "head":
+        heads = "in an FP8 pool with scales of heads, "
+        for text, other in (
+            ("the scale of KV head 0 is used for all", data.kv_scales[..., :1, :].expand_as(data.kv_scales)),
+            ("the scale of a head is used for the next", data.kv_scales.roll(1, -2)),
+        ):
+            if not torch.equal(other, data.kv_scales):
+                yield f"{heads}{text}: the result is right for that", replace(data, kv_scales=other)
+    if any(plane.dtype in HALVES for plane in packed.format.planes):
+        text = "the halves of a byte of two numbers are swapped: the first is the lower one"
+        yield f"{text}. The result is right for that", _with(data, [_swapped(packed, rows) for rows in parts])
 
 
-def _scales(plane: Plane, held: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Scales [L, B, S, Hk, tiles] in the place of those that rows have."""
-    yield "in packed rows, each scale is used for the tile before its own", held.roll(-1, -1)
-    yield "in packed rows, each scale is used for the tile behind its own", held.roll(1, -1)
-    yield "in packed rows, the scale of the first tile is used for all tiles", held[..., :1].expand_as(held)
-    yield "in packed rows, the scales of a key are used for the key behind it", held.roll(1, 2)
-    yield "in packed rows, the scales of a request are used for all requests", held[:, :1].expand_as(held)
-    yield f"in packed rows, the scales of {plane.tile} numbers each are left out", torch.ones_like(held)
-    yield "in packed rows, each scale is rounded up to a power of two", next_power_of_two(held.contiguous())
+def _with(data: StepData, rows: Sequence[torch.Tensor]) -> StepData:
+    return replace(data, stored_keys=rows[0], stored_values=rows[1] if len(rows) > 1 else None)
+
+
+def _swapped(packed: PackedRows, rows: torch.Tensor) -> torch.Tensor:
+    rows = rows.clone()
+    for plane in packed.format.planes:
+        if plane.dtype in HALVES:
+            raw = packed.raw(rows, plane)
+            raw.copy_((raw >> 4) + (raw & 15) * 16)
+    return rows
+
+
+def _scales(plane: Plane, held: Sequence[torch.Tensor], page_size: int) -> Iterator[tuple[str, list[torch.Tensor]]]:
+    """Scales of keys and of values, [L, B, S, Hk, tiles, bytes] uint8, in the place of those that rows have."""
+
+    def each(change: Callable[[torch.Tensor], torch.Tensor]) -> list[torch.Tensor]:
+        return [change(scales) for scales in held]
+
+    yield "in packed rows, each scale is used for the tile before its own", each(lambda own: own.roll(-1, -2))
+    yield "in packed rows, each scale is used for the tile behind its own", each(lambda own: own.roll(1, -2))
+    yield (
+        "in packed rows, the scale of the first tile is used for all tiles",
+        each(lambda own: own[..., :1, :].expand_as(own)),
+    )
+    key, last = torch.arange(held[0].shape[2]), held[0].shape[2] - 1
+    for other, text in (
+        ((key - 1).clamp(min=0), "of a key are used for the key behind it"),
+        ((key + 1).clamp(max=last), "of a key are used for the key before it"),
+        (key // page_size * page_size, "of the first key of a page are used for the page"),
+    ):
+        yield f"in packed rows, the scales {text}", each(lambda own, other=other: own[:, :, other])  # type: ignore[misc]
+    yield "in packed rows, the scales of KV head 0 are used for all", each(lambda own: own[:, :, :, :1].expand_as(own))
+    yield "in packed rows, the scales of a head are used for the next", each(lambda own: own.roll(1, 3))
+    yield (
+        "in packed rows, the scales of a request are used for all requests",
+        each(lambda own: own[:, :1].expand_as(own)),
+    )
+    if len(held) > 1:
+        yield "in packed rows, the scales of keys are used for values", [held[0], held[0]]
+        yield "in packed rows, the scales of values are used for keys", [held[1], held[1]]
+    if plane.dtype == torch.float32:
+        yield (
+            f"in packed rows, the scales of {plane.tile or 'all'} numbers each are left out",
+            each(lambda own: torch.ones_like(own.view(plane.dtype)).view(torch.uint8)),
+        )
+        yield (
+            "in packed rows, each scale is rounded up to a power of two",
+            each(lambda own: next_power_of_two(own.contiguous().view(plane.dtype)).view(torch.uint8)),
+        )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 
 from ...cases.case import Case, parse_case
 from ...cases.co_residents import co_resident_of, declared_co_residents
-from ...cases.server_variants import variant_of
+from ...cases.server_variants import narrower, variant_of
 from ...checks import Stage
 from ...checks.capabilities import refuses_undeclared
 from ...checks.failures import LOST_HINT, context_lost, first_line, from_exception, is_ctrl_c
@@ -31,16 +31,18 @@ from ...runner_modes.eager import eager_by_turns, run_eager
 from ...runner_modes.errors import NoRoomError, RunError, out_of_memory
 from ...runner_modes.graphs import GraphRun, run_graphs
 from ...runner_modes.greedy_loop import run_loop
-from ...runner_modes.harness import ServerHarness
+from ...runner_modes.harness import ServerHarness, what_alternates
 from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
+from ...runner_modes.verify_loop import run_verify_loop
 from ...steps.data import DTYPES
-from ...steps.greedy_loop import loop_modes, make_loop
+from ...steps.greedy_loop import Loop, loop_modes, make_loop
 from ...steps.kv_groups import pages_in_pool
 from ...steps.last_rows import last_rows_of
 from ...steps.numerics import numerics_of
 from ...steps.schedule import Schedule, Step, make_schedule, only, part
+from ...steps.verify_loop import VerifyLoop, make_verify_loop, verify_loop_runs
 from ..planning.request import Item
 from ..processes.device_memory import filled_by_others
 from ..processes.memory_limit import no_more_than
@@ -89,6 +91,7 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
         supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
         runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
         cases += declared_co_residents(declared, case, runnable)
+    cases += narrower(case)
     own = [schedule_for(each, declared) for each in cases]
     if execution is Execution.EAGER:
         here = {mode for mode in declared.eager if not missing_here(declared, environment, mode)}
@@ -319,8 +322,8 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
             run_eager(harness, schedule, few, drive.clock, label=few.label) for few in with_other_requests(case, step)
         ]
     if len(drive.schedules) > 1:
-        own = [(each, each.steps[0]) for each in drive.schedules]
-        seen += eager_by_turns(harness, own, drive.clock, ("modes in turn", "modes in turn, again"))
+        own, what = [(each, each.steps[0]) for each in drive.schedules], what_alternates(harness)
+        seen += eager_by_turns(harness, own, drive.clock, (f"{what} in turn", f"{what} in turn, again"))
     drive.findings += compiles_once(harness, schedule, drive.clock)
     memory: Mapping[str, int] = dict(harness.memory.facts)
     if grows:
@@ -355,23 +358,29 @@ def _co_resident(
     return _constructed(backend_class, [schedule], environment, drive.declared), schedule
 
 
-def loop_of(
-    case: Case, execution: Execution, declared: Capabilities, environment: Environment
-) -> tuple[ForwardMode, ...]:
-    """The modes of the case's lossless loop; empty where none is due."""
-    supported = declared.graph if execution is Execution.GRAPH else declared.eager
-    return loop_modes(case, {mode for mode in supported if not missing_here(declared, environment, mode)})
+def loop_of(case: Case, execution: Execution, declared: Capabilities, environment: Environment) -> Loop | None:
+    """The greedy-equivalence loop of a case; None where none is due."""
+
+    def here(modes: Set[ForwardMode]) -> set[ForwardMode]:
+        return {mode for mode in modes if not missing_here(declared, environment, mode)}
+
+    supported = here(declared.graph if execution is Execution.GRAPH else declared.eager)
+    if verify_loop_runs(case, supported, here(declared.eager)):
+        return make_verify_loop(case)
+    modes = loop_modes(case, supported)
+    return make_loop(case, modes) if modes else None
 
 
 def _loop(
     backend_class: type[AttentionBackend], drive: _CaseRun, execution: Execution, environment: Environment
 ) -> GeneratedTokens | None:
     case = drive.schedules[0].case
-    modes = loop_of(case, execution, drive.declared, environment)
-    if not modes:
+    loop = loop_of(case, execution, drive.declared, environment)
+    if loop is None:
         return None
-    loop = make_loop(case, modes)
     harness = _constructed(backend_class, loop.schedules, environment, drive.declared)
+    if isinstance(loop, VerifyLoop):
+        return run_verify_loop(harness, case, loop, drive.clock, in_graphs=execution is Execution.GRAPH)
     return run_loop(harness, case, loop, drive.clock, in_graphs=execution is Execution.GRAPH)
 
 

@@ -15,6 +15,7 @@ from ...cases.declared import not_declared
 from ...cases.server_variants import dialect_of, variant_of
 from ...checks import NUMERIC, Comparison, Stage, evaluated
 from ...checks.graphs import at_capture
+from ...checks.loop_mistakes import mistake_in
 from ...checks.lossless import lossless, ran_to_its_end
 from ...checks.observation import Observation, StepInputs
 from ...checks.sameness import batch_invariant, mode_invariant, repeatable
@@ -35,7 +36,6 @@ from ...results.finding import Finding
 from ...runner_modes.graphs import in_graphs, last_live
 from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord, StepRecord
 from ...steps.data import StepData
-from ...steps.greedy_loop import data_of_tokens, make_loop
 from ...steps.last_rows import LAST_ROWS
 from ...steps.schedule import Schedule, Step
 from ..planning.request import Item, Plan, bare_result
@@ -215,17 +215,18 @@ def _said(
     record: RunRecord, case: Case, execution: Execution, declared: Capabilities, environment: Environment
 ) -> list[Finding]:
     """Findings about the greedy-equivalence loop, if the case has one."""
-    modes = loop_of(case, execution, declared, environment)
-    if not modes:
+    loop = loop_of(case, execution, declared, environment)
+    if loop is None:
         return []
-    generated, loop = record.generated, make_loop(case, modes)
+    generated, texts = record.generated, family_of(case).texts
     if generated is None or not ran_to_its_end(generated, loop):
         return [Finding("completes", "the greedy-equivalence loop did not run to its end")]
-    products = schedule_for(case, declared).matmul_dtype
-    return lossless(
-        generated,
-        expect_of(loop.schedules[0].with_numerics(matmul_dtype=products), data_of_tokens(case, generated.tokens)),
-    )
+    assert texts is not None
+    # Of all modes of a loop, the last one's products are the coarsest: those of extend.
+    numerics = vars(schedule_for(loop.schedules[-1].case, declared).numerics) | {"new_rows_as_given": False}
+    schedule = loop.schedules[0].with_numerics(**numerics)
+    data = texts.data(schedule, generated.tokens)
+    return lossless(generated, loop, expect_of(schedule, data), partial(mistake_in, schedule, loop, generated, data))
 
 
 def _observations(run_record: RunRecord, schedules: Sequence[Schedule]) -> list[Observation]:

@@ -41,5 +41,13 @@ def _sealed_packages() -> set[str]:
 
 def _open_modules() -> set[str]:
     """Modules of what a worker needs of a family."""
-    asked = ((family.layers, family.data, *vars(family.memory).values()) for family in FAMILIES.values())
+    asked = (
+        (
+            family.layers,
+            family.data,
+            *vars(family.memory).values(),
+            *(vars(family.texts).values() if family.texts else ()),
+        )
+        for family in FAMILIES.values()
+    )
     return {each.__module__ for functions in asked for each in functions}

@@ -1,0 +1,22 @@
+"""Rows of a KV pool whose scales a backend reads in another way than they were stored."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...families.softmax.packed_rows import misread_rows
+from .evidence import LONGEST, Evidence, Supposed
+from .hint import Level, assumption
+
+
+def _wrong_over_packed_rows(e: Evidence) -> bool:
+    """True if numbers over packed rows are wrong, whatever keys seem to be attended: a scale changes marks, too."""
+    wrong = e.comparison.all_finite and not e.comparison.right and not e.counts_alone
+    return e.expected.data.row_format is not None and wrong and max(e.lens, default=0) <= LONGEST
+
+
+@assumption(_wrong_over_packed_rows, silences=(Level.PATTERN, Level.PLACE))
+def misread_scales_of_rows(e: Evidence) -> Iterator[Supposed]:
+    """The step is right for other scales of a head, a key, a block or a part, or for swapped halves of a byte."""
+    for text, data in misread_rows(e.expected.data, e.schedule.case.page_size):
+        yield Supposed(text, data)

@@ -1,0 +1,119 @@
+"""The greedy-equivalence loop of target-verify: prompts, then rounds of plain decode and of drafts that are verified.
+
+Each request is served twice, with KV and states of its own each time: as text ``b`` its drafts are verified, and as
+text ``bs + b`` it is decoded token by token. The decoded tokens are what its drafts propose, but for one that is
+altered. So any model can be drafted for, also one whose layers keep a state and that has no draft model of its kind:
+servers draft for it by a softmax layer or from earlier text, and the states are only the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence, Set
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+from typing_extensions import override
+
+from ..cases.case import Case
+from ..cases.rows import Decode, Extend, room_for
+from ..contract import ForwardMode
+from .data import VOCAB
+from .greedy_loop import Loop, kept_of, pages_of, stage_name
+from .schedule import make_schedule
+
+__all__ = ["PROMPTS", "VerifyLoop", "make_verify_loop", "verify_loop_runs"]
+
+PROMPTS = f"prompts, {ForwardMode.EXTEND}"
+"""Stage in which the prompts are computed, but for their last token."""
+
+
+@dataclass(frozen=True, eq=False)
+class VerifyLoop(Loop):
+    """A loop whose schedules are those of target-verify, decode and extend. Its rows of the request table are those of
+    its texts."""
+
+    @property
+    @override
+    def texts(self) -> tuple[tuple[int, ...], ...]:
+        return self.prompts * 2
+
+    @override
+    def lens(self, accepted: Sequence[Sequence[int]]) -> list[int]:
+        decoded = [len(prompt) + sum(self.decodes(accepted)) for prompt in self.prompts]
+        return super().lens(accepted) + decoded
+
+    @override
+    def name(self, text: int) -> str:
+        bs = len(self.prompts)
+        return f"request {text}" if text < bs else f"request {text - bs}, decoded without drafts,"
+
+    def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
+        """Decode steps of each round: as many as it takes until each request has S decoded tokens that are not
+        verified.
+        """
+        ahead, found = np.zeros(len(self.prompts), np.int64), []
+        for counts in accepted:
+            found.append(max(0, self.steps - int(ahead.min())))
+            ahead += found[-1] - (np.asarray(counts, np.int64) + 1)
+        return found
+
+    @override
+    def due(self, accepted: Sequence[Sequence[int]]) -> Iterator[tuple[str, int, int]]:
+        bs, ends = len(self.prompts), [len(prompt) - 1 for prompt in self.texts]
+        for text, end in enumerate(ends):
+            yield from ((PROMPTS, text, position) for position in range(end))
+        for number, (counts, decodes) in enumerate(zip(accepted, self.decodes(accepted), strict=True)):
+            news = [(ForwardMode.TARGET_VERIFY, count + 1) for count in counts] + [(ForwardMode.DECODE, decodes)] * bs
+            for text, (mode, rows) in enumerate(news):
+                yield from ((stage_name(number, mode), text, ends[text] + row) for row in range(rows))
+                ends[text] += rows
+
+    def states(self) -> npt.NDArray[np.int64]:
+        """[texts, n] int64: slots of the states of each text, of which the first is not its row of the request table.
+        One, or with rollback ``slots`` one for each node of a draft. Slot 0 is nobody's.
+        """
+        case = self.schedules[0].case
+        by_slots = case.state is not None and case.state.rollback == "slots"
+        count, nodes = len(self.texts), case.width if by_slots else 1
+        rng = np.random.default_rng(case.digest ^ 0x57A7)
+        found = rng.permutation(count * nodes).reshape(count, nodes) + 1
+        while any(found[text, 0] in (text, text + 1) for text in range(count)):
+            found = rng.permutation(count * nodes).reshape(count, nodes) + 1
+        return found
+
+
+def verify_loop_runs(case: Case, modes: Set[ForwardMode], eager: Set[ForwardMode]) -> bool:
+    """True if the case has a loop of target-verify, and it runs: ``modes`` are those of the execution, and ``eager``
+    those of eager steps, in which prompts are computed.
+    """
+    needed = {ForwardMode.TARGET_VERIFY, ForwardMode.DECODE}
+    return bool(case.rounds and case.tree) and needed <= modes and ForwardMode.EXTEND in eager
+
+
+def make_verify_loop(case: Case) -> VerifyLoop:
+    """Lay out the loop of a target-verify. The same case gives the same loop."""
+    assert case.tree is not None
+    rng = np.random.default_rng(case.digest ^ 0x100F)
+    steps, page, bs = case.tree.depth, case.page_size, case.bs
+    # A text that is decoded is ahead by S tokens of the other, which has room for a draft behind it.
+    longest = max(case.prefixes) + 1 + (case.rounds + 1) * (steps + 1)
+    columns = -(-longest // page) * page
+    pages, table = pages_of(2 * bs, columns, page, rng)
+    kept = kept_of(case, steps, rng)
+    prompts = tuple(tuple(map(int, rng.integers(0, VOCAB, prefix + 1))) for prefix in case.prefixes)
+    schedules = (
+        replace(make_schedule(each), num_pages=pages, max_context_len=columns, pool_rows=2 * bs, spec_steps=steps)
+        for each in _stages(case)
+    )
+    return VerifyLoop(tuple(schedules), prompts, kept, table)
+
+
+def _stages(case: Case) -> tuple[Case, Case, Case]:
+    """The cases of target-verify, decode and extend, on one instance."""
+    # Only rejected nodes are taken back, so the other two name no way of it.
+    state = None if case.state is None else replace(case.state, rollback="commit")
+    decode = case.with_changes(rows=Decode(), state=state, instance_of=case)
+    rows = Extend(case.prefixes, room_for(case.prefixes))
+    extend = case.with_changes(rows=rows, prefixes=(0,) * case.bs, state=state, instance_of=case)
+    return case, decode, extend
