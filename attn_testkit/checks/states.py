@@ -219,8 +219,6 @@ def _copied(after: _After, end: int) -> str:
 def _window_hint(after: _After, differs: torch.Tensor) -> str:
     """Name windows that the slot holds instead."""
     got, bad = after.windows, differs.flatten(2).any(-1).any(0)
-    if bool(got[:, bad].isnan().any()):
-        return "columns come from a slot that holds no state of the request"
     before, want = after.before.windows, after.want.windows
 
     def fits(other: torch.Tensor) -> bool:
@@ -228,6 +226,8 @@ def _window_hint(after: _After, differs: torch.Tensor) -> str:
 
     if bool(after.unwritten[bad].all()) or (before.shape == got.shape and fits(before)):
         return "it is that of before the step: the window was not stored"
+    if bool(got[:, bad].isnan().any()):
+        return "columns come from a slot that holds no state of the request"
     if fits(want.flip(-1)):
         return "its columns are in reverse: the oldest input comes first"
     if fits(want.roll(1, 1)) or fits(want.roll(-1, 1)):

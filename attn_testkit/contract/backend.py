@@ -155,7 +155,8 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
         ("MLA rope dim", first.head_dim - first.kv_lora_rank,
          not first.head_layout.values_in_keys or first.head_dim - first.kv_lora_rank in capabilities.mla_rope_dims),
         ("columns of keys behind those of values,", *_first_outside(
-            (layer.head_dim - layer.v_head_dim for layer in own if not layer.head_layout.values_in_keys),
+            (layer.head_dim - layer.v_head_dim for layer in own
+             if not (layer.head_layout.values_in_keys or layer.head_layout.has_state)),
             capabilities.wider_keys | {0})),
         ("page size", context.page_size, context.page_size in capabilities.page_sizes),
         ("KV layout", context.kv_pool.layout, context.kv_pool.layout in capabilities.kv_layouts),

@@ -13,7 +13,7 @@ from attn_testkit.emulation.policy import Policy
 from attn_testkit.emulation.private import same_generator, use_count
 from attn_testkit.emulation.program import DropNode, Node
 from attn_testkit.emulation.stream_order import StreamOrder
-from attn_testkit.emulation.stream_state import CaptureStreams
+from attn_testkit.emulation.stream_state import CaptureStreams, Clock, StreamState
 
 SHARED = 1 << 20
 """Smallest size of a block that may reuse dropped memory."""
@@ -27,12 +27,13 @@ class Capture:
 
     `nodes` are in the order of the program, `blocks` by the identity of their storage. `failed`: CUDA would have lost
     the capture. `ended`: it became a graph, and nothing is recorded any more. `order`: the account of its branches, if
-    the program has its own streams.
+    the program has its own streams. `stamps`: streams of operations, and the work that they come after, by the identity
+    of the node; kept if branches may be late.
     """
 
     __slots__ = (
         "__weakref__", "_free", "_generators", "_given_back", "_live", "_order", "blocks", "ended", "failed", "nodes",
-        "order", "policy", "streams",
+        "order", "policy", "stamps", "streams",
     )  # fmt: skip
 
     def __init__(self, policy: Policy, streams: CaptureStreams, generators: list[torch.Generator]) -> None:
@@ -41,6 +42,7 @@ class Capture:
         self.nodes: list[Node] = []
         self.blocks: dict[int, Block] = {}
         self.order: StreamOrder | None = None
+        self.stamps: dict[int, tuple[int, Clock]] = {}
         self.failed = False
         self.ended = False
         self._generators = generators
@@ -48,6 +50,12 @@ class Capture:
         self._order = itertools.count()
         self._free: dict[Block, int] = {}
         self._given_back = 0
+
+    def note_work(self, stream: StreamState, node: Node) -> None:
+        """Count a recorded operation as work of its stream."""
+        stream.note_work()
+        if self.policy.side_streams == "late":
+            self.stamps[id(node)] = stream.cuda_stream, dict(stream.seen)
 
     def knows_generator(self, generator: torch.Generator) -> bool:
         """True if `generator` was registered with the graph, or is a default one."""

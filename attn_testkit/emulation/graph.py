@@ -14,6 +14,7 @@ from attn_testkit.emulation import rules, session
 from attn_testkit.emulation.capture import Capture
 from attn_testkit.emulation.errors import CaptureError, DanglingMemoryError
 from attn_testkit.emulation.graph_accesses import Touched, Watched, tell, tell_shared, touched_by, watched_steps
+from attn_testkit.emulation.late_work import late_branches
 from attn_testkit.emulation.memory import Block
 from attn_testkit.emulation.pools import Pool, PoolHandle, new_handle, pool_for
 from attn_testkit.emulation.private import disable_functions, disable_modes
@@ -105,6 +106,8 @@ class EmulatedGraph:
             raise error
         assert self._pool is not None
         capture.ended = True
+        if capture.policy.side_streams == "late":
+            capture.nodes = late_branches(capture.nodes, capture.stamps, capture.streams.origin.cuda_stream)
         self._pool.captures.add(capture)
         self._checked = capture.blocks_to_check()
         self._has_calls = any(isinstance(node, CallNode) for node in capture.nodes)

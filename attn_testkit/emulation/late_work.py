@@ -8,12 +8,16 @@ differ where a wait is missing, whatever the two streams touch.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from math import inf
 from typing import Any
 
 from torch import Tensor
 
+from attn_testkit.emulation.capture import SHARED
 from attn_testkit.emulation.operation import Operation
+from attn_testkit.emulation.program import DropNode, Node
 from attn_testkit.emulation.schema import CHANGES_GEOMETRY
+from attn_testkit.emulation.stream_state import Clock
 
 Work = Callable[[], object]
 
@@ -57,3 +61,48 @@ def may_be_late(operation: Operation) -> Tensor | None:
     if len(written) != 1 or written[0] is not target or not target.numel():
         return None
     return None if any(tensor.requires_grad for tensor in operation.tensors) else written[0]
+
+
+def late_branches(nodes: list[Node], stamps: dict[int, tuple[int, Clock]], origin: int) -> list[Node]:
+    """Nodes of a graph in another legal order: those of branches come when something waits for them, and the branch
+    that was joined last comes first.
+
+    `stamps`: stream of a node, and the work that it comes after, by its identity; without one it stays in its place.
+    """
+    if all(stream == origin for stream, _ in stamps.values()) or any(map(_draws_numbers, nodes)):
+        return nodes
+    result: list[Node] = []
+    late: dict[int, list[Node]] = {}
+
+    def catch_up(work: Mapping[int, float], but: int) -> None:
+        for stream, count in reversed(list(work.items())):
+            while stream != but and late.get(stream) and stamps[id(late[stream][0])][1][stream] <= count:
+                node = late[stream].pop(0)
+                catch_up(stamps[id(node)][1], stream)
+                result.append(node)
+
+    for node in nodes:
+        stream, clock = stamps.get(id(node), (origin, {}))
+        if stream != origin:
+            late.setdefault(stream, []).append(node)
+            continue
+        if isinstance(node, DropNode):
+            users = {
+                other: [each for each in branch if node.blocks[0] in each.blocks] for other, branch in late.items()
+            }
+            last = {other: stamps[id(used[-1])] for other, used in users.items() if used}
+            if len(last) == 1 and node.blocks[0].nbytes < SHARED:
+                ((other, stamps[id(node)]),) = last.items()
+                late[other].append(node)
+                continue
+            # Dropped memory may be somebody else's from there on.
+            catch_up({other: clock[other] for other, (_, clock) in last.items()}, origin)
+        catch_up(clock, origin)
+        result.append(node)
+    catch_up(dict.fromkeys(list(late), inf), origin)
+    return result
+
+
+def _draws_numbers(node: Node) -> bool:
+    schema = getattr(node.what, "_schema", None)
+    return schema is not None and any(argument.name == "generator" for argument in schema.arguments)

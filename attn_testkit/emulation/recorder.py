@@ -348,12 +348,12 @@ class Recorder(Watcher):  # type: ignore[no-untyped-call]
                 for tensor in written:
                     if not is_device(tensor):  # the host must not see what the device would write only at replay
                         capture.block(tensor).restore()
-            self.session.stream.note_work()
             place = place or author_spot(1)
             if operation.facts.name in ALLOCATES:
                 self._note_allocations(operation.func, place, fresh)
             else:
                 self._note_operation(operation, place, fresh)
+            capture.note_work(self.session.stream, capture.nodes[-1])
         return result
 
     def _note_allocations(self, func: OpOverload, place: Spot | Site, fresh: list[Fresh]) -> None:

@@ -126,7 +126,7 @@ def _launch_of(
             return
         with disable_modes(), disable_functions():
             _record(capture, launcher, self, args, kwargs, pointers, run)
-        current.stream.note_work()
+        capture.note_work(current.stream, capture.nodes[-1])
 
     return launch
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,15 @@ from ..cases.dimensions.kv_layout import usual_layout
 from ..cases.draft import Draft
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Accepted, Decode, Drafted, Extend, Verify, room_for
+from ..cases.state import STATE_DATA, StateShape
 from ..cases.trees import Tree, chain
 from ..contract import Capabilities, ForwardMode
 
 __all__ = ["Recorded", "Unreadable", "cases_of", "read_lines"]
 
 DTYPES = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
+STATE_KINDS = {"gdn": "gdn", "kda": "kda", "mamba2": "mamba", "lightning": "lightning", "linear": "lightning"}
+"""Part of the name that a server has for a kind of layers with a state -> kind."""
 KV_DTYPES = {"float8_e4m3fn": "fp8_e4m3", "float8_e4m3": "fp8_e4m3", "auto": "same"}
 MODES = {**{mode.value: mode for mode in ForwardMode}, "mixed": ForwardMode.EXTEND}
 """Servers' name of a mode -> mode. A batch of prompts and decodes is an extend."""
@@ -58,35 +62,43 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
                 break  # the process was killed while it wrote
             expected = "expected a recording, which `attn-testkit record --to FILE -- COMMAND` writes"
             raise Unreadable(f"{path}, line {number} is not JSON: {error}; {expected}") from None
-        if not isinstance(line, dict) or line.get("line") not in ("batch", "layer"):
+        if not isinstance(line, dict) or line.get("line") not in ("batch", "layer", "commit"):
             raise Unreadable(f"{path}, line {number}: expected a line that `attn-testkit record` wrote")
         lines.append(line)
     return lines
 
 
 def cases_of(lines: Iterable[Mapping[str, Any]], declared: Capabilities | None = None) -> Recorded:
-    """A case for each batch whose layers and lengths are known. With ``declared`` only declared cases, in declared
-    layouts."""
+    """A case for each batch whose layers and lengths are known, and one of its layers with a state. With ``declared``
+    only declared cases, in declared layouts: of a hybrid model those of the layers that the backend has."""
     lines = list(lines)
     layers: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in lines:
         if line["line"] == "layer":
             layers.setdefault(_instance(line), []).append(line)
+    committed = {_instance(line) for line in lines if line["line"] == "commit"}
     found = Recorded()
     for line in lines:
         if line["line"] != "batch":
             continue
-        try:
-            case, differs = _case_of(line, layers.get(_instance(line), []))
-            if declared is not None:
-                case = _as_they_hold_it(declared, case)
-        except _NoCase as why:
-            found.skipped[str(why)] += 1
-        except (KeyError, TypeError, ValueError) as error:
-            found.skipped[f"no case can be made of it: {type(error).__name__}: {error}"] += 1
-        else:
-            found.cases.setdefault(case.id, case)
-            found.differs.setdefault(case.id, tuple(differs))
+        of_line = layers.get(_instance(line), [])
+        makers: list[Callable[[], tuple[Case, list[str]]]] = []
+        if "state" in line and (declared is None or declared.state is not None):
+            makers.append(partial(_case_of_states, line, _instance(line) in committed))
+        if (of_line or "state" not in line) and (declared is None or declared.state is None or not makers):
+            makers.append(partial(_case_of, line, of_line))
+        for make in makers:
+            try:
+                case, differs = make()
+                if declared is not None:
+                    case = _as_they_hold_it(declared, case)
+            except _NoCase as why:
+                found.skipped[str(why)] += 1
+            except (KeyError, TypeError, ValueError) as error:
+                found.skipped[f"no case can be made of it: {type(error).__name__}: {error}"] += 1
+            else:
+                found.cases.setdefault(case.id, case)
+                found.differs.setdefault(case.id, tuple(differs))
     return found
 
 
@@ -127,6 +139,80 @@ def _case_of(line: Mapping[str, Any], layers: Sequence[Mapping[str, Any]]) -> tu
         **rows,
     )
     return case, differs
+
+
+_OF_TARGETS = (ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY)
+_ROLLBACK = "commit"
+
+
+def _case_of_states(line: Mapping[str, Any], commits: bool) -> tuple[Case, list[str]]:
+    """The case of the layers of a batch that keep a state. ``commits``: whether its instance committed any."""
+    mode, held = _mode(line), line["state"]
+    if line["how"] == "capture":
+        raise _NoCase("planned for a capture: lengths are fill values, and its replays have the real ones")
+    if not line["requests"]:
+        raise _NoCase("no live request")
+    if mode not in _OF_TARGETS:
+        raise _NoCase(f"mode {mode.value}: layers of a draft model keep no state")
+    if "unreadable" in held:
+        raise _NoCase(f"the memory of {held['kind']}'s states was not found: {held['unreadable']}")
+    differs = ["slots of states: the case has others, none of which is a row of a table or a place in the batch"]
+    rows = _rows(mode, line, differs)
+    shape, heads, head_dim = _state_shape(held)
+    verifies = mode is ForwardMode.TARGET_VERIFY
+    if line.get("bounds"):
+        differs.append("lengths: the host had an upper bound of them, as it has with asynchronous scheduling")
+    if verifies:
+        differs.append("accepted nodes: the case accepts all, the fewest, and different numbers")
+        if held["rollback"] == _ROLLBACK and not commits:
+            differs.append("commits: the backend was asked for none, so no accepted state was stored (sglang #26351)")
+    copies = held["copies"] if held["rollback"] == _ROLLBACK else 0
+    if copies:
+        differs.append("copies for the prefix cache: the case has them for two thirds of the requests")
+    if mode is ForwardMode.EXTEND and held.get("has_prefix_states"):
+        differs.append("slots that are read: the case reads others than it writes, for all requests that continue one")
+    window_dtype = held["window_dtype"] if shape.conv_width > 1 else "bfloat16"
+    if shape.conv_width == 1:
+        differs.append("dtype: without a convolution it is not recorded, and the case has bf16")
+    case = Case(
+        heads=heads, head_dim=head_dim, dtype=_word("dtype", window_dtype, DTYPES), page_size=_PAGE,
+        bucket=max(line["requests"], line["padded_to"] if line["how"] == "replay" else 0), layout="shuffled",
+        data=STATE_DATA[0],
+        state=replace(
+            shape, rollback=held["rollback"] if verifies else _ROLLBACK, padding=held["padding"], snapshots=copies,
+            order=held.get("order", "vk"), continues="source" if held.get("has_prefix_states") and not verifies else "",
+        ),
+        **rows,
+    )  # fmt: skip
+    return case, differs
+
+
+_PAGE = 16
+"""Layers with a state have no pages, and cases need a number."""
+
+
+def _state_shape(held: Mapping[str, Any]) -> tuple[StateShape, Heads, int]:
+    """Shape of the states, heads, and width of a value."""
+    found = (kind for name, kind in STATE_KINDS.items() if name in held["kind"].lower() or held["kind"] == kind)
+    kind = next(found, None)
+    if kind is None:
+        raise _NoCase(f"states of {held['kind']}: the kit has {', '.join(dict.fromkeys(STATE_KINDS.values()))}")
+    if len(held["shape"]) != 3:
+        raise _NoCase(f"states of {kind} of shape {held['shape']}: expected [heads, width of a value, width of a key]")
+    (heads, values, keys), window = held["shape"], held["window"]
+    dtype = _word("state dtype", held["dtype"], DTYPES)
+    if kind == "lightning":
+        return StateShape(keys, 1, dtype), Heads(kind, heads, heads), values
+    if len(window) != 2 or min(window) < 1:
+        raise _NoCase(f"a window of {kind} of shape {window}: expected channels and columns, in either order")
+    channels, columns = max(window), min(window) - held.get("more_columns", 0)
+    key_heads, rest = divmod(channels - heads * values, 2 * keys)
+    if rest or key_heads < 1 or heads % key_heads or columns < 1:
+        raise _NoCase(
+            f"a window of {channels} channels and {columns} columns does not fit {kind} with {heads} value heads of "
+            f"{values} and keys of {keys}"
+        )
+    return StateShape(keys, columns + 1, dtype), Heads(kind, heads, key_heads), values
 
 
 def _mode(line: Mapping[str, Any]) -> ForwardMode:

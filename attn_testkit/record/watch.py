@@ -32,7 +32,10 @@ Class = TypeVar("Class", bound=type)
 
 _PLANS = ("init_forward_metadata", "init_forward_metadata_out_graph")
 _OLDER_PLANS = ("init_forward_metadata_capture_cuda_graph", "init_forward_metadata_replay_cuda_graph")
-_HOOKS = ("__init__", *_PLANS, *_OLDER_PLANS, "forward")
+_COMMITS = ("update_mamba_state_after_mtp_verify", "commit")
+_BUILDS = ("build", "build_for_cudagraph_capture")
+"""Hooks of vLLM's metadata builders."""
+_HOOKS = ("__init__", *_PLANS, *_OLDER_PLANS, "forward", *_COMMITS, *_BUILDS)
 _ABOUT = "_attn_testkit_record"
 """Attribute of a recorded instance: arguments of its constructor, and its number."""
 
@@ -225,8 +228,14 @@ def _batch_line(self: Any, batch: Any, hook: str, how: str) -> None:
         names = ("topk", "spec_steps", "num_steps", "draft_token_num", "num_tokens_per_req")
         line["spec"] = {name: value for name in names if (value := _number(getattr(spec, name, None))) is not None}
         line["spec"]["kind"] = type(spec).__name__
+    states = _states_of(self, batch)
+    if states is not None:
+        line["state"] = states
     if not _record.wants(json.dumps(line)):
         return
+    if states is not None and how != "capture" and os.environ.get(WAITS):
+        slots = _lens(_slots_of(self, batch), size - padding)
+        line["state"] = states if slots is None else {**states, "slots": slots}
     if how != "capture":
         # While a graph is captured lengths are fill values, and copying them would be another fault.
         counts = (spec, "num_accept_tokens_cpu"), (spec, "extend_seq_lens_cpu")
@@ -242,18 +251,105 @@ def _batch_line(self: Any, batch: Any, hook: str, how: str) -> None:
     _record.write(line)
 
 
+def _states_of(self: Any, batch: Any) -> dict[str, Any] | None:
+    """Kind, shapes, dtypes and conventions of the states that a backend keeps; None for one that keeps none."""
+    own, given = getattr(getattr(self, "context", None), "state", None), getattr(batch, "state", None)
+    if own is not None:
+        first, pool = own.layers[0], own.pool
+        window, state = pool.conv(first.layer_id), pool.temporal(first.layer_id)
+        state = state if pool.order == "vk" else state.mT
+        return {
+            **_state_shapes(first.kind, window.shape[1:], state.shape[1:], window.dtype, state.dtype),
+            "padding": own.padding, "rollback": own.rollback, "more_columns": pool.more_columns,
+            "order": pool.order, "copies": own.snapshots,
+            "has_prefix_states": getattr(given, "sources", None) is not None,
+        }  # fmt: skip
+    linear = getattr(self, "linear_attn_backend", self)
+    if not any(each.__name__ == "MambaAttnBackendBase" for each in type(linear).__mro__):
+        return None
+    try:
+        held = linear.req_to_token_pool.mamba_pool.mamba_cache
+        window, state = held.conv[0], held.temporal
+    except (AttributeError, IndexError) as error:
+        return {"kind": type(linear).__name__, "unreadable": str(error)}
+    return {
+        **_state_shapes(type(linear).__name__, window.shape[2:], state.shape[2:], window.dtype, state.dtype),
+        "padding": "skip_minus_one", "rollback": "commit",
+        "copies": 64 if getattr(batch, "mamba_track_mask", None) is not None else 0,
+    }  # fmt: skip
+
+
+def _state_shapes(kind: str, window: Any, state: Any, window_dtype: Any, dtype: Any) -> dict[str, Any]:
+    return {
+        "kind": kind, "window": [int(size) for size in window], "shape": [int(size) for size in state],
+        "window_dtype": _dtype(window_dtype), "dtype": _dtype(dtype),
+    }  # fmt: skip
+
+
+def _slots_of(self: Any, batch: Any) -> Any:
+    """Slots of the states of a batch's requests."""
+    pool = getattr(getattr(self, "linear_attn_backend", self), "req_to_token_pool", None)
+    return batch.state.indices if pool is None else pool.req_index_to_mamba_index_mapping[batch.req_pool_indices]
+
+
+def _committed(name: str, self: Any, call: SimpleNamespace) -> None:
+    """A commit of accepted states: the number of the last accepted node of each draft, if the host knows it."""
+    line = {"line": "commit", **_about(self), "hook": name, "requests": int(call.places[0].shape[0])}
+    if _record.wants(json.dumps(line)):
+        known = _lens(call.places[0], line["requests"])
+        _record.write(line if known is None else {**line, "steps": known})
+
+
+def _built(name: str, self: Any, call: SimpleNamespace) -> None:
+    """A batch of a metadata builder of vLLM, whose layers keep a state. A build for a capture has fill values."""
+    spec: Any = getattr(self, "kv_cache_spec", None)
+    if name != _BUILDS[0] or not hasattr(spec, "mamba_type"):
+        return
+    batch, drafts = call.by_name["common_attn_metadata"], call.by_name.get("num_decode_draft_tokens_cpu")
+    starts = _lens(batch.query_start_loc_cpu, int(batch.num_reqs) + 1) or [0]
+    new = [after - before for before, after in itertools.pairwise(starts) if after > before]
+    bound = getattr(batch, "seq_lens_cpu_upper_bound", None)
+    known = _lens(batch.seq_lens, len(new)) if bound is None else None
+    lens, asked = known or _lens(bound, len(new)), _lens(drafts, len(new)) if drafts is not None else None
+    verifies = bool(new) and asked is not None and min(asked) >= 0 and len(set(new)) == 1
+    before = None if lens is None else [length - count for length, count in zip(lens, new, strict=True)]
+    decodes = set(new) == {1} and (before is None or min(before) > 0)
+    window, state = (next((shape for shape in spec.shapes if len(shape) == count), ()) for count in (2, 3))
+    kind = str(getattr(spec.mamba_type, "name", spec.mamba_type))
+    line: dict[str, Any] = {
+        "line": "batch", **_about(self), "hook": name, "how": "capture" if _capturing() else "eager",
+        "mode": "target-verify" if verifies else "decode" if decodes else "extend",
+        "requests": len(new), "padded_to": int(batch.num_reqs),
+        "state": {
+            **_state_shapes(kind, window, state, spec.dtypes[0], spec.dtypes[-1]),
+            "padding": "skip_zero", "rollback": "slots",
+            "more_columns": int(getattr(spec, "num_speculative_blocks", 0)), "copies": 0,
+        },
+        "bounds": known is None and (verifies or decodes),
+    }  # fmt: skip
+    if verifies:
+        line["spec"] = {"draft_token_num": new[0], "kind": "drafts"}
+    if not _record.wants(json.dumps(line)):
+        return
+    line["new_tokens"] = new
+    if before is not None:
+        line |= {"prefix_lens": before, "seq_lens": before if verifies else lens}
+    accepted = _lens(call.by_name.get("num_accepted_tokens"), len(new))
+    _record.write(line if accepted is None else {**line, "accepted": accepted})
+
+
 def _keeps_state(self: Any, layer: Any) -> bool:
-    """True for a layer with a recurrent state, in SGLang's hybrid wrapper and behind it."""
+    """True for a layer with a recurrent state, in SGLang's hybrid wrapper and behind it, and of the kit."""
     softmax = getattr(self, "full_attn_layers", None)
     if softmax is not None and layer is not None:
         return layer.layer_id not in softmax
-    return not hasattr(layer, "tp_q_head_num")
+    return not hasattr(layer, "tp_q_head_num") or hasattr(layer, "A_log")
 
 
 def _forwarded(name: str, self: Any, call: SimpleNamespace) -> None:
     q, layer = call.places[0], call.by_name.get("layer")
     if _keeps_state(self, layer):
-        return  # its case would need parameters and gates, which are contents of tensors
+        return  # what its case needs is in the lines of batches
     sinks = call.by_name.get("sinks")
     about = _about(self)
     head_dim = _number(getattr(layer, "qk_head_dim", None)) or _number(layer.head_dim)
@@ -277,6 +373,8 @@ _WRITERS: Mapping[str, _Writer] = {
     **dict.fromkeys(_PLANS, _planned),
     **dict.fromkeys(_OLDER_PLANS, _planned_as_before),
     "forward": _forwarded,
+    **dict.fromkeys(_COMMITS, _committed),
+    **dict.fromkeys(_BUILDS, _built),
 }
 
 

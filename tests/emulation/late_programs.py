@@ -153,6 +153,59 @@ def made_by_a_side_stream(right: bool) -> torch.Tensor:
     return found
 
 
+def _branch(
+    write: Callable[[torch.Tensor, torch.Tensor], object], read: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> Callable[[bool], torch.Tensor]:
+    """A branch of a capture that writes what another reads before they are joined."""
+
+    def program(right: bool) -> torch.Tensor:
+        pool, slots, graph, side = (
+            filled(1, MANY, 2),
+            torch.arange(0, MANY - 1, device="cuda"),
+            torch.cuda.CUDAGraph(),
+            torch.cuda.Stream(),
+        )
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            side.wait_stream(here())
+            with torch.cuda.stream(side):
+                busy()
+                write(pool, slots)
+            if right:
+                here().wait_stream(side)
+            found = read(pool, slots)
+            here().wait_stream(side)
+        graph.replay()
+        return found
+
+    return program
+
+
+def buffers_of_two_branches(right: bool) -> torch.Tensor:
+    """A branch that waits for another one's buffer, and one that does not; temporaries of both die on the way."""
+    pool, graph = filled(1, MANY), torch.cuda.CUDAGraph()
+    one, two, slots = torch.cuda.Stream(), torch.cuda.Stream(), torch.arange(0, MANY - 1, device="cuda")
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        for stream in (one, two):
+            stream.wait_stream(here())
+        with torch.cuda.stream(one):
+            busy()
+            pool.index_copy_(0, slots, (pool * 3)[:-1])
+        if right:
+            two.wait_stream(one)
+        with torch.cuda.stream(two):
+            doubled = pool[slots] * 2
+            found = doubled + 1
+            del doubled
+        other = filled(2) + 1
+        del other
+        for stream in (one, two):
+            here().wait_stream(stream)
+    graph.replay()
+    return found[:4]
+
+
 _RUNS: tuple[tuple[str, Callable[[bool], torch.Tensor]], ...] = (
     ("many rows", many_rows),
     ("bags", bags),
@@ -164,6 +217,16 @@ _RUNS: tuple[tuple[str, Callable[[bool], torch.Tensor]], ...] = (
     ("host", asked_by_the_host),
     ("launch", launched),
     ("made by a side stream", made_by_a_side_stream),
+    ("branch that fills many rows", _branch(lambda x, at: x.index_fill_(0, at, 5.0), lambda x, at: x[at].sum(1))),
+    (
+        "branch that changes strides",
+        _branch(lambda x, at: x.view(-1)[2::2].fill_(5), lambda x, at: x.view(-1)[3::3] * 2),
+    ),
+    (
+        "branch that reads many rows",
+        _branch(lambda x, at: x.copy_(x[at.flip(0)].sum(0)), lambda x, at: x.index_fill_(0, at, 7.0)[:4]),
+    ),
+    ("buffers of two branches", buffers_of_two_branches),
 )
 PROGRAMS = tuple(Program(name, run, NUMBERS) for name, run in _RUNS)
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from attn_testkit.runner_modes.compiling import _shorter
 from in_process import check_backend
 
 from attn_testkit.backends.torch_native_hybrid import TorchNativeHybridBackend
@@ -126,6 +127,14 @@ def test_decodes_continue_their_own_state_or_one_that_another_continues_too() ->
     held, _ = STATE_POOL.held(schedule, step, data, after=False)
     assert held.tolist() == list(data.sources)
     assert not data.fresh.any()
+
+
+def test_steps_that_only_compile_again_continue_no_prompt() -> None:
+    schedule, step = step_of(EXTEND.format(*SMALL, "copied"))
+    steps = list(_shorter(step))
+    assert steps
+    for each in steps:
+        assert make_state_data(schedule, each).before is None
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.faults import r_published as published
 from attn_testkit.faults import r_rollback as rollback
 from attn_testkit.faults import r_states as faults
 from attn_testkit.faults.controls_of_states import (
@@ -164,7 +165,8 @@ CASES = [
     DECODE.format("kda2x2", "no_decay", 2, ".kv.snap64", "prod"),
     *(DECODE.format(kind, "mild_decay", 4, "", "stale") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     DECODE.format("lightning2", "mild_decay", 1, ".slot0", "nan"),
-    DECODE.format("gdn2x2", "no_decay", 2, ".null.kv.strided", "prod"),
+    # Keys of another width than values.
+    DECODE.format("gdn2x2", "no_decay", 2, ".null.kv.strided", "prod").replace("k32w2", "k64w2"),
     *(EXTEND.format(kind, "unit_keys", 4, "") for kind in ("gdn2x2", "kda2x2", "mamba2x2")),
     EXTEND.format("lightning2", "weak_decay", 1, ".zeroed"),
     EXTEND.format("kda2x2", "strong_decay", 2, ".kv.strided"),
@@ -215,6 +217,7 @@ MISTAKES = [
     (rollback.StateStoredInTheSlotOfTheNodeBefore, VERIFY_SLOTS, "eager", "state-matches-oracle", "behind"),
     (rollback.PaddedDraftsWriteSlot0, VERIFY_SLOTS, "graph", "writes-own-state", "slot 0"),
     (rollback.SnapshotOfTheLastAcceptedNode, VERIFY_COPIES, "eager", "state-matches-oracle", "prefix cache"),
+    (published.IdleReplayWritesStaleWindows, f"{DECODE}-empty_batches", "graph", "writes-own-state", "no request of"),
     (faults.SlotsOfTheCapture, DECODE, "graph", "conv-window-exact", "not stored"),
 ]
 

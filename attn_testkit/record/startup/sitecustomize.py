@@ -1,6 +1,7 @@
-"""Recorder of SGLang's attention backends. Python runs it at its start if this folder is on PYTHONPATH.
+"""Recorder of SGLang's attention backends, and of vLLM's metadata builders of layers with a state.
 
-``attn-testkit record --to FILE -- COMMAND`` puts it there. It needs no attn_testkit in the server's environment.
+Python runs it at its start if this folder is on PYTHONPATH. ``attn-testkit record --to FILE -- COMMAND`` puts it there.
+It needs no attn_testkit in the server's environment.
 """
 
 import importlib.util
@@ -11,8 +12,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-BASES = {"sglang.srt.layers.attention.base_attn_backend": "AttentionBackend"}
-"""Module -> base class of a server's backends."""
+BASES = {
+    "sglang.srt.layers.attention.base_attn_backend": "AttentionBackend",
+    "vllm.v1.attention.backend": "AttentionMetadataBuilder",
+}
+"""Module -> base class of a server's backends, or of what plans for them."""
 HERE = Path(__file__).resolve().parent
 
 
