@@ -87,8 +87,10 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
         q, k, v = (each.reshape(bs, -1, *each.shape[1:]) for each in parts)
         gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
         gates |= {name: each.reshape(bs, -1, layer.v_heads) for name, each in (("a", a), ("b", b))}
-        if batch.forward_mode.is_target_verify():
-            out = self.verified(q, k, v, gates, pool, self.scratch(layer)[1] if not self.by_slots else None)
+        if batch.forward_mode.is_target_verify() and q.shape[1] == 1:
+            out = self.verified_root(q, k, v, gates, layer, pool)
+        elif batch.forward_mode.is_target_verify():
+            out = self.verified(q, k, v, gates, pool, None if self.by_slots else self.scratch(layer)[1][:bs])
         else:
             out, _ = self.decode(
                 q,
@@ -106,13 +108,28 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: dict[str, torch.Tensor | None],
         pool: torch.Tensor, nodes: torch.Tensor | None,
     ) -> torch.Tensor:  # fmt: skip
-        """[bs, N, Hv, V] of drafts; what is behind a node goes to ``nodes`` [rows, N, Hv, V, K], or to its slot."""
+        """[bs, N, Hv, V] of drafts; what is behind a node goes to ``nodes`` [bs, N, Hv, V, K], or to its slot."""
         scale = q.shape[-1] ** -0.5
         if nodes is None:
             kept = {"ssm_state_indices": self.node_slots, "disable_state_update": False}
         else:
             kept = {"intermediate_states_buffer": nodes, "disable_state_update": True}
         out: torch.Tensor = self.verify(q, k, v, pool, self.indices, scale=scale, **gates, **kept)[0]
+        return out
+
+    def verified_root(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: dict[str, torch.Tensor | None],
+        layer: StateLayer, pool: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """[bs, 1, Hv, V] of drafts of one node, which the kernels of drafts do not take: a decode of copied states."""
+        behind = pool[self.taken]
+        places = torch.arange(len(behind), dtype=torch.int32, device=pool.device)
+        pooled = {"initial_state": behind, "initial_state_indices": places}
+        out: torch.Tensor = self.decode(q, k, v, state=None, scale=layer.scaling, **pooled, **gates)[0]
+        if self.by_slots:
+            self.store(pool, behind, self.index, self.live)
+        else:
+            self.scratch(layer)[1][: len(behind), 0] = behind
         return out
 
     def extend(

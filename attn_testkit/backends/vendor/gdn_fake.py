@@ -87,6 +87,8 @@ def decode(
     assert output is None, "the fake allocates its output"
     assert output_state_indices is None, "the fake writes the slot that it reads"
     requests, tokens, _, width = q.shape
+    if tokens == 1 and (intermediate_states_buffer is not None or disable_state_update):
+        raise ValueError("intermediate_states_buffer and disable_state_update are supported only for T > 1")
     pool, index = _pool_of(state, initial_state, initial_state_indices, requests)
     half = pool.dtype == torch.bfloat16 and width == v.shape[-1] == 128
     if half:
@@ -103,7 +105,8 @@ def decode(
         pool[index.clamp(min=0)].float(), q, k, v, A_log, a, dt_bias, b, scale, use_qk_l2norm
     )  # fmt: skip
     if intermediate_states_buffer is not None:
-        intermediate_states_buffer[:requests, :tokens] = torch.stack(behind, 1).to(pool.dtype)
+        assert len(intermediate_states_buffer) == requests, "intermediate_states_buffer dim 0 must equal batch size"
+        intermediate_states_buffer[:, :tokens] = torch.stack(behind, 1).to(pool.dtype)
     if not disable_state_update:
         _store(pool, behind[-1], index)
     read = read.masked_fill((index < 0)[:, None, None, None], 0.0)
@@ -133,6 +136,7 @@ def verify(
     if ssm_state_indices is not None:
         assert intermediate_states_buffer is None, "ssm_state_indices and intermediate_states_buffer exclude each other"
         assert disable_state_update is False, "ssm_state_indices needs state updates"
+        assert tokens >= 2, "ssm_state_indices requires T >= 2"
         for token, state in enumerate(behind):
             _store(initial_state, state, torch.where(live, ssm_state_indices[:, token].long(), -1))
     elif disable_state_update is False:
