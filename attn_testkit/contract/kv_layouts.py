@@ -141,7 +141,11 @@ def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
         shape = spec.pages, spec.page_size, layer.tp_k_head_num, width
         return make(shape, dtype=spec.dtype, device=spec.device)
 
-    return tuple(KVLayer(*(part(layer, width) for width in spec.part_widths(layer))) for layer in spec.layers)
+    found = []
+    for layer in spec.layers:
+        key, *value = (part(layer, width) for width in spec.part_widths(layer))
+        found.append(KVLayer(key, value[0] if value else None))
+    return tuple(found)
 
 
 def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int) -> list[KVLayer]:
