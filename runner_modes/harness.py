@@ -24,6 +24,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    Dialect,
     ForwardMode,
     KVGroup,
     KVPool,
@@ -168,6 +169,14 @@ def _pool(
         raise NoRoomError(f"{NO_ROOM}for a KV pool of more than 2^31 elements: {first_line(error)}") from None
 
 
+def _most_keys(schedules: Sequence[Schedule], columns: int, dialect: Dialect) -> int:
+    """``max_context_len`` of a server with these conventions, whose request table has so many columns."""
+    if dialect.context_len == "all" or not all(width_of(schedule.case) for schedule in schedules):
+        return columns
+    steps = (step for each in schedules for step in (*each.steps, each.second, each.oversized))
+    return max(request.prefix for step in steps for request in step.requests)
+
+
 def _reserved_memory(context: BackendContext) -> Iterator[torch.Tensor]:
     """Page 0 of each layer's keys, values and index keys, and slot 0 of each layer's states."""
     for layer in context.layers:
@@ -227,7 +236,10 @@ class ServerHarness:
         """Request table of each KV group, [G, requests, max_context_len] int32, on the device."""
         groups = tuple(replace(each, req_to_token=tables[each.index]) for each in context.kv_groups)
         dialect = dialect_of(self.capabilities, self.case)
-        self.context = replace(context, req_to_token=tables[0], kv_groups=groups, dialect=dialect)
+        most_keys = _most_keys(schedules, context.max_context_len, dialect)
+        self.context = replace(
+            context, req_to_token=tables[0], kv_groups=groups, dialect=dialect, max_context_len=most_keys
+        )
         self._is_spread = bool(variant_of(self.case).pool_elements)
         self.pool: Watch = self.family.memory.watch(self.context, schedules[0])
         """The memory that outlives a step, before a step and after it."""

@@ -91,7 +91,7 @@ def _mask_complaints(owned: object, harness: ServerHarness, width: int) -> Itera
         shape = f"shape {tuple(buffer.shape)}, strides {buffer.stride()}"
         yield f"verify_mask.buffer has {shape}, expected a flat contiguous tensor", "return buffer.view(-1)"
     if width:
-        yield from _size_complaints(owned, width, harness.context.max_context_len)
+        yield from _size_complaints(owned, width, harness.context.req_to_token.shape[1])
 
 
 _SIZES: Mapping[TreeMaskMode, tuple[str, Callable[[int, int, int], int]]] = {

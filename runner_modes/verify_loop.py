@@ -71,8 +71,7 @@ def run_verify_loop(
     texts = harness.family.texts
     assert texts is not None
     harness.model = make_model(harness, texts.vocabulary(case))
-    # A server computes prompts without a graph.
-    graphs = graphs_of(harness, loop.schedules[:2], clock) if in_graphs else {}
+    graphs = graphs_of(harness, loop.in_graphs, clock) if in_graphs else {}
     every = tuple(_Text(1 + index, list(prompt)) for index, prompt in enumerate(loop.texts))
     slots = loop.states() if harness.context.state else np.zeros((0, 0), np.int64)
     server = _Server(harness, case, loop, graphs, texts=every, state_slots=slots)

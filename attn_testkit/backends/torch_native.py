@@ -3,7 +3,7 @@
 Read it as the smallest complete backend. Its only persistent metadata is a mask buffer: everything else is rebuilt on
 the device at the start of each step from the batch's tensors, with shapes that never depend on lengths.
 
-Shapes: T query rows, B requests (padding included), W most rows per request, C = ``max_context_len``.
+Shapes: T query rows, B requests (padding included), W most rows per request, C = columns of the request table.
 """
 
 from __future__ import annotations
@@ -83,6 +83,7 @@ class TorchNativeBackend(AttentionBackend):
             takes_more_rows=True,
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
+            context_len=frozenset({"all", "prefix"}),
             padding_slots=frozenset({0, -1}),
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
@@ -97,7 +98,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self._key = torch.arange(context.max_context_len, device=context.device)
+        self._key = torch.arange(context.req_to_token.shape[1], device=context.device)
         self._mask: VerifyMask | None = None
         self._has_slot_views = context.kv_pool.layout in ("nhd", "side-by-side")
 

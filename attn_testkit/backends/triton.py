@@ -101,6 +101,7 @@ class TritonBackend(AttentionBackend):
             takes_more_rows=True,
             padded_requests=frozenset({"rows", "nothing"}),
             verify_lens=frozenset({"prefix", "all"}),
+            context_len=frozenset({"all", "prefix"}),
             padding_slots=frozenset({0, -1}),
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
@@ -116,7 +117,7 @@ class TritonBackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         # The number of splits is a constant: if it followed the batch, a request's bits would depend on other requests.
-        self._splits = min(_MAX_SPLITS, triton.cdiv(context.max_context_len, _KEYS_PER_SPLIT))
+        self._splits = min(_MAX_SPLITS, triton.cdiv(context.req_to_token.shape[1], _KEYS_PER_SPLIT))
         heads = max(layer.tp_q_head_num for layer in context.layers)
         width = max(layer.v_head_dim for layer in context.layers)
         sums = context.max_bs * max(1, context.draft_branches) * heads * self._splits
@@ -142,7 +143,7 @@ class TritonBackend(AttentionBackend):
             mask = torch.zeros(max_bs, n, n, dtype=torch.uint8, device=device)
             self._verify_mask = VerifyMask(mask.view(-1), TreeMaskMode.QLEN_ONLY, max_bs)
         self._static = _Plan(
-            table=torch.zeros(branches, context.max_context_len, dtype=torch.int32, device=device),
+            table=torch.zeros(branches, context.req_to_token.shape[1], dtype=torch.int32, device=device),
             requests=torch.zeros(rows, dtype=torch.int64, device=device),
             kv_lens=torch.zeros(max(1, context.speculative_num_steps - 1), rows, dtype=torch.int32, device=device),
             cu_seqlens_q=torch.zeros(rows + 1, dtype=torch.int32, device=device),

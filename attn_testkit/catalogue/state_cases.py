@@ -249,7 +249,7 @@ def _in_trees(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
             yield _of_shape(case, snapshots=snapshots).with_changes(rows=Verify(trees[0])).of_requests((4, 9), padded=2)
 
 
-_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS = (_CHUNK + 2, 33, 1), 4, 4
+_LOOP_PREFIXES, _LOOP_NODES, _LOOP_ROUNDS, _LOOP_WIDTH = (_CHUNK + 2, 33, 1), 4, 4, 64
 
 
 def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
@@ -261,6 +261,10 @@ def _loops(declared: Capabilities, tier: str, first: Case) -> Iterator[Case]:
     for index in range(max(len(rollbacks), len(kinds) if declared.state.hybrid else 1)):
         case = _of_shape(_plain(declared, first, kinds[index % len(kinds)]), rollback=rollbacks[index % len(rollbacks)])
         prefixes = tuple(min(prefix, declared.max_extend_tokens) for prefix in _LOOP_PREFIXES)
+        # Keys as wide as values, as in the models that are served.
+        width = min(declared.state.k_dims & declared.head_dims, key=lambda dim: abs(dim - _LOOP_WIDTH), default=0)
+        if width:
+            case = _of_shape(case, k_dim=width).with_changes(head_dim=width)
         case = case.of_requests(prefixes, padded=1, rows=Verify(chain(nodes), _LOOP_ROUNDS))
         if not not_declared(declared, nearest_declared(declared, _with_softmax(declared, case))):
             yield case

@@ -163,6 +163,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from batch_mates_cases(declared, base)
         yield from declared_pair_cases(declared, base)
         yield from shared_prefix_cases(declared, base)
+        yield from verify_loop_cases(declared, base)
         arrays = list(randomly_combined(declared, list(pair_array_cases(declared, base))))
         arrays += randomly_combined(declared, list(layout_array_cases(declared, two_request_case(declared, mode))))
         yield from arrays
@@ -176,7 +177,6 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
-        yield from verify_loop_cases(declared, base)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

@@ -39,7 +39,7 @@ class BackendContext:
     kv_pool: KVPool
     """KV pool of all layers, or of the first KV group."""
     req_to_token: torch.Tensor
-    """[pool_size + 1, max_context_len] int32: KV *slot* of each token of each request. Row 0 is a reserved dummy, all
+    """[pool_size + 1, columns] int32: KV *slot* of each token of each request. Row 0 is a reserved dummy, all
     zeros. Page of logical page p of request r: ``req_to_token[r, p * page_size] // page_size``. Entries past a
     request's length are stale slots of others."""
     layers: tuple[AttentionLayer, ...]
@@ -48,7 +48,9 @@ class BackendContext:
     page_size: int
     """Slots per page."""
     max_context_len: int
-    """Most tokens of one request, prefix and new tokens together: columns of ``req_to_token``."""
+    """Most tokens of one request, prefix and new tokens together: columns of ``req_to_token``. If
+    ``dialect.context_len`` is ``prefix``, most tokens before a step that has drafts, and ``req_to_token`` has more
+    columns."""
     max_bs: int
     """Most requests in one batch, padding included; eager batches may be larger than the largest graph."""
     max_num_tokens: int

@@ -217,7 +217,7 @@ def _plan_of(backend: KernelBackend, layer: AttentionLayer, batch: ForwardBatch)
     """The plan of a layer that stores no keys and values. Layers with an indexer share one KV group."""
     context = backend.context
     return KernelPlan(
-        backend._kit_step, layer, context.group_of(layer).cache_loc(batch), context.max_context_len, False
+        backend._kit_step, layer, context.group_of(layer).cache_loc(batch), context.req_to_token.shape[1], False
     )
 
 
@@ -232,7 +232,7 @@ def _stored(
     context = backend.context
     group = context.group_of(layer)
     new = rows if save_kv_cache else (None, None)
-    most = context.max_context_len
+    most = context.req_to_token.shape[1]
     step = backend._kit_steps_of_others[group.index - 1] if group.index else backend._kit_step
     plan = KernelPlan(step, layer, group.cache_loc(batch), most, save_kv_cache, *new)
     if save_kv_cache:

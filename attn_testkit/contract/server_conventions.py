@@ -19,6 +19,7 @@ __all__ = ["DIALECTS", "SERVERS", "SGLANG", "VLLM", "Dialect", "ServerConvention
 DIALECTS: Mapping[str, tuple[str, ...]] = {
     "padded_requests": ("rows", "nothing"),
     "verify_lens": ("prefix", "all"),
+    "context_len": ("all", "prefix"),
 }
 """Field of a ``Dialect``, and of ``ServerConventions`` -> its values; the first is the usual one."""
 _DRAFTS = frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND}
@@ -44,6 +45,12 @@ class ServerConventions(Declared):
     verify_lens: Set[str] = frozenset({"prefix"})
     """Keys that ``seq_lens`` may count in target-verify. ``prefix``: the keys before the step. ``all``: the step's own
     keys as well (vLLM). If both are declared, ``BackendContext.dialect`` has the one of the instance."""
+    context_len: Set[str] = frozenset({"all"})
+    """Keys that ``max_context_len`` may bound in steps of drafts. ``all``: those of the step too, so ``req_to_token``
+    has as many columns (vLLM). ``prefix``: keys before the step. New tokens of a request at the end of its context lie
+    behind it, in further columns (SGLang: ``context_len``, and ``num_draft_tokens`` more), and are attended there.
+    SGLang drops what it generates behind the end, so its backends need not declare it. If both are declared,
+    ``BackendContext.dialect`` has the one of the instance."""
     takes_none_kv: bool = False
     """True: k and v may be None if ``save_kv_cache`` is False, which is how servers say that the pool holds the new
     keys and values already. The kit then gives None to the first layer and tensors of NaN to the others. False: all get
@@ -159,3 +166,6 @@ class Dialect:
     verify_lens: str = "prefix"
     """Keys that ``seq_lens`` counts in target-verify. ``prefix``: keys before the step (SGLang). ``all``: keys before
     the step and its N new ones, in ``spec_info`` as well (vLLM). A FULL_MASK is laid out by prefixes either way."""
+    context_len: str = "all"
+    """Keys that ``max_context_len`` bounds in target-verify, draft-extends and draft-decode. ``all``: the step's own as
+    well (vLLM). ``prefix``: keys before the step (SGLang); ``req_to_token`` has columns for the others."""

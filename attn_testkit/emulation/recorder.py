@@ -217,7 +217,7 @@ class Watcher(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _run_whole(self, operation: Operation) -> Any:
         """Run an operation without looking inside it."""
         session = self.session
-        if session.policy.side_streams == "late":
+        if session.order is not None and session.is_late:
             target = None if private.vmap_level() is not None else may_be_late(operation)
             if target is not None and session.delays(operation.run):
                 return target

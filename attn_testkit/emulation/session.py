@@ -121,11 +121,16 @@ class Session:
             if self.capture is not None:
                 self.capture.order = self.new_account()
 
+    @property
+    def is_late(self) -> bool:
+        """True if work that is issued now may be done later."""
+        late = self.policy.side_streams == "late" and self.order is not None and self.capture is None
+        return late and self.stream is not self.default_stream
+
     def delays(self, work: Callable[[], object]) -> bool:
         """Leave work that has no result to later, if the current stream is late; False if it is to be done now."""
         stream, order = self.stream, self.order
-        late = self.policy.side_streams == "late" and self.capture is None and stream is not self.default_stream
-        if order is None or not late:
+        if order is None or not self.is_late:
             self.late.catch_up_on(stream.cuda_stream)
             return False
         handle = stream.cuda_stream

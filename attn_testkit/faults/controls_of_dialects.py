@@ -15,6 +15,7 @@ from .b_padded_tokens import SlotsOfTheForward
 from .builds import RegisterRowsBackend
 from .c_new_rows import FP8
 from .catalogue import control
+from .d_full_contexts import ContextOfPrefixes
 from .dense import DenseBackend
 from .g_narrow_numbers import Fp8Probabilities, Fp8ProbabilitiesWithoutAFactor
 from .g_tf32 import FLOAT32, Float32ProductsInTf32
@@ -168,3 +169,8 @@ class PaddingIsNotStored(DenseBackend):
     ) -> torch.Tensor:
         stored = replace(batch, out_cache_loc=batch.out_cache_loc.clamp(min=0))
         return super().forward(q, k, v, layer, stored, save_kv_cache)
+
+
+@control("context-of-prefixes")
+class DraftsBehindTheContext(ContextOfPrefixes):
+    """Drafts of a request at the end of its context lie behind max_context_len (SGLang)."""

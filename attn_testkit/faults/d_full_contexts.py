@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
+_DRAFTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @fault(
@@ -45,3 +46,46 @@ class LastTokenOfContextLeftOut(PlannedBackend):
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         key = self.index[: self.pages * self.context.page_size]
         return super().visible(meta, layer, position) & (key < self.context.max_context_len - 1)
+
+
+class ContextOfPrefixes(PlannedBackend):
+    """Healthy parent: tables are as wide as the request table, whatever ``max_context_len`` counts."""
+
+    capabilities = PlannedBackend.capabilities.with_changes(
+        eager=_DRAFTS, graph=_DRAFTS, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"},
+        windows=(), logit_cap=False, sinks=False, server={"context_len": {"all", "prefix"}},
+    )  # fmt: skip
+
+
+@fault(
+    slug="page-table-without-the-drafts",
+    source="general; tables of context_len columns, where the request table has num_draft_tokens more (sglang)",
+    modes=_DRAFTS,
+    checks=("matches-oracle",),
+    hint="",
+)
+class PageTableWithoutTheDrafts(ContextOfPrefixes):
+    """The page table has the pages of max_context_len tokens, and a request with as many gets no page for drafts."""
+
+    @override
+    def most_keys(self, context: BackendContext) -> int:
+        return context.max_context_len
+
+    @override
+    def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().plan_pages(batch)[:, : self.pages]
+
+
+@fault(
+    slug="lengths-clamped-to-the-context",
+    source="general; seq_lens clamped to max_context_len, which does not count drafts",
+    modes=_DRAFTS,
+    checks=("matches-oracle", "finite"),
+    hint="",
+)
+class LengthsClampedToTheContext(ContextOfPrefixes):
+    """Keys of a request are at most max_context_len, so its drafts at the end of a context see one another's keys."""
+
+    @override
+    def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
+        return super().plan_lengths(batch, counts).clamp(max=self.context.max_context_len)

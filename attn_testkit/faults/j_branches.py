@@ -137,9 +137,9 @@ class PlansByTwoGraphs(PlannedBackend):
     source="general (torch: graphs that share a pool may not run at once)",
     modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
     executions=("graph",),
-    checks=("completes",),
+    checks=("completes", "matches-oracle", "finite"),
     hint="shares its memory pool",
-    modelled=_RACE,
+    modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class TwoGraphsOfOnePoolAtOnce(PlansByTwoGraphs):
     """Two graphs of a plan share a memory pool, so that one's scratch memory is the other's, and run on two streams."""

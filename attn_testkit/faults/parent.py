@@ -88,7 +88,7 @@ class PlannedBackend(AttentionBackend):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.pages = -(-context.max_context_len // context.page_size)
+        self.pages = -(-self.most_keys(context) // context.page_size)
         self.index = torch.arange(
             max(self.pages * context.page_size, context.max_num_tokens) + 1, device=context.device
         )
@@ -102,6 +102,10 @@ class PlannedBackend(AttentionBackend):
         self.capturing = False
         """True while a capture is planned, False for a replay."""
         self.graphs: dict[tuple[ForwardMode, int], Metadata] = {}
+
+    def most_keys(self, context: BackendContext) -> int:
+        """Most keys of a request in any step: columns of the request table, which new tokens need as well."""
+        return context.req_to_token.shape[1]
 
     def new_workspace(self, numbers: int) -> torch.Tensor:
         """[numbers] float32 for partial results; they are written before they are read, so it is not cleared."""

@@ -33,7 +33,7 @@ class PromptAsLongAsADraftNotStored(StateParent):
     source="vllm-ascend #10901 (vLLM #37728)",
     modes=[ForwardMode.DECODE],
     executions=["graph"],
-    checks=("writes-own-state",),
+    checks=("writes-own-state", "captures-cleanly"),
 )
 class IdleReplayWritesStaleWindows(StateParent):
     """A replay without a live request keeps the slots of the replay before it, and writes their windows."""
@@ -64,7 +64,7 @@ class IdleReplayWritesStaleWindows(StateParent):
         if self.held is not None:
             conv, slots = self.pools(layer)[0], self.held[: len(self.index)]
             idle = ~self.live.any() & (slots > 0)
-            conv[slots] = torch.where(idle[:, None, None], 0.0, conv[slots])
+            conv[slots] = conv[slots].masked_fill(idle[:, None, None], 0.0)
         return out
 
 

@@ -20,7 +20,7 @@ from ..cases.rows import Decode, Extend, room_for
 from ..contract import ForwardMode
 from .data import VOCAB
 from .greedy_loop import Loop, kept_of, pages_of, stage_name
-from .schedule import make_schedule
+from .schedule import Schedule, make_schedule
 
 __all__ = ["PROMPTS", "VerifyLoop", "make_verify_loop", "verify_loop_runs"]
 
@@ -48,6 +48,13 @@ class VerifyLoop(Loop):
         bs = len(self.prompts)
         return f"request {text}" if text < bs else f"request {text - bs}, decoded without drafts,"
 
+    @property
+    def in_graphs(self) -> tuple[Schedule, ...]:
+        """Schedules that have graphs. A server computes prompts without one, and with a slot for each node (vLLM) it
+        has graphs only of as many rows as a draft.
+        """
+        return self.schedules[:1] if _by_slots(self.schedules[0].case) else self.schedules[:2]
+
     def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
         """Decode steps of each round: as many as it takes until each request has S decoded tokens that are not
         verified.
@@ -74,8 +81,7 @@ class VerifyLoop(Loop):
         One, or with rollback ``slots`` one for each node of a draft. Slot 0 is nobody's.
         """
         case = self.schedules[0].case
-        by_slots = case.state is not None and case.state.rollback == "slots"
-        count, nodes = len(self.texts), case.width if by_slots else 1
+        count, nodes = len(self.texts), case.width if _by_slots(case) else 1
         rng = np.random.default_rng(case.digest ^ 0x57A7)
         found = rng.permutation(count * nodes).reshape(count, nodes) + 1
         while any(found[text, 0] in (text, text + 1) for text in range(count)):
@@ -85,10 +91,15 @@ class VerifyLoop(Loop):
 
 def verify_loop_runs(case: Case, modes: Set[ForwardMode], eager: Set[ForwardMode]) -> bool:
     """True if the case has a loop of target-verify, and it runs: ``modes`` are those of the execution, and ``eager``
-    those of eager steps, in which prompts are computed.
+    those of eager steps (``VerifyLoop.in_graphs``).
     """
-    needed = {ForwardMode.TARGET_VERIFY, ForwardMode.DECODE}
-    return bool(case.rounds and case.tree) and needed <= modes and ForwardMode.EXTEND in eager
+    decodes = eager if _by_slots(case) else modes
+    there = ForwardMode.TARGET_VERIFY in modes and ForwardMode.DECODE in decodes and ForwardMode.EXTEND in eager
+    return bool(case.rounds and case.tree) and there
+
+
+def _by_slots(case: Case) -> bool:
+    return case.state is not None and case.state.rollback == "slots"
 
 
 def make_verify_loop(case: Case) -> VerifyLoop:

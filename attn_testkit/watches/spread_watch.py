@@ -21,9 +21,23 @@ from .past_modes import past_modes
 from .pool_rows import BITS, PoolRows
 from .uploads import upload
 
-__all__ = ["SpreadWatch"]
+__all__ = ["SpreadWatch", "slots_around"]
 
 _Ints = npt.NDArray[np.int64]
+
+
+_TILE = 256
+"""Slots before and behind those of a schedule that no request owns: as many as a tile of keys has."""
+
+
+def slots_around(places: _Ints, slots: int, page_size: int) -> _Ints:
+    """Slots [n], ascending, of the pages next to those of ``places``, as far as a tile of keys reaches; of a pool of
+    ``slots``.
+    """
+    pages, reach = set((places[::page_size] // page_size).tolist()), -(-_TILE // page_size)
+    near = {page + step for page in pages for step in range(-reach, reach + 1)}
+    kept = np.array(sorted(page for page in near - pages if 0 < page < slots // page_size), np.int64)
+    return (kept[:, None] * page_size + np.arange(page_size)).reshape(-1)
 
 
 class SpreadWatch:
@@ -36,9 +50,15 @@ class SpreadWatch:
         self.bits = BITS[size]
         """Integer dtype of an element's bits."""
         self._pool, self._device, self._dtype = PoolRows.of(pool), pool.device, pool.dtype
-        self._page_size, self._places = pool.page_size, slot_map(schedule, 0)
+        self._slots, self._page_size, self._places = pool.num_slots, pool.page_size, slot_map(schedule, 0)
         self._on_device = upload(torch.from_numpy(self._places), self._device)
         """Place of each slot of the schedule, [slots]."""
+        self._around = upload(
+            torch.from_numpy(slots_around(self._places, pool.num_slots, pool.page_size)), self._device
+        )
+        """Place of each slot next to those of the schedule, [n]: of no request, and NaN like their unowned ones."""
+        self._beside = self._pool.take(self._around)
+        """Expected contents of these."""
         self._before = self._pool.take(self._on_device)
         """Expected contents of the slots, the bytes of [L, 2 or 1, slots, Hk, Dqk]."""
         self.clear()
@@ -47,8 +67,13 @@ class SpreadWatch:
         """View the bytes of all slots as [L * 2 or L, slots, bytes]."""
         return rows.view(math.prod(self._shape), len(self._places), -1)
 
+    def _of_slots(self, rows: torch.Tensor) -> torch.Tensor:
+        """View the bytes of slots next to them likewise."""
+        return rows.view(math.prod(self._shape), len(self._around), -1)
+
     def _put(self) -> None:
         self._pool.put(self._on_device, self._before)
+        self._pool.put(self._around, self._beside)
 
     def fill(self, name: object, held: Callable[[], tuple[_Ints, Bytes]], unowned: float) -> None:
         """Do the work of ``PoolWatch.fill`` for the slots of the schedule."""
@@ -61,11 +86,12 @@ class SpreadWatch:
             self._put()
 
     def _fill(self, value: float) -> None:
-        if self._dtype.itemsize == 1:
-            # Not every device can fill FP8.
-            self._before.fill_(ALL_NAN if math.isnan(value) else 0)
-        else:
-            self._before.view(self._dtype).fill_(value)
+        for rows in (self._before, self._beside):
+            if self._dtype.itemsize == 1:
+                # Not every device can fill FP8.
+                rows.fill_(ALL_NAN if math.isnan(value) else 0)
+            else:
+                rows.view(self._dtype).fill_(value)
 
     def clear(self) -> None:
         """Do the work of ``PoolWatch.clear``."""
@@ -91,7 +117,9 @@ class SpreadWatch:
     def look(self, slots: int, due: torch.Tensor, count: int) -> tuple[tuple[torch.Tensor, int], ...]:
         """Do the work of ``PoolWatch.look``: the wanted rows are those of ``due``."""
         rows = self._pool.take(self._on_device[due])
-        return (self._changed(), slots), (rows, self._pool.bytes_of(count))
+        beside = self._of_slots(self._pool.take(self._around)), self._of_slots(self._beside)
+        differs = torch.ne(*beside).any(2).any(0).view(torch.uint8)
+        return (self._changed(), slots), (rows, self._pool.bytes_of(count)), (differs, len(self._around))
 
     def written(self, due: _Ints, found: Sequence[Bytes]) -> tuple[_Ints, Bytes, tuple[int, ...]]:
         """Do the work of ``PoolWatch.written``."""
@@ -100,5 +128,7 @@ class SpreadWatch:
         return changed, rows, (*self._shape, len(changed), *self._row)
 
     def outside(self, found: Sequence[Bytes]) -> _Ints:
-        """Return nothing: memory outside the schedule's slots is not checked."""
-        return np.empty(0, np.int64)
+        """First bytes of slots next to the schedule's that changed, in K of a layer; memory behind is not checked."""
+        places = slots_around(self._places, self._slots, self._page_size)
+        row = math.prod(self._row) * self._dtype.itemsize
+        return places[np.flatnonzero(found[2])] * row if len(found) > 2 else np.empty(0, np.int64)

@@ -3,8 +3,9 @@
     build/servers/sglang-0.5.23/bin/python ci/side/states.py --out side.json
 
 SGLang's kit has 44 cases (GDN 10, KDA 10, Lightning 10, Mamba2 14). To those of GDN and Mamba2 come the graphs and the
-verifies of its tests. This kit runs tier smoke. Each bug of ``tests/bridges/sglang_state_side.py`` is then put into the
-classes for both; this kit looks for it in the mode where it shows, SGLang's in all its cases of the class.
+verifies of its tests. This kit runs tier smoke, or the case of core that a bug needs. Each bug of
+``tests/bridges/sglang_state_side.py`` is then put into the classes for both; this kit looks for it in the mode where it
+shows, SGLang's in all its cases of the class.
 """
 
 from __future__ import annotations
@@ -167,9 +168,8 @@ def ours() -> dict[str, Any]:
     found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, bug in BUGS.items():
-            results = _run(
-                f"sglang_state_side:{name}", folder, "--mode", bug.mode, "--execution", bug.execution
-            )  # fmt: skip
+            which = ("--mode", bug.mode, *(("--case", bug.case) if bug.case else ()))
+            results = _run(f"sglang_state_side:{name}", folder, *which, "--execution", bug.execution)
             red = [each for each in results if each["status"] != "passed"]
             checks = sorted({finding["check"] for each in red for finding in each.get("findings", ())})
             found[name] = {"red": len(red), "cases": len(results), "checks": checks}

@@ -2,8 +2,8 @@
 
     PYTHONPATH=tests/bridges attn-testkit run --backend sglang_state_side:NothingCommitted --mode target-verify
 
-Each replaces a method of SGLang's classes and hands on to it. Bugs 7 to 9 need snapshots, 14 an idle replay and 17
-slots that lie apart: neither kit runs these classes with them, so they are left out. Importing this imports SGLang.
+Each replaces a method of SGLang's classes and hands on to it. Bugs 7 to 9 need snapshots and 17 slots that lie apart:
+neither kit runs these classes with them, so they are left out. Importing this imports SGLang.
 """
 
 from __future__ import annotations
@@ -43,6 +43,8 @@ class Bug:
     execution: str
     kind: str
     replaced: tuple[tuple[type, str, Wrong], ...]
+    case: str = ""
+    """The case of this kit's tier core in which it shows; empty: it shows in tier smoke."""
 
 
 def _planned(change: Callable[[Any, Any], None]) -> Wrong:
@@ -75,6 +77,18 @@ def _stale_tail(right: Method) -> Method:
         if not in_capture and had is not None:
             held = self.forward_metadata.mamba_cache_indices
             held.copy_(torch.where(held < 0, had[: len(held)], held))
+
+    return out_graph
+
+
+def _stale_when_idle(right: Method) -> Method:
+    def out_graph(self: Any, batch: Any, in_capture: bool = False) -> None:
+        lists = self.state_indices_list
+        had = lists[batch.batch_size - 1].clone() if lists else None
+        right(self, batch, in_capture=in_capture)
+        if not in_capture and had is not None:
+            held = self.forward_metadata.mamba_cache_indices
+            held.copy_(torch.where((held < 0).all(), had[: len(held)], held))
 
     return out_graph
 
@@ -255,6 +269,10 @@ BUGS = {
     ),
     "ShortPromptsKeepTheWindow": _extend(
         13, "vLLM #56196", "forward_extend", _kept(lambda batch, width: batch.extend_seq_lens < width, states=False)
+    ),
+    "IdleReplaysKeepTheSlots": Bug(
+        14, "vllm-ascend #10901", "decode", "graph", "gdn", ((MambaAttnBackendBase, _OUT, _stale_when_idle),),
+        "decode-gdn2x2-d64-bf16-p16-k9.7.1-shuffled-mild_decay-k64w4s32.zeroed-b4prod-empty_batches",
     ),
     "BlocksBeginFromZeros": _extend(15, "syv-ai/qwen38-27b-rtx3090 #43", "forward_extend", _across_blocks),
     "ResumedKeepsItsState": Bug(

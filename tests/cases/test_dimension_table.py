@@ -83,7 +83,7 @@ def test_a_case_that_is_combined_keeps_fields_that_no_dimension_takes_at_random(
     kept = {name for each in DIMENSIONS if isinstance(each.combined, Kept) for name in each.combined.names}
     taken = {name for each in DIMENSIONS if isinstance(each.combined, Combined) for name in each.fields}
     assert kept & taken == set()
-    others = {"rope_dim", "layer_windows", "local_chunk", "usual_scaling", "multi_mode", "seed"}
+    others = {"rope_dim", "layer_windows", "local_chunk", "alibi", "usual_scaling", "multi_mode", "seed"}
     assert DEFAULTS.keys() - kept - taken == others
 
 
@@ -111,7 +111,7 @@ def test_all_requests_have_the_rows_of_the_first_where_none_are_given() -> None:
 
 def test_what_goes_with_other_things_says_with_what() -> None:
     made_by_themselves = [word for word, variant in SERVER_VARIANTS.items() if not variant.combines]
-    assert made_by_themselves == ["far", "shapes", "bigpool", "piecewise", "narrower_widths"]
+    assert made_by_themselves == ["far", "shapes", "bigpool", "piecewise", "narrower_widths", "context_of_prefixes"]
     assert [word for word, variant in SERVER_VARIANTS.items() if not variant.reaches_kernels] == [
         "empty_batches",
         "zero_length_padding",

@@ -17,7 +17,7 @@ from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 from attn_testkit.steps.greedy_loop import Loop, loop_modes, make_loop, make_vocabulary
-from attn_testkit.steps.verify_loop import VerifyLoop, make_verify_loop
+from attn_testkit.steps.verify_loop import VerifyLoop, make_verify_loop, verify_loop_runs
 
 CASE = "draft-decode-gqa2x2-d64-bf16-p{page}-k{prefixes}-topk{k}steps{s}-loop{rounds}-shuffled-gauss-b4prod"
 
@@ -132,7 +132,7 @@ def test_a_backend_of_fp8_pools_alone_has_loops_of_them() -> None:
 
 def test_a_backend_of_packed_rows_alone_has_cases_and_no_loop() -> None:
     declared = TorchNativeBackend.capabilities.with_changes(
-        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False
+        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False, wider_keys=()
     )
     for mode in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
         assert generate(declared, mode, "smoke")
@@ -158,6 +158,7 @@ def test_loops_of_states_have_each_rollback_and_those_of_hybrids_each_kind() -> 
     hybrids = loops(TorchNativeHybridBackend.capabilities, verify)
     assert [case.heads.family for case in hybrids] == ["gdn", "kda", "mamba", "lightning"]
     assert {case.state.rollback for case in hybrids if case.state} == {"commit", "slots"}
+    assert {(case.head_dim, case.state.k_dim) for case in [*alone, *hybrids] if case.state} == {(64, 64)}
 
 
 VERIFY = "target-verify-gqa2x2-d64-bf16-p4-k{prefixes}-{draft}-loop{rounds}-shuffled-gauss-b4prod"
@@ -208,6 +209,23 @@ def test_slots_of_states_are_neither_rows_nor_places(by: str) -> None:
     assert slots.shape == (6, 4 if by else 1)
     assert sorted(slots.ravel().tolist()) == list(range(1, slots.size + 1))
     assert all(slots[text, 0] not in (text, text + 1) for text in range(6))
+
+
+def test_decode_has_graphs_but_with_a_slot_for_each_node() -> None:
+    states = "target-verify-gdn4x2-d64-bf16-p16-k17.9.1-chain4-loop4-shuffled-mild_decay-k64w4s32{by}-b4prod"
+    verify, decode, extend = ForwardMode.TARGET_VERIFY, ForwardMode.DECODE, ForwardMode.EXTEND
+    for case_id, in_graphs in (
+        (states.format(by=""), [verify, decode]),
+        (states.format(by=".slots"), [verify]),
+        (VERIFY.format(prefixes="9.4.1", draft="chain4", rounds=3), [verify, decode]),
+    ):
+        case = parse_case(case_id)
+        assert [each.case.mode for each in make_verify_loop(case).in_graphs] == in_graphs
+        assert verify_loop_runs(case, set(in_graphs), {decode, extend})
+        assert not verify_loop_runs(case, set(in_graphs), {decode})
+        assert not verify_loop_runs(case, {verify}, {extend})
+        assert not verify_loop_runs(case, {decode}, {decode, extend})
+    assert not verify_loop_runs(parse_case(states.format(by="").replace("-loop4", "")), {verify, decode}, {extend})
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> Non
     far = {"far", "shapes"} if mode is ForwardMode.DECODE else set()
     big = {"bigpool"} if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else set()
     pieces = set() if mode is ForwardMode.DRAFT_DECODE else {"piecewise"}
-    narrower = set() if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else {"narrower_widths"}
+    drafts = {"narrower_widths", "context_of_prefixes"}
+    drafts = set() if mode in (ForwardMode.DECODE, ForwardMode.EXTEND) else drafts
     assert set(variants(PLAIN, mode)) == {"empty_batches", "overlap_scheduling"} | far | big | pieces
     assert (
         set(variants(ALL, mode))
@@ -60,7 +61,7 @@ def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> Non
         | more
         | verify
         | pieces
-        | narrower
+        | drafts
     )
     assert "overlap_scheduling" not in variants(PLAIN.with_changes(server={"overlap_scheduling": False}), mode)
     assert "zero_length_padding" not in variants(ALL.with_changes(graph=()), mode)

@@ -33,6 +33,7 @@ VALUES: dict[str, Any] = {
 LATER = {
     ("server", "finite_padding"),
     ("server", "narrower_widths"),
+    ("server", "context_len"),
     ("server", "instances_run_at_once"),
     ("server", "takes_rewritten_table"),
     ("server", "takes_unused_scales"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from attn_testkit.examples import MinimalBackend
 from attn_testkit.running.case_runs.case_run import run_case
 from attn_testkit.steps.kv_groups import slot_map
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit.watches.spread_watch import slots_around
 
 CASE = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 SCHEDULE = make_schedule(parse_case(CASE))
@@ -75,11 +77,30 @@ def test_new_rows_lie_where_out_cache_loc_says_and_a_stray_one_is_seen(server: S
     server.load(SCHEDULE, STEP)
     stray = len(PLACES) - 1
     keys(server)[int(PLACES[stray])] = 1.0
-    changed, _ = server.pool.look(len(PLACES), torch.tensor([0]), 1)
+    changed, *_ = server.pool.look(len(PLACES), torch.tensor([0]), 1)
     found, rows, shape = server.pool.written(torch.tensor([0]).numpy(), [changed[0].cpu().numpy()])
     assert (found.tolist(), shape) == ([stray], (1, 2, 1, 2, 64))
     assert torch.from_numpy(rows).view(torch.bfloat16)[:128].tolist() == [1.0] * 128
     assert server.written_at_capture()[-1] == stray
+
+
+def test_a_tile_before_and_behind_the_slots_of_a_schedule_is_nan_and_a_write_to_it_is_seen(
+    server: ServerHarness,
+) -> None:
+    pool, half = keys(server), len(PLACES) // 2
+    around = slots_around(PLACES, len(pool), 16)
+    used = sorted(set((PLACES // 16).tolist()))
+    gap = next(at for at, (one, other) in enumerate(pairwise(used)) if other > one + 1)
+    first, last = (used[gap] + 1) * 16, used[gap + 1] * 16 - 1
+    assert around.tolist() == [*range(first, first + 256), *range(last - 255, last + 1)]
+    assert abs(gap - half // 16) <= 1
+    server.load(SCHEDULE, STEP)
+    assert bool(pool[torch.from_numpy(around)].isnan().all())
+    looked = server.pool.look(len(PLACES), torch.tensor([0]), 1)
+    assert server.pool.outside([each.cpu().numpy() for each, _ in looked]).tolist() == []
+    pool[int(around[300]), 1, 5] = 1.0
+    looked = server.pool.look(len(PLACES), torch.tensor([0]), 1)
+    assert server.pool.outside([each.cpu().numpy() for each, _ in looked]).tolist() == [int(around[300]) * 2 * 64 * 2]
 
 
 def test_at_capture_page_0_is_zeros_and_the_rest_nan(server: ServerHarness) -> None:

@@ -117,6 +117,8 @@ CAPABILITIES: Mapping[str, BridgeCapabilities] = {
             _MHA_POOL,
             _SERVER,
             Line("server.takes_none_kv", True, f"{_TRITON}:TritonAttnBackend.forward_extend"),
+            # Lists of keys have seq_lens entries, in a row of the request table.
+            Line("server.context_len", {"all", "prefix"}, f"{_TRITON}:TritonAttnBackend._fill_kv_indptr_and_indices"),
         ),
     ),
     # A draft worker's other backend. Its plan takes a prefix of one key at least, as every draft of a server has.

@@ -12,6 +12,7 @@ from ...contract import DIALECTS, Capabilities, Dialect
 from ..fields import THINGS, C, Fields
 from ..plan import Plan
 from .big_pool import BIG_POOL, big_pool_cases
+from .context_of_prefixes import CONTEXT_OF_PREFIXES
 from .empty_batches import EMPTY_BATCHES
 from .large_max_context_len import LARGE_MAX_CONTEXT_LEN
 from .many_shapes import MANY_BATCH_SHAPES
@@ -60,6 +61,7 @@ SERVER_VARIANTS: Mapping[str, ServerVariant] = {
         PIECEWISE,
         UNUSED_SCALES_VARIANT,
         NARROWER_WIDTHS,
+        CONTEXT_OF_PREFIXES,
     )
 }
 """Server variants by word, in the order of their cases and of the words of an id."""
