@@ -132,7 +132,7 @@ def test_a_backend_of_fp8_pools_alone_has_loops_of_them() -> None:
 
 def test_a_backend_of_packed_rows_alone_has_cases_and_no_loop() -> None:
     declared = TorchNativeBackend.capabilities.with_changes(
-        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False, wider_keys=()
+        kv_dtypes={"int8_per_token_head"}, dtypes={"bf16"}, families={"gqa"}, heads_by_layer=False
     )
     for mode in (ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY):
         assert generate(declared, mode, "smoke")

@@ -8,6 +8,7 @@ from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
+from ...contract.row_format import ROW_FORMATS
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
 from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
@@ -21,6 +22,11 @@ _WIDEST, _WIDEST_OF_OTHERS = 512, 256
 """Wider rows than the second are those of MLA."""
 _APART = {"nhd", OWN}
 """KV layouts in which K and V may have their own widths."""
+
+
+def _has_two_widths(declared: Capabilities) -> bool:
+    """True if a pool may have K and V of two widths: rows of a format have one."""
+    return per_head(declared) and bool(declared.kv_layouts & _APART) and bool(declared.kv_dtypes - ROW_FORMATS.keys())
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
@@ -140,7 +146,7 @@ HEAD_DIM = Dimension(
         Covered(
             "wider keys",
             "columns of keys behind those of values",
-            lambda declared, mode: declared.wider_keys if per_head(declared) and declared.kv_layouts & _APART else (),
+            lambda declared, mode: declared.wider_keys if _has_two_widths(declared) else (),
             lambda declared, case: _wider(case) or None,
             lambda declared, case, columns: of_others(declared, case, rope_dim=columns),
         ),
