@@ -272,33 +272,30 @@ _SPARE_SLOTS = 2
 """Slots of no request at all, in every step."""
 
 
+def _of_requests(case: Fields, step: Step, pattern: str) -> list[dict[str, torch.Tensor]]:
+    """Numbers of each request of a step. Two that continue one cached state have it, each with its own rows."""
+    whole, indices = step.part_of or (step, tuple(range(step.bs)))
+    seed = whole.seed % 2**32, whole.index
+    each = [
+        _of_request(case, pattern, request.new, _is_fresh(case, request.prefix), (*seed, index))
+        for request, index in zip(step.requests, indices, strict=True)
+    ]
+    if not _draws_sources(case):
+        return each
+    every = _leaders(whole)
+    leaders = [every[index] if every[index] >= 0 else index for index in indices]
+    held = [_of_request(case, pattern, 1, False, (*seed, leader, 1)) for leader in leaders]
+    return [
+        {**one, **{name: other[name] for name in ("states", "windows")}} for one, other in zip(each, held, strict=True)
+    ]
+
+
 @cached(LRUCache(KEPT_BYTES, getsizeof=bytes_in), key=numbers_of, lock=threading.Lock())
 def make_state_data(schedule: Schedule, step: Step, pattern: str | None = None) -> StateStepData:
     """Draw a step's numbers. Each request has its own numbers, so that a part of a step has those of the whole."""
     case, exact = schedule.case, schedule.case.data == UNIT_KEYS
-    whole, indices = step.part_of or (step, tuple(range(step.bs)))
-    each = [
-        _of_request(
-            case,
-            pattern or case.data,
-            request.new,
-            _is_fresh(case, request.prefix),
-            (whole.seed % 2**32, whole.index, index),
-        )
-        for request, index in zip(step.requests, indices, strict=True)
-    ]
-    if _draws_sources(case):
-        every = _leaders(whole)
-        leaders = [every[index] if every[index] >= 0 else index for index in indices]
-        # Two that continue one state have it, each with its own rows.
-        held = [
-            _of_request(case, pattern or case.data, 1, False, (whole.seed % 2**32, whole.index, one, 1))
-            for one in leaders
-        ]
-        each = [
-            {**one, **{name: other[name] for name in ("states", "windows")}}
-            for one, other in zip(each, held, strict=True)
-        ]
+    whole = step.part_of[0] if step.part_of else step
+    each = _of_requests(case, step, pattern or case.data)
     nobody = _of_request(case, case.data, 1, True, (0, 0, 0))
     if not each:
         each = [{name: value[:, :0] for name, value in nobody.items()}]
