@@ -21,6 +21,7 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
         dtypes={"bf16"},
         kv_dtypes={"same", *ROW_FORMATS} - LATENT_FORMATS,
         heads_by_layer=False,
+        gqa_ratios={1, 2, 4, 8, 16},
         server={"takes_unused_scales": True},
     )
 

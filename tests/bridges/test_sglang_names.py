@@ -166,7 +166,8 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
     if not declared.keeps_states:
         assert made.kv_layouts == {"custom"}, "SGLang's pools lay themselves out"
     assert made.graph <= made.eager
-    assert made.server.with_changes(takes_none_kv=False, eager_without_waits=True) == SGLANG
+    same = {"takes_none_kv": False, "eager_without_waits": True, "context_len": SGLANG.context_len}
+    assert made.server.with_changes(**same) == SGLANG
 
 
 def test_no_name_is_both_driven_and_left_out() -> None:

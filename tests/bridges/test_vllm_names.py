@@ -97,7 +97,10 @@ def test_capabilities_are_capabilities_and_each_is_made_once(name: str) -> None:
     assert made.graph <= made.eager
     # What is the model runner's is said of all.
     if declared.state_layer:
-        changed = {"takes_out": True, "eager_without_waits": True, "drafts_without_prefix": False}
+        changed = {
+            "takes_out": True, "eager_without_waits": True, "drafts_without_prefix": False,
+            "narrower_widths": server_conventions.VLLM.narrower_widths,
+        }  # fmt: skip
         assert made.server.with_changes(**changed) == server_conventions.VLLM
     else:
         assert made.kv_layouts == {"custom"}

@@ -35,6 +35,7 @@ EXTEND = "extend-mha2-d64-bf16-p16-k33-n9a9-shuffled-gauss-b1prod"
 TREE = "target-verify-mha2-d64-bf16-p16-k33-t0.0.0-shuffled-gauss-b1prod"
 DRAFT = "draft-decode-mha2-d64-bf16-p16-k33-topk2steps3-shuffled-gauss-b1prod"
 DECODES, EXTENDS = {ForwardMode.DECODE}, {ForwardMode.EXTEND}
+LOOP = "a greedy-equivalence loop of this draft, with these options"
 AT_THE_EDGE: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     (DECODE, {"eager": DECODES, "graph": ()}, {"eager": EXTENDS, "graph": ()}, "mode decode"),
     (DECODE, {}, {"families": {"mha"}}, "heads gqa4x2"),
@@ -72,8 +73,8 @@ AT_THE_EDGE: list[tuple[str, dict[str, object], dict[str, object], str]] = [
     (DRAFT.replace("steps3", "steps3-prefixed"), {"server": {"drafts_without_prefix": False}}, {"dtypes": {"fp16"}},
      "dtype bf16"),
     (DRAFT, {}, {"server": {"drafts_without_prefix": False}}, "a draft without a prefix"),
-    (DRAFT.replace("steps3", "steps3-loop2"), {"max_q_rows": 7}, {"max_q_rows": 6}, "a lossless loop of this draft"),
-    (DRAFT.replace("steps3", "steps3-loop2"), {"max_topk": 2}, {"max_topk": 1}, "a lossless loop of this draft"),
+    (DRAFT.replace("steps3", "steps3-loop2"), {"max_q_rows": 7}, {"max_q_rows": 6}, LOOP),
+    (DRAFT.replace("steps3", "steps3-loop2"), {"max_topk": 2}, {"max_topk": 1}, LOOP),
     (DECODE.replace("-b1prod", "-b1prod-given_out"), {"server": {"takes_out": True}}, {"server": {"takes_out": False}},
      "the server variant given_out"),
     (DECODE.replace("-b1prod", "-b1prod-far"), {"max_context_len": 1 << 18}, {"max_context_len": (1 << 18) - 1},

@@ -14,11 +14,11 @@ from attn_testkit.contract import KVPool
 from attn_testkit.steps.data import (
     DTYPES,
     StepData,
-    _of_fp8_range,
-    _store,  # the rule that KVPool.set_kv_buffer must agree with
+    as_stored,  # the rule that KVPool.set_kv_buffer must agree with
     dequantised,
     make_layers,
     make_step_data,
+    of_fp8_range,
     pool_image,
 )
 from attn_testkit.steps.foreign_slots import PLACES, marked_slots, place_pattern
@@ -50,7 +50,7 @@ def test_rows_positions_and_slots_follow_the_requests(case_id: str) -> None:
         assert data.positions[row] == request.prefix + (request.tree.depths[j] if request.tree else j)
         assert data.out_cache_loc[row] == request.slots[request.prefix + j]
         at = request.prefix + j
-        keys = _store(data.k[:, row : row + 1], data.kv_scales[0].view(-1, 1, 1, 1).float(), data.stored_keys.dtype)
+        keys = as_stored(data.k[:, row : row + 1], data.kv_scales[0].view(-1, 1, 1, 1).float(), data.stored_keys.dtype)
         assert torch.equal(keys[:, 0].float(), data.stored_keys[:, b, at].float())
 
 
@@ -127,7 +127,7 @@ def test_keys_and_values_are_stored_as_the_pool_of_a_server_stores_them(dtype: s
             (v, [x.v_scale for x in layers], pool.get_value_buffer(index)),
         ):
             assert torch.equal(
-                _store(rows, torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1)), pool.dtype)[index].float(),
+                as_stored(rows, torch.tensor(scales).view(-1, *[1] * (rows.dim() - 1)), pool.dtype)[index].float(),
                 got[loc].float(),
             )
 
@@ -178,18 +178,18 @@ def test_a_large_query_of_an_fp8_pool_moves_its_size_into_the_keys() -> None:
 )
 def test_a_query_is_halved_until_the_range_holds_it_and_not_once_more(largest: float, factor: float) -> None:
     q, k = torch.tensor([[-largest, 0.25, 3.0]]), torch.tensor([[3.0, -5.0, 0.3]])
-    small, large = _of_fp8_range(q, k, held=True, most=256.0)
+    small, large = of_fp8_range(q, k, held=True, most=256.0)
     assert torch.equal(small, (q / factor).to(torch.float8_e4m3fn).float())
     assert torch.equal(large, k * factor)
     assert float(small.abs().max()) <= 256
-    free, large = _of_fp8_range(q, k, held=False, most=256.0)
+    free, large = of_fp8_range(q, k, held=False, most=256.0)
     assert torch.equal(free, q / factor)
     assert torch.equal(large, k * factor)
 
 
 @pytest.mark.parametrize(("largest", "factor"), [(256.5, 1), (LARGEST_FP8, 1), (LARGEST_FP8 + 0.5, 2)])
 def test_loud_queries_go_up_to_what_fp8_holds(largest: float, factor: float) -> None:
-    found, _ = _of_fp8_range(torch.tensor([largest]), torch.tensor([1.0]), held=False, most=LARGEST_FP8)
+    found, _ = of_fp8_range(torch.tensor([largest]), torch.tensor([1.0]), held=False, most=LARGEST_FP8)
     assert found.item() == largest / factor
 
 

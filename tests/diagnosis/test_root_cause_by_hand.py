@@ -284,7 +284,7 @@ REPLAYS: list[tuple[str, Step, dict[str, object], str, str, str]] = [
         {"in order": "right", "captured": "right"},
         "replay-follows-batch",
         "at a replay",
-        "order in which the programs of a launch run",
+        "order in which the programs of a launch or the streams run",
     ),
     (
         "not in the order of programs",

@@ -10,7 +10,11 @@ from plain_backends import Tiled, declared
 from attn_testkit.faults.catalogue import bug
 
 
-@bug("aiter #3062", "extend-gqa2x2-d64-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-layers1from0-b4prod-bigpool")
+@bug(
+    "aiter #3062",
+    "extend-gqa2x2-d64-bf16-p16-k9.37.1-n2a2x3-shuffled-gauss-layers1from0-b4prod-bigpool",
+    "reads-own-kv",
+)
 class BlockId16(Tiled):
     """Page ids are cut to 16 bits."""
 
