@@ -21,7 +21,7 @@ ELSEWHERE = {
     "--strict",  # mypy, mkdocs
     "--disable-hybrid-kv-cache-manager", "--model-path",  # vLLM, SGLang
     "--dsa-decode-backend", "--dsa-prefill-backend", "--dsv", "--enable-page-major-kv-layout",  # SGLang
-    "--linear-attn-backend", "--linear-attn-decode-backend",  # SGLang
+    "--kv-cache-dtype", "--linear-attn-backend", "--linear-attn-decode-backend",  # SGLang
     "--working-dir",  # Ray
     "--split-compile",  # nvcc
 }  # fmt: skip

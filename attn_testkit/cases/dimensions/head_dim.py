@@ -26,7 +26,7 @@ _APART = {"nhd", OWN}
 
 def _has_two_widths(declared: Capabilities) -> bool:
     """True if a pool may have K and V of two widths: rows of a format have one."""
-    return per_head(declared) and bool(declared.kv_layouts & _APART) and bool(declared.kv_dtypes - ROW_FORMATS.keys())
+    return all((per_head(declared), declared.kv_layouts & _APART, declared.kv_dtypes - ROW_FORMATS.keys()))
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[int]]:
