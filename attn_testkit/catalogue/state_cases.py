@@ -148,7 +148,7 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
     for index, row in enumerate(array):
         case = _case(declared, mode, {name: columns[name][i] for name, i in zip(names, row, strict=True)})
         first = first or case
-        # No column of its own: ids of other cases stay, and every third case meets most of what there is.
+        # The array has no column for ``continues``, so that ids of other cases do not change. Every third case has it.
         reads = index % 3 == 1 and mode is not ForwardMode.TARGET_VERIFY and "source" in state.continues
         yield _of_shape(case, continues="source") if reads else case
     assert first is not None

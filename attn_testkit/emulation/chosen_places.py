@@ -49,7 +49,7 @@ class Places:
     def meet(self, other: Places) -> bool:
         """True if a place of both has a byte in common."""
         few, many = (self, other) if len(self.starts) <= len(other.starts) else (other, self)
-        # Of the many, how many begin before the end of each of the few, and how many end before its start.
+        # For each place of ``few``: how many of ``many`` begin before it ends, and how many end before it begins.
         begin = np.searchsorted(many.starts, few.starts + few.size)
         end = np.searchsorted(many.starts, few.starts - (many.size - 1))
         return bool((end < begin).any())

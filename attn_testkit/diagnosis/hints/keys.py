@@ -192,7 +192,8 @@ def elsewhere(e: Evidence) -> str:
 
 
 def _ids_taken_for_slots(e: Evidence, attended: AttendedKeys) -> str:
-    """A further suspect, if the request reads none of its own keys and each of its page ids is a slot of page 0."""
+    """Text that page ids may be used as slots. Empty unless the request reads none of its own keys, and each of its
+    page ids is a slot of page 0."""
     size = e.schedule.case.page_size
     if attended.used & attended.wanted or int(e.step.requests[attended.request].slots.max()) // size >= size:
         return ""

@@ -96,7 +96,7 @@ def start_of(data: StateStepData) -> Start:
     windows = torch.stack([behind[each] for each in zip(places, data.before_rows, strict=True)], 1)
     return Start(
         found.states[:, at].masked_fill(fresh[..., None], 0.0),
-        # Of the limit: that of a stored state.
+        # The error of a stored state as a root of squares; ``state_limit`` is ``_WALKS`` times that.
         (found.state_limit[:, at] / _WALKS).masked_fill(fresh, 0.0),
         windows.masked_fill(fresh, 0.0),
     )
