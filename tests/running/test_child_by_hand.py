@@ -14,6 +14,7 @@ from types import SimpleNamespace as Of
 from typing import Any
 
 import pytest
+from alive import alive
 
 from attn_testkit.results.case_result import Status
 from attn_testkit.running.processes import child
@@ -187,10 +188,3 @@ def test_where_no_process_can_be_started_that_is_raised(monkeypatch: pytest.Monk
     monkeypatch.setattr(child, "fork_context", lambda: Of(Process=lambda **_: Process()))
     with pytest.raises(OSError, match="out of processes"):
         Child("quick_jobs")
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+from alive import alive
 
 from attn_testkit.running.planning.request import Request
 from attn_testkit.running.processes import judge_process
@@ -47,14 +48,6 @@ def result_of(judge: JudgeProcess) -> dict[str, object]:
     return {key: value for key, value in asdict(result).items() if key != "seconds"}
 
 
-def gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-
-
 def test_one_finds_what_the_controllers_finds_and_ends_by_itself(controllers: JudgeProcess) -> None:
     with judge(controllers.for_worker()) as forked:
         assert isinstance(forked._process, Forked)
@@ -63,7 +56,7 @@ def test_one_finds_what_the_controllers_finds_and_ends_by_itself(controllers: Ju
         assert result_of(forked) == result_of(controllers)
         assert forked._process.poll() is None
     assert forked._process.poll() == 0
-    assert gone(pid)
+    assert not alive(pid)
 
 
 def test_one_has_the_path_the_folder_and_the_environment_of_its_worker(

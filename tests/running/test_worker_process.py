@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from alive import alive
 
 from attn_testkit.registry import BackendNotFound
 from attn_testkit.results.case_result import CaseResult, Status
@@ -225,10 +226,3 @@ def test_workers_die_with_a_judge_that_is_killed(tmp_path: Path, jobs: int) -> N
     while time.monotonic() < deadline and alive(worker):
         time.sleep(0.05)
     assert not alive(worker)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
