@@ -92,7 +92,7 @@ def make_config(declared: BridgeCapabilities, context: BackendContext, blocks: i
             get_num_attention_heads=lambda parallel: first.tp_q_head_num,
             get_num_kv_heads=lambda parallel: first.tp_k_head_num,
             get_head_size=lambda: max(layer.head_dim for layer in context.layers),
-            max_model_len=context.max_context_len, dtype=context.dtype, is_mm_prefix_lm=False, is_diffusion=False,
+            max_model_len=context.max_context_len, dtype=context.dtype, is_mm_prefix_lm=context.max_spans > 0, is_diffusion=False,
             rswa_window=None, hf_config=SimpleNamespace(model_type="tiny"), hf_text_config=_text_config(first),
         ),
         parallel_config=ParallelConfig(),

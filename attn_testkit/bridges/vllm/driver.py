@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +47,8 @@ class VLLMBackend(AttentionBackend):
         super().__init__(context)
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
         self.config = make_config(self.declared, context, blocks, pools.layout_of(self.real).name)
-        self.layers = make_layers(self.real, self.config, context)
+        clamp = self.declared.capabilities.spans.wider_than_window
+        self.layers = make_layers(self.real, self.config, context, clamp=clamp)
         self.groups = make_groups(self.config, context, self.layers, blocks)
         self.inputs = Inputs(context, self.groups.of_kit)
 
@@ -124,6 +126,11 @@ class VLLMBackend(AttentionBackend):
             attn_groups=self.groups.builders, kv_cache_config=self.groups.config, causal=self.context.causal,
             **common_arguments(self.inputs, step),
         )  # fmt: skip
+        for layer in self.context.layers if step.spans else ():
+            if not layer.bidirectional_spans:
+                # What Gemma 4's _clear_mm_prefix_for_full_attn_layers does, where each layer has metadata of its own.
+                built[name_of(layer)] = causal = copy(built[name_of(layer)])
+                causal.mm_prefix_range = causal.mm_prefix_range_tensor = None
         return built
 
 
