@@ -105,7 +105,7 @@ class WindowLostWithAMaskOfSpans(SpanBackend):
     source="vllm #47332",
     modes=_EXTEND,
     checks=("matches-oracle",),
-    hint="as if there were no prefix|number in the step",
+    hint="number in the step",
 )
 class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
     """With spans, keys are compared with the row's number in its chunk, which is its position only without a prefix."""
@@ -227,7 +227,7 @@ class FirstSpanOnly(SpanBackend):
     source="sglang #33033, vllm #47217",
     modes=_EXTEND,
     checks=("matches-oracle",),
-    hint="bidirectional_spans of the layer|layers without spans",
+    hint="bidirectional_spans of the layer",
 )
 class SpansInEveryLayer(SpanBackend):
     """Spans are those of the batch, and layers that are causal (Gemma 4's full attention) have them too."""
@@ -258,7 +258,7 @@ class SpansExemptFromTheWindow(SpanBackend):
     source="general; the loop over keys ends where a causal tile's does (max_seq_prefix_len of vLLM's Triton kernel)",
     modes=_EXTEND,
     checks=("matches-oracle",),
-    hint="",
+    hint="ends where it would for causal rows in tiles of 16",
     modelled="tiles of 16 rows",
 )
 class TilesEndAtTheirLastRow(SpanBackend):
@@ -326,8 +326,8 @@ class CopiedSpans(SpanBackend):
     source="general; metadata that a capture sees, and a replay does not update (sglang #10707: no graph with a mask)",
     modes=_EXTEND,
     executions=("graph",),
-    checks=("matches-oracle",),
-    hint="",
+    checks=("replay-follows-batch",),
+    hint="where the graph is captured",
 )
 class SpansOfTheCapture(CopiedSpans):
     """Only a capture copies spans, and its batch has none, so replays are causal."""
@@ -343,8 +343,8 @@ class SpansOfTheCapture(CopiedSpans):
     source="general; a batch without an image leaves the ranges of the one before",
     modes=_EXTEND,
     executions=("graph",),
-    checks=("matches-oracle",),
-    hint="",
+    checks=("buckets-independent",),
+    hint="not reset between replays",
 )
 class SpansOfTheReplayBefore(CopiedSpans):
     """Only requests with spans are copied, so one without any keeps the spans of the replay before."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
@@ -9,8 +10,8 @@ import torch
 
 from ...cases.spans import Span
 from ...steps.data import StepData, make_layers
-from .evidence import Evidence, Supposed
-from .hint import assumption
+from .evidence import LONGEST, Evidence, Supposed
+from .hint import Level, assumption
 
 __all__: list[str] = []
 
@@ -19,7 +20,9 @@ Ranges = Sequence[Sequence[Span]]
 
 
 def _has_spans(e: Evidence) -> bool:
-    return e.schedule.case.spans is not None and e.can_be_asked
+    case, comparison = e.schedule.case, e.comparison
+    wrong = comparison.all_finite and not comparison.right and comparison.worst is not None
+    return case.spans is not None and not case.head_maps and wrong and max(e.lens, default=0) <= LONGEST
 
 
 def _with_ranges(e: Evidence, ranges: Ranges) -> StepData:
@@ -48,7 +51,7 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
     return found
 
 
-@assumption(_has_spans, silences=("positions_of_another_request", "rows_of_a_later_tile", "lengths_of_others"))
+@assumption(_has_spans, silences=(Level.PLACE, "window_of_another_layer"))
 def other_spans(e: Evidence) -> Iterator[Supposed]:
     """No spans, or those of another request, with another end, of another place, joined, or only the first."""
     own = [list(request.spans) for request in e.step.requests]
@@ -57,11 +60,6 @@ def other_spans(e: Evidence) -> Iterator[Supposed]:
     def changed(change: Callable[[Span, int], Span]) -> Ranges:
         return [[change(span, prefix) for span in spans] for spans, prefix in zip(own, prefixes, strict=True)]
 
-    yield Supposed(
-        "rows of a span do not see its later rows: the spans of batch.mm_prefix_range do not reach the kernel, or not "
-        "on this path through it. The result is right if every row is causal",
-        _with_ranges(e, [[] for _ in own]),
-    )
     for ranges, text in (
         (
             [own[-1], *own[:-1]],
@@ -97,10 +95,41 @@ def other_spans(e: Evidence) -> Iterator[Supposed]:
         ),
     ):
         if [list(spans) for spans in ranges] != own:
-            yield Supposed(text, _with_ranges(e, ranges))
+            yield Supposed(text, _with_ranges(e, ranges), every_row=True)
+    yield from _ended_by_tiles(e)
+    path = "where the graph is captured, whose batch has none" if e.in_graph else "on this path through it"
+    yield Supposed(
+        "rows of a span do not see its later rows: the spans of batch.mm_prefix_range do not reach the kernel, or not "
+        f"{path}. The result is right if every row is causal",
+        _with_ranges(e, [[] for _ in own]),
+    )
 
 
-@assumption(_has_spans, silences=("positions_of_another_request", "rows_of_a_later_tile", "window_on_new_rows_alone"))
+_TILES = (1, 16, 32, 64, 128)
+"""Rows of a tile."""
+
+
+def _ended_by_tiles(e: Evidence) -> Iterator[Supposed]:
+    """The loop over keys ends where it would for causal rows: behind the last row of a tile, or the end of its page."""
+    data, page = e.expected.data, e.schedule.case.page_size
+    row, news = torch.arange(data.query_positions.shape[1]), torch.tensor([each.new for each in e.step.requests])
+    of_batch = news.cumsum(0) - news
+    for tile, first, pages in itertools.product(_TILES, (torch.zeros_like(news), of_batch), (False, True)):
+        # The last row of the request in the tile that a row is in, if tiles begin at the request or at the batch.
+        number = row + first[:, None]
+        last = (number // tile * tile + tile - 1 - first[:, None]).minimum(news[:, None] - 1).clamp(min=0)
+        end = data.query_positions.gather(1, last) + 1
+        end = -(-end // page) * page if pages else end
+        kind = f"rows in tiles of {tile}" if tile > 1 else "rows"
+        yield Supposed(
+            f"keys behind {'the last page of ' * pages}{'a tile' if tile > 1 else 'a row'} are left out before spans "
+            f"are looked at: the loop over keys, or a block mask, ends where it would for causal {kind}",
+            replace(data, visible=data.visible & (data.key_positions[:, None] < end[:, :, None])),
+            every_row=True,
+        )
+
+
+@assumption(_has_spans, silences=(Level.PLACE, "window_of_another_layer"))
 def other_rows_of_spans(e: Evidence) -> Iterator[Supposed]:
     """Spans in layers that have none, without a window, before it, for rows outside, or with a causal term of its own."""
     data, layers = e.expected.data, make_layers(e.schedule.case)
@@ -110,6 +139,7 @@ def other_rows_of_spans(e: Evidence) -> Iterator[Supposed]:
             "layers without spans have them too: use bidirectional_spans of the layer. The result is right if rows of "
             "spans see each other in all layers",
             layers=tuple(replace(layer, bidirectional_spans=True) for layer in layers),
+            every_row=True,
         )
     own = [list(request.spans) for request in e.step.requests]
     number = torch.arange(data.query_positions.shape[1])
@@ -122,7 +152,7 @@ def other_rows_of_spans(e: Evidence) -> Iterator[Supposed]:
     def with_seen(text: str, seen: torch.Tensor) -> Supposed:
         """``seen`` [L, B, T, S] bool of layers with spans."""
         seen = torch.where(has, seen & _held(e), causal & windowed)
-        return Supposed(text, replace(data, visible=seen.any(0), allowed=seen), layers=tuple(free))
+        return Supposed(text, replace(data, visible=seen.any(0), allowed=seen), layers=tuple(free), every_row=True)
 
     yield with_seen(
         "with spans, keys are compared with the row's number in the step, and not with its position: the result is "
