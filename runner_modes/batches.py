@@ -209,8 +209,11 @@ def captured_batch(
         "seq_lens_sum": int(static.host["seq_lens"][:bs].sum()) if mirrors else None,
         "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
-        **({"mm_prefix_range": [[] for _ in range(bs)], "mm_prefix_range_tensor": static.spans(bs)}
-           if harness.context.max_spans else {}),
+        **(
+            {"mm_prefix_range": [[] for _ in range(bs)], "mm_prefix_range_tensor": static.spans(bs)}
+            if harness.context.max_spans
+            else {}
+        ),
         "state": captured_states(harness.context, static, mode, bs),
     }
     return ForwardBatch(**{**fields, **extends})

@@ -305,7 +305,8 @@ class TritonBackend(AttentionBackend):
             *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
-            CAUSAL=layer.causal, HAS_SPANS=spans is not None, HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
+            CAUSAL=layer.causal, HAS_SPANS=spans is not None, HAS_CAP=layer.logit_cap > 0,
+            HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
             PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -60,7 +60,8 @@ def attend_kernel(
     q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
     SPLITS: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_SPANS: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SPANS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     PART: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip

@@ -252,7 +252,7 @@ class ForwardBatch:
     mm_prefix_range_tensor: torch.Tensor | None = None
     """[bs, R, 2] int32: ``mm_prefix_range`` on the device, followed by (0, 0) where a request has fewer than R. In
     eager R is the largest number of the batch, and None stands for a batch without any. In a graph R is
-    ``BackendContext.max_spans``; it is captured with spans of other requests."""
+    ``BackendContext.max_spans``; it is captured without any span."""
     state: StateInput | None = None
     """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)

@@ -286,7 +286,8 @@ class Capabilities(Declared):
     def _check_sparse(self) -> None:
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
-            "windows": bool(self.windows.modes), "spans": bool(self.spans.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
+            "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
+            "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
             "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip

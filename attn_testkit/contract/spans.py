@@ -1,4 +1,4 @@
-"""Bidirectional spans: rows of an image, or of a block of a diffusion model, which see each other in both directions."""
+"""Bidirectional spans: rows of an image, or of a block of a diffusion model, which see each other both ways."""
 
 from __future__ import annotations
 

@@ -76,8 +76,8 @@ def _flat_masks(batch: ForwardBatch) -> torch.Tensor:
 
 @control("spans-as-a-range-of-each-row")
 class SpansAsARangeOfEachRow(SpanBackend):
-    """A range [rows, 2] for each row, made on the host from positions and (-1, -1) outside (FlashAttention 4 in vLLM and
-    SGLang, FlashInfer). A replay copies it into memory that its graph reads.
+    """A range [rows, 2] for each row, made on the host from positions, and (-1, -1) outside (FlashAttention 4 in vLLM
+    and SGLang, FlashInfer). A replay copies it into memory that its graph reads.
     """
 
     def __init__(self, context: BackendContext) -> None:

@@ -128,7 +128,7 @@ class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
     hint="spans of another request",
 )
 class SpansOfTheRequestBefore(SpanBackend):
-    """A request without an image is left out of the list, or counted twice, and each has the spans of the one before."""
+    """Spans are listed by the order of admission, so each request has the spans of the one before."""
 
     @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
@@ -175,7 +175,7 @@ class EndOfASpanIncludedTwice(SpanBackend):
     hint="counted from the first row of the step",
 )
 class SpansCountedFromTheStep(SpanBackend):
-    """Positions of spans count from the first row of the step, and those of the batch from the request's first token."""
+    """Positions of spans count from the first row of the step, but the batch counts them from the first token."""
 
     @override
     def row_in(self, position: torch.Tensor) -> torch.Tensor:
@@ -245,7 +245,7 @@ class SpansInEveryLayer(SpanBackend):
     hint="window does not narrow spans",
 )
 class SpansExemptFromTheWindow(SpanBackend):
-    """The window is applied before spans are added, so rows of a wide image see keys of it that lie before the window."""
+    """The window is applied before spans are added, so rows of a wide image see its keys before the window."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:

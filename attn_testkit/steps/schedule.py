@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from ..cases.case import Case
 from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
+from ..cases.dimensions.spans import spans_in
 from ..cases.draft import Draft
 from ..cases.plan import Plan
-from ..cases.dimensions.spans import spans_in
 from ..cases.plans import context_len_of, lens_of, make_plans
 from ..cases.spans import Span
 from ..cases.trees import Tree, chain, random_tree
@@ -436,8 +436,13 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
     steps: list[Step] = []
     for index, plan in enumerate(plans):
         requests = tuple(
-            replace(request, prefix=prefix, new=new, slots=request.slots[: prefix + new],
-                    spans=spans_in(case, index + i, prefix, new, whole.seed + i))
+            replace(
+                request,
+                prefix=prefix,
+                new=new,
+                slots=request.slots[: prefix + new],
+                spans=spans_in(case, index + i, prefix, new, whole.seed + i),
+            )
             for i, (request, prefix, new) in enumerate(zip(whole.requests, plan.prefixes, plan.new, strict=True))
         )
         rng = np.random.default_rng((whole.seed + index) % 2**63)

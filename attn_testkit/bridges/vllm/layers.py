@@ -33,7 +33,9 @@ def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool 
     # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
     with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
-            found = _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer, clamp)
+            found = (
+                _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer, clamp)
+            )
             found.bind_kv_cache(_as_vllm_has_it(context, layer, found))
             _set_scales(found, layer, context.device)
             if found.kv_cache_dtype.endswith("per_token_head"):

@@ -112,8 +112,9 @@ SPANS = Dimension(
         ),
         option(
             "spans wider than the window",
-            lambda declared, mode: mode in declared.spans.modes & declared.windows.modes
-            and declared.spans.wider_than_window,
+            lambda declared, mode: (
+                mode in declared.spans.modes & declared.windows.modes and declared.spans.wider_than_window
+            ),
             lambda case: case.spans is not None and case.spans.wide and case.window >= 0,
             "catalogue/spans.py has them.",
         ),

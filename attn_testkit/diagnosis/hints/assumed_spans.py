@@ -131,7 +131,7 @@ def _ended_by_tiles(e: Evidence) -> Iterator[Supposed]:
 
 @assumption(_has_spans, silences=(Level.PLACE, "window_of_another_layer"))
 def other_rows_of_spans(e: Evidence) -> Iterator[Supposed]:
-    """Spans in layers that have none, without a window, before it, for rows outside, or with a causal term of its own."""
+    """Spans in layers that have none, with another window, for rows outside, or with a causal term of their own."""
     data, layers = e.expected.data, make_layers(e.schedule.case)
     in_spans = data.visible & (data.key_positions[:, None] > data.query_positions[:, :, None])
     if not all(layer.bidirectional_spans for layer in layers):
@@ -194,7 +194,9 @@ def _of(e: Evidence, ranges: Ranges) -> torch.Tensor:
     found = torch.zeros_like(data.visible)
     for request, spans in enumerate(ranges):
         for first, last in spans:
-            row, key = ((first <= x) & (x <= last) for x in (data.query_positions[request], data.key_positions[request]))
+            row, key = (
+                (first <= x) & (x <= last) for x in (data.query_positions[request], data.key_positions[request])
+            )
             found[request] |= row[:, None] & key
     return found
 

@@ -305,9 +305,7 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
-    kinds = {
-        (layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans) for layer in layers
-    }
+    kinds = {(layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans) for layer in layers}
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
     every = torch.stack(seen)
     if data.allowed is not None:
