@@ -108,6 +108,8 @@ _SPANS = Spans({D, X}, of_prefix=True, by_layer=True)
 _RANGES = "v1/attention/backends/utils.py:compute_mm_prefix_ranges"
 _CLAMPED = (Line("spans", _SPANS, _RANGES), Line("spans.wider_than_window", True, f"{_LAYER}:Attention.__init__"))
 """``mm_prefix_clamp_sliding_window``, as for Gemma 4."""
+_ALIKE = Line("spans.by_layer", False, f"{_PLANNING}:get_kv_cache_groups")
+"""Layers of one KV cache group share metadata, and so spans."""
 
 _TRITON_LINES = (
     Line("eager", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionMetadataBuilder.build"),
@@ -294,7 +296,7 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
     ),
     "flex_merged": BridgeCapabilities(
         "FLEX_ATTENTION",
-        (*_FLEX_LINES, Line("windows.layers", "one", f"{_PLANNING}:_promote_local_kv_cache_specs")),
+        (*_FLEX_LINES, Line("windows.layers", "one", f"{_PLANNING}:_promote_local_kv_cache_specs"), _ALIKE),
         compiled_kernel=True,
         compiled_store=True,
         one_kv_group=True,

@@ -126,12 +126,19 @@ class VLLMBackend(AttentionBackend):
             attn_groups=self.groups.builders, kv_cache_config=self.groups.config, causal=self.context.causal,
             **common_arguments(self.inputs, step),
         )  # fmt: skip
-        for layer in self.context.layers if step.spans else ():
-            if not layer.bidirectional_spans:
-                # What Gemma 4's _clear_mm_prefix_for_full_attn_layers does, where each layer has metadata of its own.
-                built[name_of(layer)] = causal = copy(built[name_of(layer)])
-                causal.mm_prefix_range = causal.mm_prefix_range_tensor = None
+        if step.spans:
+            self._clear_spans(built)
         return built
+
+    def _clear_spans(self, built: dict[str, Any]) -> None:
+        """Clear the ranges of layers without spans, as Gemma 4 does (``_clear_mm_prefix_for_full_attn_layers``)."""
+        kept = {id(built[name_of(layer)]) for layer in self.context.layers if layer.bidirectional_spans}
+        for layer in self.context.layers:
+            if not layer.bidirectional_spans:
+                # In place, because mask functions of FlexAttention read the object; a copy if others share it.
+                metadata = built[name_of(layer)]
+                built[name_of(layer)] = metadata = copy(metadata) if id(metadata) in kept else metadata
+                metadata.mm_prefix_range = metadata.mm_prefix_range_tensor = None
 
 
 class VLLMLatentBackend(VLLMBackend):
