@@ -1,4 +1,4 @@
-"""Bidirectional spans: requests with several spans next to one without any, alone and with all options of layers."""
+"""Bidirectional spans: requests with several spans next to one without any, with and without other options of layers."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ class WindowLostWithAMaskOfSpans(SpanBackend):
     hint="number in the step",
 )
 class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
-    """With spans, keys are compared with the row's number in its chunk, which is its position only without a prefix."""
+    """A mask of spans compares keys with the row's number in its chunk, which is its position only without a prefix."""
 
     @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:

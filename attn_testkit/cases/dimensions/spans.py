@@ -27,7 +27,7 @@ def spans_in(case: Fields, turn: int, prefix: int, new: int, seed: int) -> tuple
 
 
 def _having(case: Fields) -> list[bool]:
-    """Layer by layer: true if it has spans. Where layers differ, those with a window do, as in Gemma 4."""
+    """Layer by layer: true if it has spans. If layers differ, those with a window do, as in Gemma 4."""
     if case.spans is None or not case.spans.by_layer:
         return [case.spans is not None] * case.layers.count
     windowed = [window >= 0 for window in windows_of(case)]
