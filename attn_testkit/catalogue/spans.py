@@ -1,4 +1,4 @@
-"""Bidirectional spans: requests with several spans next to one without any, with and without other options of layers."""
+"""Bidirectional spans: requests with several spans next to one without any; in one case without further options."""
 
 from __future__ import annotations
 
