@@ -140,6 +140,7 @@ def context_for(
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),
         index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),

@@ -10,6 +10,7 @@ from ..contract import LAYER_WINDOWS
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .indexing import Indexing
 from .selection import Selection
+from .spans import SpanShape
 from .state import StateShape
 
 __all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
@@ -111,6 +112,8 @@ class LayerOptions:
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     alibi: bool = False
     """All layers have ALiBi slopes, one a query head."""
+    spans: SpanShape | None = None
+    """Bidirectional spans of the steps; None: there are none."""
     usual_scaling: bool = False
     """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
     without."""

@@ -45,6 +45,7 @@ from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
+from .spans import span_cases
 from .state_cases import state_cases, two_requests_with_states
 from .uniform_batches import uniform_batch_cases
 
@@ -172,6 +173,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from many_request_cases(declared, base)
         yield from local_chunk_cases(declared, base)
         yield from alibi_cases(declared, base)
+        yield from span_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

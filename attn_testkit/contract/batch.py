@@ -150,6 +150,7 @@ class ForwardBatch:
     ``group_cache_locs``               [G, T], only with groups      the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
+    ``mm_prefix_range*``               [B], only with spans          absent                  absent
     ``extend_*``, ``extras``           absent                        absent                  absent
     ================================== ============================= ======================= =========================
 
@@ -244,6 +245,14 @@ class ForwardBatch:
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
+    mm_prefix_range: list[list[tuple[int, int]]] | None = None
+    """Bidirectional spans of each of ``batch_size`` requests, on the host: first and last position of each, both
+    included, counted from the request's first token. Padded requests have none. None, and absent from a replay's view,
+    if no layer has spans (``Capabilities.spans``)."""
+    mm_prefix_range_tensor: torch.Tensor | None = None
+    """[bs, R, 2] int32: ``mm_prefix_range`` on the device, followed by (0, 0) where a request has fewer than R. In
+    eager R is the largest number of the batch, and None stands for a batch without any. In a graph R is
+    ``BackendContext.max_spans``; it is captured without any span."""
     state: StateInput | None = None
     """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)
