@@ -28,6 +28,7 @@ class KernelStep:
     draft: DraftDecodeInput | None = None
     draft_prefixes: torch.Tensor | None = None
     """Draft-decode: [requests] int64, keys before the draft."""
+    qq_bias: torch.Tensor | None = None
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
@@ -142,6 +143,11 @@ class KernelPlan:
         ``layer.causal`` is False.
         """
         return self.step.mask
+
+    @property
+    def qq_bias(self) -> torch.Tensor | None:
+        """[T, W] float32: ``ForwardBatch.qq_bias``, bias of each row on the rows of its request; None without one."""
+        return self.step.qq_bias
 
     @property
     def page_size(self) -> int:
