@@ -94,7 +94,5 @@ class QQBiasOfAllRequests(QQBiasBackend):
 
     @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
-        longest = self.starts[self.counts.argmax()[None]]
-        return bias[longest + torch.arange(self.row.shape[1], device=bias.device).clamp(max=len(bias) - 1)][
-            None
-        ].expand(len(self.counts), -1, -1)
+        row = self.starts[self.counts.argmax()[None]] + torch.arange(self.row.shape[1], device=bias.device)
+        return bias[row.clamp(max=len(bias) - 1)][None].expand(len(self.counts), -1, -1)

@@ -20,10 +20,6 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     return case.mode in declared.qq_bias and (case.qq_bias == "shared" or not declared.shared_qq_bias)
 
 
-def _fit(declared: Capabilities, case: Fields) -> Changes:
-    return {"qq_bias": "shared"} if case.qq_bias == "own" and declared.shared_qq_bias else {}
-
-
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     # A backend without any is asked for many things already, and its contexts stay what they were.
     if not declared.qq_bias:
@@ -50,7 +46,7 @@ QQ_BIAS = Dimension(
     ),
     describe=lambda case: {"qq_bias": _PHRASES[case.qq_bias]},
     declared=(Asked(lambda case: "additive bias" + " for each request" * (case.qq_bias == "own"), _declared),),
-    fit=_fit,
+    fit=Without("Cases are made of declared options."),
     values=Without("catalogue/qq_bias.py has cases of it."),
     combined=Without("Cases of it have windows, soft caps and sinks already (catalogue/qq_bias.py)."),
     covered=(
