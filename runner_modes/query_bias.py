@@ -16,7 +16,7 @@ from attn_testkit.steps.query_bias import BEHIND_ROWS
 __all__ = ["bias_of_rows", "bias_stride", "clear_bias", "fill_bias", "of_buffer", "padded_bias"]
 
 _BEHIND = 3
-"""Columns of the buffer behind those of a row: its stride is no width of a batch."""
+"""Columns of the buffer behind those of a row: no batch has such a width."""
 
 
 def _width(context: BackendContext, case: Case) -> int:

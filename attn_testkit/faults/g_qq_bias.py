@@ -236,5 +236,5 @@ class QQBiasAsWideAsItsStride(QQBiasBackend):
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         bias = torch.zeros(()) if self.bias is None else self.bias.masked_fill(seen, 0.0)[:, None, None]
         found = super().weights(logits, seen, layer)
-        # What a row behind the mask adds reaches the whole row.
+        # A number that is added behind the mask reaches the whole row.
         return found + 0.0 * bias.masked_fill(bias == -torch.inf, 0.0).sum(-1, keepdim=True)

@@ -44,29 +44,12 @@ class Unified(KernelBackend):
         # Without keys the kernel stores nothing, and so it does for requests without rows.
         out = q.new_empty(len(q), layer.tp_q_head_num, layer.v_head_dim)
         fp8 = kv[0].dtype == torch.float8_e4m3fn
-        bias = None
-        if plan.qq_bias is not None:
-            # One matrix for all requests: the rows of the one that has most.
-            most = plan.cu_seqlens_q[plan.cu_seqlens_q.diff().argmax()[None]] + torch.arange(
-                plan.max_q_len, device=q.device
-            )
-            bias = plan.qq_bias[most.clamp(max=len(q) - 1)][:, : plan.max_q_len].contiguous()
         module.unified_attention(
             q, *kv, out, plan.cu_seqlens_q, plan.max_q_len, plan.kv_lens, plan.max_kv_len, layer.scaling, True,
             (layer.sliding_window_size, 0), plan.page_table, layer.logit_cap, None, plan.k_scale, plan.v_scale,
             sinks=layer.sinks, kv_quant_mode=module.KVQuantMode.FP8_PER_TENSOR if fp8 else module.KVQuantMode.NONE,
-            qq_bias=bias,
         )  # fmt: skip
         return out
-
-
-class UnifiedBias(Unified):
-    """The same with ``qq_bias``, which vLLM's tree attention backend gave it until that backend was removed."""
-
-    capabilities = Unified.capabilities.with_changes(
-        eager={"extend", "target-verify"}, graph={"extend", "target-verify"}, max_draft_branches=1,
-        qq_bias={"extend", "target-verify"}, shared_qq_bias=True,
-    )  # fmt: skip
 
 
 class UnifiedFP8(Unified):

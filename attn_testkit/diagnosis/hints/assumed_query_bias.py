@@ -44,7 +44,7 @@ def other_query_bias(e: Evidence) -> Iterator[Supposed]:
         return Supposed(text, replace(data, qq_bias=changed), every_row=True)
 
     scales = torch.tensor([layer.scaling for layer in make_layers(e.schedule.case)]).view(-1, 1, 1)
-    # A capture has a bias of 0, which is none.
+    # The bias of a capture is 0, as if there were no bias.
     absent = "batch.qq_bias does not reach the kernel, or not on this path through it: the result is right without it"
     if e.in_graph:
         absent = "replays do not read batch.qq_bias: with 0, which it is at the capture, the result is right"
