@@ -17,6 +17,7 @@ from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
 from attn_testkit.watches.uploads import upload
 
 from .harness import ServerHarness, StagedStep
+from .query_bias import bias_of_rows, of_buffer, padded_bias
 from .states import captured_states, eager_states
 from .static_inputs import StaticInputs
 
@@ -80,6 +81,7 @@ def eager_batch(
         "spec_info": spec_info,
         **_eager_spans(harness, staged),
         "state": eager_states(harness.context, staged),
+        "qq_bias": padded_bias(harness.context, staged.schedule.case, data),
     }
     return ForwardBatch(**{**fields, **extends})
 
@@ -126,9 +128,11 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
         kept = batch.seq_lens_cpu.numpy().copy().view(np.uint8)
         sent.append(sent_alone("batch.seq_lens_cpu", batch.seq_lens_cpu, kept))
     given = moved["batch."]
-    parts = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
+    parts: dict[str, Any] = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
     if "batch.state.snapshot." in moved:
         parts["state"] = replace(parts["state"], snapshot=moved["batch.state.snapshot."])
+    if given.qq_bias is not None:
+        parts["qq_bias"] = of_buffer(given.qq_bias)
     return replace(given, **parts), tuple(sent)
 
 
@@ -168,6 +172,7 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
 _OF_BATCH = (
     *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "group_cache_locs", "positions"),
     *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc", "mm_prefix_range_tensor"),
+    "qq_bias",
 )
 _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
@@ -215,6 +220,7 @@ def captured_batch(
             else {}
         ),
         "state": captured_states(harness.context, static, mode, bs),
+        "qq_bias": bias_of_rows(harness.context, static.schedule.case, static.qq_bias, tokens),
     }
     return ForwardBatch(**{**fields, **extends})
 
@@ -253,6 +259,8 @@ def replay_view(
         view.state = captured_states(harness.context, static, mode, bs)
     if harness.context.max_spans:
         view.mm_prefix_range, view.mm_prefix_range_tensor = spans_of(staged, bs - live), static.spans(bs)
+    if harness.context.qq_bias != "none":
+        view.qq_bias = bias_of_rows(harness.context, static.schedule.case, static.qq_bias, bs * width)
     if harness.pads_with_nothing:
         view.query_start_loc = static.query_start_loc[: bs + 1]
     if harness.context.kv_groups:

@@ -142,6 +142,7 @@ def context_for(
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
+        qq_bias=case.qq_bias,
         kv_groups=groups if len(groups) > 1 else (),
         index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),

@@ -27,6 +27,7 @@ from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
 from .overlap_scheduling import next_of, plans_ahead, table_writes
+from .query_bias import bias_stride, fill_bias
 from .states import captured_states, commit_states, fill_states
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
@@ -224,5 +225,7 @@ def fill_static(graphs: ScheduleGraphs, staged: StagedStep) -> None:
         for own, spans in zip(ranges, spans_of(staged), strict=False):
             own[: len(spans)] = np.asarray(spans).reshape(-1, 2)
     fill_states(harness.context, static, staged)
+    if stride := bias_stride(harness.context, case):
+        fill_bias(host["qq_bias"].reshape(-1, stride), data)
     graphs.driver.fill(harness, static, staged, step.bucket)
     static.send()

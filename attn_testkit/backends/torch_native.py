@@ -77,6 +77,7 @@ class TorchNativeBackend(AttentionBackend):
             wider_than_window=True,
             by_layer=True,
         ),
+        qq_bias=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         sinks=True,
         needs_cpu_seq_lens=False,
         server=ServerConventions(
@@ -145,6 +146,7 @@ class TorchNativeBackend(AttentionBackend):
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
         # An empty batch, and one whose layers have no spans, lack the attribute or have None.
         self._spans = getattr(batch, "mm_prefix_range_tensor", None)
+        self._bias = None if self.context.qq_bias == "none" else self._bias_of_keys(batch.qq_bias, kv_lens)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
         """W, and [B] int64: query rows of each request. In draft-decode: of each branch, always 1."""
@@ -197,6 +199,13 @@ class TorchNativeBackend(AttentionBackend):
         position = batch.positions[: len(prefix) * len(offset)].view(len(prefix), -1)
         visible = (key < prefix[:, None, None]) | (inside[:, None] & self._tree(spec, prefix, offset, node))
         return position, torch.where(inside, position.gather(1, node), self._key)[:, None], visible
+
+    def _bias_of_keys(self, qq_bias: torch.Tensor | None, kv_lens: torch.Tensor) -> torch.Tensor:
+        """[B, W, C] float32: ``qq_bias`` [T, columns] at the keys of this step, and 0 at those of the prefix."""
+        assert qq_bias is not None
+        column = (self._key - self._prefix[:, None])[:, None].expand(-1, self._row.shape[1], -1)
+        bias = qq_bias[self._row].gather(2, column.clamp(0, qq_bias.shape[1] - 1))
+        return bias.masked_fill((column < 0) | (self._key >= kv_lens[:, None, None]), 0.0)
 
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         """[B, N, C]: True if tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
@@ -339,6 +348,8 @@ class TorchNativeBackend(AttentionBackend):
 
     def _masked(self, logits: torch.Tensor, seen: _Seen, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: logits, -inf for unseen keys, followed by the sinks, if any."""
+        if self._bias is not None:
+            logits = logits + self._bias[:, None, None]
         logits = logits.masked_fill(seen.hidden, -torch.inf)
         if layer.sinks is None:
             return logits

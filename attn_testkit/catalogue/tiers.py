@@ -41,6 +41,7 @@ from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
 from .pool_layouts import pool_layout_cases
+from .qq_bias import qq_bias_cases
 from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
@@ -174,6 +175,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from local_chunk_cases(declared, base)
         yield from alibi_cases(declared, base)
         yield from span_cases(declared, base)
+        yield from qq_bias_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

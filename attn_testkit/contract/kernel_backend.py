@@ -95,7 +95,10 @@ class KernelBackend(AttentionBackend):
                 seq_lens = seq_lens + cu_seqlens_q.diff()
             mask = _draft_mask(context, batch, (seq_lens - width).clamp(min=0).long(), width)
         spans = batch.mm_prefix_range_tensor if context.max_spans else None
-        self._kit_step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size, spans=spans)
+        bias = None if context.qq_bias == "none" else batch.qq_bias
+        self._kit_step = KernelStep(
+            table, seq_lens, cu_seqlens_q, width, mask, context.page_size, spans=spans, qq_bias=bias
+        )
         others = context.groups[1:]
         self._kit_steps_of_others = tuple(replace(self._kit_step, table=each.req_to_token[requests]) for each in others)
 

@@ -29,6 +29,7 @@ class KernelStep:
     draft_prefixes: torch.Tensor | None = None
     """Draft-decode: [requests] int64, keys before the draft."""
     spans: torch.Tensor | None = None
+    qq_bias: torch.Tensor | None = None
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
@@ -152,6 +153,11 @@ class KernelPlan:
         Row j of n has position ``kv_len - n + j``. If it is in a span, it also sees the later keys of that span.
         """
         return self.step.spans if self.layer.bidirectional_spans else None
+
+    @property
+    def qq_bias(self) -> torch.Tensor | None:
+        """[T, W] float32: ``ForwardBatch.qq_bias``, bias of each row on the rows of its request; None without one."""
+        return self.step.qq_bias
 
     @property
     def page_size(self) -> int:

@@ -30,6 +30,7 @@ from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
 from .packed_rows import with_one_packing
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
+from .query_bias import make_query_bias
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
 
@@ -137,6 +138,9 @@ class StepData:
     """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
     spans: bool = False
     """True if ``visible`` has bidirectional spans: in layers without them, rows see no later key."""
+    qq_bias: torch.Tensor | None = None
+    """[1, T, C] float32: bias of each row on the rows of its request, of which the longest has C. -inf where it does
+    not see them. None: no bias. Diagnosis may have one for each layer, [L, T, C]."""
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
@@ -389,12 +393,13 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
         row_format=packed,
         spans=case.spans is not None,
+        qq_bias=make_query_bias(case, step, visible),
     )
 
 
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
-    layered = {"q", "k", "v", "stored_keys", "stored_values"}
+    layered = {"q", "k", "v", "stored_keys", "stored_values", "qq_bias"}
     named = [each.name for each in fields(StepData) if each.name not in ("kv_scales", "row_format", "spans")]
     tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
@@ -424,6 +429,7 @@ def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepDa
         out_cache_loc=data.out_cache_loc[mine],
         row_format=data.row_format,
         spans=data.spans,
+        qq_bias=None if data.qq_bias is None else data.qq_bias[:, mine, :widest],
     )
 
 
