@@ -35,6 +35,7 @@ from ...runner_modes.harness import ServerHarness, what_alternates
 from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
+from ...runner_modes.pool_address import pools_anywhere
 from ...runner_modes.verify_loop import run_verify_loop
 from ...steps.data import DTYPES
 from ...steps.greedy_loop import Loop, loop_modes, make_loop
@@ -416,6 +417,7 @@ def rerun(
             environment.active(request.fill, controlled=True, last_first=last_first),
             launch_grids(request.options.most_programs) as grids,
             gradients_off(schedule.case),
+            pools_anywhere(request.options.pools_anywhere),
         ):
             harness = ServerHarness(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
