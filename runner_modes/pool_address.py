@@ -44,7 +44,7 @@ def allocate_for(case: Case, parts: int, *, cleared: bool = True) -> Callable[..
     """
     usual = torch.zeros if cleared else torch.empty
     quarter = case.derived("pool-address") if address_varies(case) and not _anywhere.get() else 0
-    if not quarter:
+    if not quarter or not parts:
         return usual
     middle = (math.floor((quarter - 0.5) / _QUARTERS * parts) + 0.5) / parts
     made = list[torch.Tensor]()
