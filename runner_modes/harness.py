@@ -143,7 +143,7 @@ def context_for(
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
         kv_splits=splits_of(case),
         kv_groups=groups if len(groups) > 1 else (),
-        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),
+        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 

@@ -32,7 +32,7 @@ class OffsetOfASlotIn32Bits(StateParent):
     slug="state-address-without-carry",
     source="general; aiter #3824 (of a KV pool)",
     modes=[ForwardMode.DECODE, ForwardMode.EXTEND],
-    checks=("state-matches-oracle", "matches-oracle", "finite"),
+    checks=("reads-own-state", "state-matches-oracle", "matches-oracle", "finite"),
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class StateAddressWithoutCarry(StateParent):
