@@ -1,4 +1,4 @@
-"""The addresses of pools: in some cases a pool of ordinary size lies across a multiple of 4 GiB.
+"""The addresses of pools: some of ordinary size lie across a multiple of 4 GiB.
 
 A large server's pool always has such a place in it, and a small pool of a test almost never. Below it and from it on,
 addresses differ in their upper words: a kernel that adds an offset to the lower one, or compares lower words, is wrong
@@ -39,7 +39,7 @@ def pools_anywhere(wanted: bool = True) -> Iterator[None]:
 def allocate_for(case: Case, parts: int, *, cleared: bool = True) -> Callable[..., torch.Tensor]:
     """The function that allocates a pool, as ``torch.zeros`` or, unless ``cleared``, ``torch.empty`` does.
 
-    If the case says so, the first piece of memory lies across a multiple of 4 GiB: in the middle of one of its
+    With such an address the first piece of memory lies across a multiple of 4 GiB: in the middle of one of its
     ``parts``, which have equal sizes, so that slots of that part lie on both sides. Without room, it is anywhere.
     """
     usual = torch.zeros if cleared else torch.empty

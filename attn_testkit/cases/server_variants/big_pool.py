@@ -92,7 +92,7 @@ def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterato
 
 BIG_POOL = ServerVariant(
     "bigpool",
-    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it",
+    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it, as have their index keys",
     "decode and extend; in full every mode but draft-decode",
     _cases,
     needs_no_capability=True,
