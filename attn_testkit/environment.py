@@ -227,7 +227,7 @@ def memory_across_4_gib(nbytes: int, below: int, device: torch.device) -> torch.
             # A slice of a storage is a storage, which keeps the block alive.
             own = block[first : first + nbytes]
             if is_active():
-                add_device_memory(own)  # type: ignore[arg-type]
+                add_device_memory(own)
             return torch.empty(0, dtype=torch.uint8, device=where).set_(own)  # type: ignore[call-overload, no-any-return]
     except RuntimeError:  # no memory: a limit of addresses, or of the device
         return None

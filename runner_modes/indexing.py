@@ -67,7 +67,7 @@ def index_pool_for(
 
 def _planes(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [layers, pages, 64, 128] and scales [layers, pages, 64, 4] of ``memory``, bytes: views."""
-    keys, scales = memory.split([INDEX_PAGE * INDEX_WIDTH, memory.shape[2] - INDEX_PAGE * INDEX_WIDTH], 2)
+    keys, scales = torch.split(memory, [INDEX_PAGE * INDEX_WIDTH, memory.shape[2] - INDEX_PAGE * INDEX_WIDTH], 2)
     return keys.unflatten(2, (INDEX_PAGE, -1)), scales.unflatten(2, (INDEX_PAGE, -1))
 
 

@@ -67,7 +67,7 @@ def _others_may_have_one(case: Fields) -> bool:
 
 
 def address_varies(case: Fields) -> bool:
-    """True if the kit decides where the pool of a case lies: not a backend, and it is no large one."""
+    """True if the kit decides where the pool of a case lies: no backend lays it out, and it has an ordinary size."""
     has_large_pool = "bigpool" in case.variants or (case.state is not None and case.state.big)
     return case.kv_layout != OWN and not has_large_pool
 
