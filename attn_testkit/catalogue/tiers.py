@@ -22,7 +22,7 @@ from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
-from ..cases.server_variants import big_pool_cases, variant_cases
+from ..cases.server_variants import big_index_pool_cases, big_pool_cases, variant_cases
 from ..contract import Capabilities, ForwardMode
 from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
@@ -181,6 +181,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
+        yield from big_index_pool_cases(declared, base, tier)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 
