@@ -69,7 +69,7 @@ def command(folder: Path, *args: str) -> list[str]:
 def mutate(folder: Path, *args: str) -> tuple[int, dict[str, str], str]:
     """Run it: exit code, the mutated line -> what became of it, and everything printed."""
     argv = command(folder, "--json", str(folder / "out.json"), *args)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     file = folder / "out.json"
     rows = json.loads(file.read_text())["mutants"] if file.exists() else []
     return done.returncode, {row["becomes"]: row["status"] for row in rows}, done.stdout + done.stderr
