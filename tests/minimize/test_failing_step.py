@@ -68,7 +68,7 @@ def search_of(fails: set[str], step: str) -> Search:
         status = Status.FAILED if findings else Status.PASSED
         return CaseResult("m:B", case.mode.value, "graph", case.id, status, findings)
 
-    return Search(TorchNativeBackend.capabilities, run, seconds=60.0)
+    return Search(TorchNativeBackend.capabilities, run, seconds=600.0)
 
 
 def test_a_failure_that_needs_the_steps_before_it_says_so() -> None:
