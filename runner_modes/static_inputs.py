@@ -58,6 +58,9 @@ class StaticInputs:
     """Hidden states, [max_bs * N, hidden] float32."""
     draft_slots: torch.Tensor
     """Slots of all forwards in draft-decode, [max_bs * K * S] int64; 0 for padded requests."""
+    mm_prefix_range_tensor: torch.Tensor
+    """Bidirectional spans, [max_bs * R, 2] int32; 0 for padded requests and behind a request's last one. Empty if there
+    are none."""
     state_indices: torch.Tensor
     """Slots of states, [max_bs] or flat [max_bs * N] int32; -1 or 0 for padded requests. Empty if no layer keeps a
     state."""
@@ -96,6 +99,11 @@ class StaticInputs:
         if not len(self.group_cache_locs):
             return None
         return self.group_cache_locs.view(-1, len(self.out_cache_loc))[:, :tokens]
+
+    def spans(self, bs: int) -> torch.Tensor:
+        """Bidirectional spans of the first requests, [bs, R, 2]."""
+        each = self.counts["mm_prefix_range_tensor"]
+        return self.mm_prefix_range_tensor[: bs * each].view(bs, each, 2)
 
     def send(self) -> None:
         """Copy ``host`` to the buffers."""
@@ -138,7 +146,9 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "source", "copy", "bias"]
+    by: Literal[
+        "request", "token", "slot", "token of each group", "span", "state", "state list", "source", "copy", "bias"
+    ]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -163,6 +173,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "query_start_loc": _Buffer(torch.int32, "request", "batch.query_start_loc", more=1),
     "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
     "select_index": _Buffer(torch.int64, "request", ""),
+    "mm_prefix_range_tensor": _Buffer(torch.int32, "span", "batch.mm_prefix_range_tensor", (2,)),
     "snapshot_slots": _Buffer(torch.int64, "copy", "batch.state.snapshot.slots"),
     "state_indices": _Buffer(torch.int32, "state list", "batch.state.indices"),
     "state_sources": _Buffer(torch.int32, "source", "batch.state.sources"),
@@ -186,6 +197,7 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "token": width,
         "slot": case.draft.branches * case.draft.steps if case.draft else 0,
         "token of each group": width * len(context.kv_groups),
+        "span": context.max_spans,
         "state": 1 if context.state else 0,
         "state list": listed if context.state else 0,
         "source": 1 if context.state and context.state.continues == "source" else 0,

@@ -10,6 +10,7 @@ from ..contract import LAYER_WINDOWS
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .indexing import Indexing
 from .selection import Selection
+from .spans import SpanShape
 from .state import StateShape
 
 __all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
@@ -115,6 +116,8 @@ class LayerOptions:
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     alibi: bool = False
     """All layers have ALiBi slopes, one a query head."""
+    spans: SpanShape | None = None
+    """Bidirectional spans of the steps; None: there are none."""
     qq_bias: str = "none"
     """One of ``QQ_BIASES``, in all layers."""
     usual_scaling: bool = False

@@ -150,6 +150,7 @@ class ForwardBatch:
     ``group_cache_locs``               [G, T], only with groups      the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
+    ``mm_prefix_range*``               [B], only with spans          absent                  absent
     ``extend_*``, ``extras``           absent                        absent                  absent
     ``qq_bias``                        [B * N, W], only with a bias  absent                  absent
     ================================== ============================= ======================= =========================
@@ -246,6 +247,14 @@ class ForwardBatch:
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
+    mm_prefix_range: list[list[tuple[int, int]]] | None = None
+    """Bidirectional spans of each of ``batch_size`` requests, on the host: first and last position of each, both
+    included, counted from the request's first token. Padded requests have none. None, and absent from a replay's view,
+    if no layer has spans (``Capabilities.spans``)."""
+    mm_prefix_range_tensor: torch.Tensor | None = None
+    """[bs, R, 2] int32: ``mm_prefix_range`` on the device, followed by (0, 0) where a request has fewer than R. In
+    eager R is the largest number of the batch, and None stands for a batch without any. In a graph R is
+    ``BackendContext.max_spans``; it is captured without any span."""
     qq_bias: torch.Tensor | None = None
     """[T, W] float32, if ``BackendContext.qq_bias`` asks for it; else None, and absent from a replay's view. Column c
     of row t is its bias on row c of its request, both rows of this step. It is added to the logit in natural units,

@@ -16,6 +16,7 @@ from .modes import Execution, ForwardMode
 from .requires import Requires, written_requires
 from .row_format import ROW_FORMATS
 from .server_conventions import ServerConventions
+from .spans import Spans
 from .sparse import Sparse
 from .state import State
 from .windows import Windows
@@ -147,6 +148,9 @@ class Capabilities(Declared):
     alibi: Set[ForwardMode] = frozenset()
     """Modes in which the kernel honors ``AttentionLayer.alibi_slopes``, of any values: a rank has the slopes of its own
     heads."""
+    spans: Spans = field(default_factory=Spans)
+    """Bidirectional spans that the backend honors, as rows of an image have. A set of modes is short for
+    ``Spans(modes)``."""
     qq_bias: Set[ForwardMode] = frozenset()
     """Modes, of extend and target-verify, in which the kernel adds ``ForwardBatch.qq_bias``: a tensor of biases among
     the rows of the step (``qq_bias`` of vLLM's ``unified_attention``)."""
@@ -294,7 +298,8 @@ class Capabilities(Declared):
     def _check_sparse(self) -> None:
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
-            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
+            "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
+            "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
             "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
@@ -360,7 +365,11 @@ class Capabilities(Declared):
         return super().with_changes(**changes)
 
 
-_RECORDS: Mapping[str, type[Windows | ServerConventions]] = {"windows": Windows, "server": ServerConventions}
+_RECORDS: Mapping[str, type[Windows | Spans | ServerConventions]] = {
+    "windows": Windows,
+    "spans": Spans,
+    "server": ServerConventions,
+}
 MOVED: Mapping[str, tuple[str, str]] = {
     "sliding_window": ("windows", "modes"),
     "min_window": ("windows", "smallest"),

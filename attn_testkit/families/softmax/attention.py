@@ -41,7 +41,11 @@ class Attention:
 
 
 def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
-    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row."""
+    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row; in a layer
+    without bidirectional spans, if others have them, to those that are not later.
+    """
+    if data.spans and not layer.bidirectional_spans:
+        visible = visible & (data.key_positions[:, None, :] <= data.query_positions[:, :, None])
     chunk = layer.attention_chunk_size
     if not chunk:
         return windowed(visible, data, layer.sliding_window_size)
@@ -322,7 +326,7 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
-    kinds = {(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers}
+    kinds = {(layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans) for layer in layers}
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
     every = torch.stack(seen)
     if data.allowed is not None:
