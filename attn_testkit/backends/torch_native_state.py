@@ -49,6 +49,7 @@ class TorchNativeStateBackend(StateBackend):
             continues=frozenset(CONTINUES),
         ),
         needs_cpu_seq_lens=False,
+        server={"takes_requests_without_rows": True},
         deterministic=True,
     )  # fmt: skip
 

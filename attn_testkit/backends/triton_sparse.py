@@ -102,6 +102,7 @@ class TritonSparseBackend(KernelBackend):
         max_topk=1,
         max_draft_branches=4,
         needs_cpu_seq_lens=False,
+        server={"takes_requests_without_rows": True},
         deterministic=True,
         batch_invariant=True,
         requires=Requires(packages=("triton",)),

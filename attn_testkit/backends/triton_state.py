@@ -176,6 +176,7 @@ class TritonStateBackend(StateBackend):
             snapshots={16, 64},
         ),
         needs_cpu_seq_lens=False,
+        server={"takes_requests_without_rows": True},
         deterministic=True,
         batch_invariant=True,
         requires=Requires(packages=("triton",)),

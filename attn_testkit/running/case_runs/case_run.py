@@ -101,17 +101,21 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
 
 def request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
-    by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
-    return (by_length[1], by_length[-1], 0, step.bs - 1)[case.derived("isolated-request")]
+    by_length = sorted(_with_rows(step), key=lambda i: -len(step.requests[i].slots))
+    return (by_length[:2][-1], by_length[-1], min(by_length), max(by_length))[case.derived("isolated-request")]
+
+
+def _with_rows(step: Step) -> list[int]:
+    return [index for index, request in enumerate(step.requests) if request.new]
 
 
 def with_other_requests(case: Case, step: Step) -> list[Step]:
-    """Every request of a step once more: one by itself, the others in twos, fours, eights and so on.
+    """Every request of a step that has rows once more: one by itself, the others in twos, fours, eights and so on.
 
     So most of them cross the batch size at which a backend changes its path (pegainfer #623: more than 32).
     """
     alone = request_to_isolate(case, step)
-    others, parts = [index for index in range(step.bs) if index != alone], [only(step, alone)]
+    others, parts = [index for index in _with_rows(step) if index != alone], [only(step, alone)]
     while others:
         most = 1 << len(parts)
         parts.append(part(step, others[:most]))
