@@ -270,7 +270,7 @@ class SplitsOfFixedTokensBackend(ModeInvariantBackend):
     capabilities = ModeInvariantBackend.capabilities.with_changes(
         batch_invariant=False,
         eager={"decode", "extend", "target-verify"},
-        graph={"decode", "extend", "target-verify"},
+        graph={"decode", "target-verify"},
         max_topk=1,
         logit_cap=False,
         sinks=False,

@@ -24,6 +24,8 @@ __all__ = ["LAST_ROWS", "captured_for_bits", "has_last_rows", "last_rows_of", "r
 LAST_ROWS = "last rows"
 """Name of their step, and the first words of the names of others that only graphs have."""
 _MOST = 4
+_MOST_CAPTURED = 128
+"""Requests of a batch up to which its last rows are captured: captures of a thousand take longer than all else."""
 
 
 def has_last_rows(case: Case) -> bool:
@@ -90,9 +92,9 @@ def _in_bucket(first: Step, index: int, bucket: int, requests: tuple[Request, ..
 
 def captured_for_bits(schedules: Sequence[Schedule], declared: Capabilities) -> list[Schedule]:
     """Schedules of an eager case-run that it captures after its eager steps, to compare bits: those of last rows, and
-    the extend itself, if their modes are declared for graphs. None without last rows.
+    the extend itself, if their modes are declared for graphs. None without last rows, and none of a very large batch.
     """
-    rows = [each for each in schedules if each.steps[0].name == LAST_ROWS]
+    rows = [each for each in schedules if each.steps[0].name == LAST_ROWS and each.steps[0].bs <= _MOST_CAPTURED]
     return [each for each in (schedules[0], *rows) if rows and each.case.mode in declared.graph]
 
 

@@ -15,6 +15,7 @@ def came_later(case: Case) -> bool:
     local = case.local_chunk > 0
     alibi = case.alibi
     loop = case.tree is not None and case.rounds > 0
+    without_rows = 0 in case.new
     alone = not any(case.prefixes) or case.prefixes == (3,)
     return (
         numbers
@@ -28,4 +29,5 @@ def came_later(case: Case) -> bool:
         or local
         or alibi
         or loop
+        or without_rows
     )

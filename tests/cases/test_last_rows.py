@@ -103,3 +103,10 @@ def test_last_rows_of_modes_with_graphs_are_replayed_and_the_extend_with_them() 
     assert captured_for_bits([own], DECLARED.with_changes(graph={"extend"})) == [], "there is nothing to compare"
     assert replayed_for_bits(decode) == decode.steps
     assert replayed_for_bits(own) == own.steps[:1]
+
+
+@pytest.mark.parametrize(("count", "captured"), [(128, True), (129, False)])
+def test_last_rows_of_a_very_large_batch_are_not_captured(count: int, captured: bool) -> None:
+    own = make_schedule(parse_case(f"extend-gqa2x2-d32-fp32-p4-k5x{count}-n1a1x{count}-shuffled-gauss-b{count}prod"))
+    (decode,) = last_rows_of(own, DECLARED)
+    assert captured_for_bits([own, decode], DECLARED.with_changes(graph={"decode"})) == [decode] * captured

@@ -20,7 +20,7 @@ from attn_testkit.running.case_runs.case_run import request_to_isolate, with_oth
 from attn_testkit.steps.patterns import marked_keys
 from attn_testkit.steps.schedule import make_schedule
 
-CASE = "extend-gqa2x2-d32-fp32-p4-k9.33.0.20.7-n4a0.5.0.0.3-shuffled-gauss-b6prod"
+CASE = "extend-gqa2x2-d32-fp32-p4-k9.33.0.20.7-n4a0.5.0x2.3-shuffled-gauss-b6prod"
 STATES = "extend-{}4x2-d64-bf16-p16-k5.3.9-n3a2.0.4-shuffled-unit_keys-k64w4s32-layers1from0-b3prod"
 
 
@@ -36,7 +36,7 @@ def test_only_backends_that_declare_the_convention_get_them() -> None:
     without = declared.with_changes(server={"takes_requests_without_rows": False})
     assert not_declared(declared, case) == ""
     assert not_declared(without, case) == "requests without rows in extend"
-    assert not_declared(without, parse_case(CASE.replace("a0.5.0.0.3", "a1x5"))) == ""
+    assert not_declared(without, parse_case(CASE.replace("a0.5.0x2.3", "a1x5"))) == ""
     found = {each.id for each in generate(declared, ForwardMode.EXTEND, "core") if 0 in each.new}
     others = {each.id for each in generate(without, ForwardMode.EXTEND, "core")}
     assert len(found) == 2
@@ -59,7 +59,7 @@ def test_other_steps_have_requests_without_rows_between_others_too() -> None:
     between = [any(n == 0 and any(new[:i]) and any(new[i + 1 :]) for i, n in enumerate(new)) for new in news]
     assert sum(between) >= 3
     assert all(any(new) for new in news)
-    plain = make_schedule(parse_case(CASE.replace("a0.5.0.0.3", "a1.5.1.1.3")))
+    plain = make_schedule(parse_case(CASE.replace("a0.5.0x2.3", "a1.5.1x2.3")))
     assert all(request.new for step in plain.steps for request in step.requests)
 
 
