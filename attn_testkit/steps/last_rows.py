@@ -32,9 +32,11 @@ def has_last_rows(case: Case) -> bool:
     """True for an extend whose last rows other modes can have: each request has one, and sees only earlier keys.
 
     Not with KV splits, states, selections or other modes on the instance; not for chunks, of which a request may have
-    none in a step, nor in a pool beyond 2^31 elements, in which slots lie by the case's variant.
+    none in a step, nor in a pool beyond 2^31 elements, in which slots lie by the case's variant. With spans a row sees
+    later keys, and a bias belongs to the rows of a step.
     """
-    left_out = case.kv_splits or case.multi_mode or case.state or case.selection or case.chunks > 1
+    biased = case.spans is not None or case.qq_bias != "none"
+    left_out = case.kv_splits or case.multi_mode or case.state or case.selection or case.chunks > 1 or biased
     variant = variant_of(case)
     fits = variant.causal and not variant.pool_elements and not left_out
     return case.mode is ForwardMode.EXTEND and fits and min(case.new, default=0) > 0
