@@ -85,6 +85,7 @@ class TorchNativeBackend(AttentionBackend):
             takes_strided_heads=True,
             takes_unset_width=True,
             takes_empty_batches=True,
+            takes_requests_without_rows=True,
             takes_bare_chains=True,
             takes_out=True,
             finite_padding=True,

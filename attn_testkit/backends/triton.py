@@ -102,6 +102,7 @@ class TritonBackend(AttentionBackend):
             takes_strided_heads=True,
             takes_unset_width=True,
             takes_empty_batches=True,
+            takes_requests_without_rows=True,
             takes_bare_chains=True,
             takes_out=True,
             finite_padding=True,

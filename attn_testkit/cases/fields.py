@@ -138,6 +138,8 @@ class Fields:
             raise ValueError(f"{rows.new}: counts must be one per request, and there are {self.bs} requests")
         if isinstance(rows, Extend) and sum(rows.new) > self.bucket * rows.room:
             raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
+        if self.state and isinstance(rows, Extend) and (0, 0) in zip(self.prefixes, rows.new, strict=True):
+            raise ValueError("a request without rows and without tokens before the step has no state to keep")
         if self.with_prefix and 0 in self.prefixes:
             raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
         for one, other, why in _EXCLUSIVE:

@@ -43,6 +43,7 @@ from .pair_array import layout_array_cases, pair_array_cases
 from .pool_layouts import pool_layout_cases
 from .qq_bias import qq_bias_cases
 from .randomly_combined import randomly_combined, randomly_varied
+from .requests_without_rows import requests_without_rows_cases
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
@@ -176,6 +177,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from alibi_cases(declared, base)
         yield from span_cases(declared, base)
         yield from qq_bias_cases(declared, base)
+        yield from requests_without_rows_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

@@ -201,7 +201,8 @@ class Capabilities(Declared):
     """True: a request gives the same bits whatever else is in the batch (``batch-invariant``)."""
     mode_invariant: bool = False
     """True: a row of decode or of a verified chain gives the same bits as a row of extend with the same keys
-    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded."""
+    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded. It holds
+    in eager mode and in replays, in each bucket and with padded requests. The kit compares with an eager extend."""
     lse: LogSumExp | None = None
     """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it does. None: it
     returns none."""

@@ -16,6 +16,7 @@ def came_later(case: Case) -> bool:
     biased = case.alibi or case.qq_bias != "none"
     spans = case.spans is not None
     loop = case.tree is not None and case.rounds > 0
+    without_rows = 0 in case.new
     alone = not any(case.prefixes) or case.prefixes == (3,)
     return (
         numbers
@@ -30,4 +31,5 @@ def came_later(case: Case) -> bool:
         or biased
         or spans
         or loop
+        or without_rows
     )

@@ -188,7 +188,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         rows = by_head.view(grouped).permute(0, 1, 4, 2, 3, 5)
         if padded:
             rows = rows[:, data.row_request, data.row_offset]
-        return rows.reshape(num_layers, tokens, num_q_heads, -1)
+        return rows.reshape(num_layers, tokens, num_q_heads, rows.shape[-1])
 
     # [L, B, Hk, G * Tmax, D] and [L, B, Hk, S, D]: one matrix product for each KV head of each request.
     rows, keys = _by_kv_head(data, data.q, bs, widest, kv_heads), _of_heads(data, data.stored_keys, 0)
