@@ -218,6 +218,9 @@ class Model:
             for parts in self._parts
         )
         """Places of q, k and v in a token's row, per layer."""
+        self.encoder_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Place of a cross-attention layer -> k and v [E, Hk, D] of the encoder tokens that the step stores; empty if
+        there are none."""
         self.contiguous = case.derived("qkv-memory") == CONTIGUOUS
         """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
@@ -282,6 +285,8 @@ class Model:
                 trace.dense += [q, k, v]
             if layer.parts:
                 q, k, v = (each if each.shape[-1] else cast(torch.Tensor, None) for each in (q, k, v))
+            if layer.is_cross_attention:
+                k, v = self.encoder_kv.get(index, cast(tuple[torch.Tensor, torch.Tensor], (None, None)))
             if none_kv and index == 0:
                 # None contradicts the contract's types, so only backends that declare it get it.
                 k = v = cast(torch.Tensor, None)

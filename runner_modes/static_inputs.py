@@ -71,6 +71,8 @@ class StaticInputs:
     """Rows that a copy of a state includes, [max_bs] int32; 0: no copy. Empty if there are none."""
     snapshot_slots: torch.Tensor
     """Slots of copies, [max_bs] int64. Empty, likewise."""
+    encoder_lens: torch.Tensor
+    """Encoder keys, [max_bs] int64. Empty without cross-attention layers."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
@@ -135,7 +137,7 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "source", "copy"]
+    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "source", "copy", "encoder"]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -166,6 +168,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "state_accepted": _Buffer(torch.int32, "state", "batch.state.num_accepted"),
     "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
+    "encoder_lens": _Buffer(torch.int64, "encoder", "batch.encoder_lens"),
 }
 """Buffers in the order in which messages name them."""
 
@@ -186,6 +189,7 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "state list": listed if context.state else 0,
         "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
+        "encoder": 1 if context.max_encoder_len else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
@@ -202,6 +206,7 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "group_cache_locs": padding,
         "draft_slots": padding,
         "seq_lens": fill,
+        "encoder_lens": context.max_encoder_len,
         "num_accept_tokens": width,
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,

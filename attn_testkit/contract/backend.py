@@ -68,6 +68,8 @@ class BackendContext:
     """Index keys of the layers that select keys; None without an indexer."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
+    max_encoder_len: int = 0
+    """Most encoder keys of one request; 0 without cross-attention layers. Graphs are captured with it."""
     draft_branches: int = 0
     """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
     draft_widths: tuple[int, ...] = ()
@@ -110,8 +112,8 @@ class BackendContext:
 
     @property
     def causal(self) -> bool:
-        """``AttentionLayer.causal`` of all layers."""
-        return self.layers[0].causal
+        """``AttentionLayer.causal`` of all layers but the cross-attention layers."""
+        return next((each.causal for each in self.layers if not each.is_cross_attention), True)
 
     @cached_property
     def sliding_window_size(self) -> int:
@@ -182,6 +184,10 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          context.modes <= capabilities.windows.chunked or not any(layer.attention_chunk_size for layer in own)),
         ("ALiBi in", ", ".join(sorted(context.modes - capabilities.alibi)),
          context.modes <= capabilities.alibi or all(layer.alibi_slopes is None for layer in context.layers)),
+        ("cross-attention layers in", ", ".join(sorted(context.modes - capabilities.cross_attention.modes)),
+         context.modes <= capabilities.cross_attention.modes or not any(each.is_cross_attention for each in own)),
+        ("encoder keys in slots", _encoder_slots(context),
+         _encoder_slots(context) in capabilities.cross_attention.encoder_slots | {"none"}),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
@@ -204,6 +210,13 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not declared")
+
+
+def _encoder_slots(context: BackendContext) -> str:
+    """One of ``ENCODER_SLOTS``; ``none`` without cross-attention layers."""
+    if not any(layer.is_cross_attention for layer in context.layers):
+        return "none"
+    return "own_group" if context.kv_groups else "first"
 
 
 def _kv_dtype(context: BackendContext) -> str:
