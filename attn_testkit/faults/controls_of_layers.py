@@ -8,6 +8,7 @@ from typing_extensions import override
 from .by_layer import ByLayerBackend
 from .catalogue import control
 from .dense import DenseBackend
+from .encoder_decoder import EncoderDecoderBackend, EncoderInItsOwnGroup
 from .g_alibi import AlibiBackend
 from .grouped import GroupedBackend
 from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
@@ -64,3 +65,13 @@ class AlibiFromTheEndOfARequest(AlibiBackend):
     @override
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens[:, None, None]).expand(-1, self.position.shape[1], -1)
+
+
+@control("encoder-keys-first")
+class EncoderKeysFirst(EncoderDecoderBackend):
+    """Encoder keys have the first columns of the request table, those of the decoder the next ones (SGLang)."""
+
+
+@control("encoder-in-its-own-group")
+class EncoderKeysInTheirOwnGroup(EncoderInItsOwnGroup):
+    """Cross-attention layers are a KV group, with a pool and a request table of their own (vLLM)."""
