@@ -297,6 +297,7 @@ class ServerHarness:
         self._tables.clear_requests()
         self.model.select_first_keys()
         self.model.encoder_kv.clear()
+        self.model.has_encoder = None
         load_head_scales(self.context.layers, None)
         if self.index:
             self.index.clear()
@@ -360,7 +361,13 @@ class ServerHarness:
     def _load_encoder(self, data: StepData) -> None:
         """Give the model k and v of the encoder tokens that cross-attention layers store in the step."""
         self.model.encoder_kv.clear()
-        if data.encoder is None or not len(data.encoder.slots):
+        self.model.has_encoder = None
+        if data.encoder is None:
+            return
+        has_encoder = data.encoder.lens[data.row_request] > 0
+        if not has_encoder.all():
+            self.model.has_encoder = upload(has_encoder.to(data.q.dtype), self.device)
+        if not len(data.encoder.slots):
             return
         for place in data.encoder.crosses.nonzero()[:, 0].tolist():
             rows = data.encoder.k[place], data.encoder.v[place]

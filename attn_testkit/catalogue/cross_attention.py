@@ -14,7 +14,7 @@ from ..contract import Capabilities, ForwardMode
 
 __all__ = ["cross_attention_cases"]
 
-_LENS = (3, 40, 9, 17)
+_LENS = (2, 40, 9, 17)
 _PREFIXES = (0, 40, 9, 0)
 """In extend: two requests that begin, and bring their encoder keys."""
 _NEW = (7, 5, 1, 20)

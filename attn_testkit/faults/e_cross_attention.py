@@ -28,7 +28,7 @@ class _SeqLens(EncoderKeys):
     source="general; one plan for all layers",
     modes=MODES,
     checks=_NUMBERS,
-    hint="cross-attention layers use seq_lens",
+    hint="use seq_lens instead of encoder_lens",
 )
 class CrossLayersUseSeqLens(EncoderDecoderBackend):
     """Cross-attention layers see as many encoder keys as the decoder has tokens."""
@@ -51,7 +51,7 @@ class _OfCapture(EncoderKeys):
     modes=("decode",),
     executions=("graph",),
     checks=("replay-follows-batch", *_NUMBERS),
-    hint="",
+    hint="encoder_lens of its capture|value from capture time",
 )
 class EncoderLensOfTheCapture(EncoderDecoderBackend):
     """A replay has the encoder lengths that its graph was captured with."""
@@ -72,7 +72,7 @@ class _Causal(EncoderKeys):
     source="general; vLLM sets ``causal`` to False in its builder for cross-attention",
     modes=("extend",),
     checks=("matches-oracle",),
-    hint="causal",
+    hint="have a causal mask",
 )
 class CausalCrossAttention(EncoderDecoderBackend):
     """Cross-attention layers have the causal mask of the others, aligned to the last encoder key."""
@@ -115,7 +115,7 @@ class _FromColumn0(KeysBehindEncoder):
     source="general; ``kv_start_idx`` of SGLang's FlashInfer backend left out",
     modes=MODES,
     checks=("reads-own-kv", "finite", "matches-oracle"),
-    hint="",
+    hint="req_to_token from column 0",
 )
 class SelfAttentionFromColumn0(EncoderDecoderBackend):
     """Layers of the decoder's own keys read the columns of the request table that the encoder's keys have."""
@@ -137,7 +137,7 @@ class _LongestEncoder(KeysBehindEncoder):
     source="general; SGLang's FA3 backend before encoders of several lengths",
     modes=MODES,
     checks=("reads-own-kv", "finite", "matches-oracle"),
-    hint="",
+    hint="behind the longest encoder",
 )
 class SelfAttentionBehindTheLongestEncoder(EncoderDecoderBackend):
     """The decoder's keys are looked for behind the longest encoder of the batch, in every request."""
@@ -158,7 +158,7 @@ class _Neighbour(EncoderKeys):
     source="general",
     modes=MODES,
     checks=_NUMBERS,
-    hint="encoder_lens",
+    hint="encoder_lens are probably read at the wrong index",
 )
 class EncoderLensOfTheNextRequest(EncoderDecoderBackend):
     """Each request has the encoder length of the one after it."""
@@ -183,7 +183,7 @@ class _AllRequests(EncoderKeys):
     source="general; vLLM's builder leaves out requests whose encoder keys are stored",
     modes=("extend",),
     checks=("writes-own-kv",),
-    hint="",
+    hint="encoder key",
 )
 class EncoderSlotsOfRequestsThatRun(EncoderInItsOwnGroup):
     """Slots of encoder keys follow from all requests of the batch, those among them whose keys are stored already."""

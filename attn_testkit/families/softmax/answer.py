@@ -51,10 +51,4 @@ def attend_with_limit(
         data = as_given(data, one_by_one=case.draft is not None)
     factors = factor_spacing(case, matmul_dtype)
     attention = attend(data, layers or make_layers(case), flat=flat, factors=factors, q_scale=schedule.q_scale)
-    limit = attention_limit(attention, case.dtype, matmul_dtype)
-    if data.encoder:
-        # A row without an encoder may hold any finite numbers, which the model multiplies by 0 (mllama's
-        # ``full_text_row_masked_out_mask``).
-        crosses, alone = data.encoder.crosses, data.encoder.lens[data.row_request] == 0
-        limit[crosses[:, None] & alone] = torch.inf
-    return attention, limit
+    return attention, attention_limit(attention, case.dtype, matmul_dtype)
