@@ -67,8 +67,9 @@ class KeysBehindEncoder(PlannedBackend):
 
     def first_columns(self, batch: ForwardBatch) -> torch.Tensor:
         """[B] int64: column of the first key of each request."""
-        if batch.encoder_lens is None:
+        if not self.context.max_encoder_len:
             return torch.zeros(batch.batch_size, dtype=torch.int64, device=self.context.device)
+        assert batch.encoder_lens is not None
         return batch.encoder_lens[: batch.batch_size].long()
 
 
@@ -83,15 +84,17 @@ class EncoderDecoderBackend(GroupedBackend):
     encoder_child: ClassVar[type[EncoderKeys]] = EncoderKeys
 
     def __init__(self, context: BackendContext) -> None:
+        if not any(layer.is_cross_attention for layer in context.layers):
+            super().__init__(context)
+            return
         AttentionBackend.__init__(self, context)
-        kinds = [[layer for layer in context.layers if layer.is_cross_attention == crosses] for crosses in (False, True)]
-        self.children = [
-            (self.encoder_child if layers[0].is_cross_attention else self.child)(
-                replace(self.context_of(context.group_of(layers[0])), layers=tuple(layers))
-            )
-            for layers in kinds
-            if layers
-        ]
+        self.children = [self.of_kind(crosses) for crosses in (False, True)]
+
+    def of_kind(self, crosses: bool) -> PlannedBackend:
+        """Child of the cross-attention layers, or of the others."""
+        layers = tuple(layer for layer in self.context.layers if layer.is_cross_attention == crosses)
+        child = self.encoder_child if crosses else self.child
+        return child(replace(self.context_of(self.context.group_of(layers[0])), layers=layers))
 
     @override
     def each(self, batch: ForwardBatch) -> Iterator[tuple[PlannedBackend, ForwardBatch]]:
@@ -109,7 +112,7 @@ class EncoderDecoderBackend(GroupedBackend):
         save_kv_cache: bool = True,
     ) -> torch.Tensor:
         own = self.batch_of(self.context.group_of(layer), batch)
-        child = self.children[-1 if layer.is_cross_attention else 0]
+        child = next(each for each in self.children if layer in each.context.layers)
         return child.forward(q, k, v, layer, own, save_kv_cache)
 
 
