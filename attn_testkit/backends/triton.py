@@ -149,8 +149,10 @@ class TritonBackend(AttentionBackend):
             table=torch.zeros(branches, context.req_to_token.shape[1], dtype=torch.int32, device=device),
             requests=torch.zeros(rows, dtype=torch.int64, device=device),
             kv_lens=torch.zeros(
-                max(2 if context.max_encoder_len else 1, context.speculative_num_steps - 1), rows,
-                dtype=torch.int32, device=device,
+                max(2 if context.max_encoder_len else 1, context.speculative_num_steps - 1),
+                rows,
+                dtype=torch.int32,
+                device=device,
             ),
             cu_seqlens_q=torch.zeros(rows + 1, dtype=torch.int32, device=device),
             mask=mask,

@@ -403,6 +403,8 @@ class AttentionBackend(ABC):
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype. The tensor stays valid until the next ``forward``,
         or longer: see ``output_lifetime``. With ``takes_out`` there is one more argument, ``out=None``; if it is given,
         ``forward`` writes to it and returns it.
+        In a cross-attention layer k and v are those of E encoder tokens, to store in ``batch.encoder_out_cache_loc``,
+        or None if the step stores none (``CrossAttention``).
         With ``sparse`` there is ``selected``, [T, topk] int32, by name: the keys of each row (``Sparse``). Only they
         are attended and may be read; every other key of the request may hold NaN.
         Rows of padded requests may hold anything, NaN included: those of the output, and those of ``q``, ``k`` and

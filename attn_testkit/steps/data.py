@@ -509,9 +509,10 @@ def stored_kv(
         lens = [(len(_held(request, after)), request.encoder_len) for request in step.requests]
         of_encoder = np.concatenate([np.empty(0, np.bool_), *(np.arange(count) < first for count, first in lens)])
         number = _unowned(data.stored_keys.dtype, unowned).view(1).view(torch.uint8).numpy()
-        # Padded requests have encoder keys, in slot 0, which no cross-attention layer writes after a pool of zeros.
-        slots, of_encoder = np.append(slots, 0), np.append(of_encoder, True)
-        rows = np.pad(rows, ((0, 0), (0, 0), (0, 1), (0, 0)))
+        # Padded requests have encoder keys in page 0, which no cross-attention layer writes after a pool of zeros.
+        page = schedule.case.page_size
+        slots, of_encoder = np.append(slots, np.arange(page)), np.append(of_encoder, np.ones(page, np.bool_))
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, page), (0, 0)))
         rows = data.encoder.unowned_elsewhere(rows, of_encoder, np.tile(number, rows.shape[-1] // len(number)))
     windows = tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
     for layers, gone in outgrown(schedule, step, windows):

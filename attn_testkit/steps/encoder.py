@@ -69,9 +69,7 @@ class EncoderKeys:
         return rows
 
 
-def encoder_keys(
-    step: Step, layers: Sequence[AttentionLayer], k: torch.Tensor, v: torch.Tensor
-) -> EncoderKeys | None:
+def encoder_keys(step: Step, layers: Sequence[AttentionLayer], k: torch.Tensor, v: torch.Tensor) -> EncoderKeys | None:
     """Encoder keys of a step, out of ``k`` and ``v`` [L, B, S, Hk, D] of all its keys. None without cross-attention
     layers.
     """
@@ -83,4 +81,6 @@ def encoder_keys(
     place = torch.cat([torch.arange(count) for count in stored])
     slots = np.concatenate([each.slots[:count] for each, count in zip(step.requests, stored, strict=True)])
     lens = torch.tensor([each.encoder_len for each in step.requests])
-    return EncoderKeys(crosses, lens, request, place, torch.from_numpy(slots), k[:, request, place], v[:, request, place])
+    return EncoderKeys(
+        crosses, lens, request, place, torch.from_numpy(slots), k[:, request, place], v[:, request, place]
+    )

@@ -14,6 +14,7 @@ def came_later(case: Case) -> bool:
     seldom = len(case.prefixes) > 12 and case.prefixes[1] == case.prefixes[0] + 1
     local = case.local_chunk > 0
     alibi = case.alibi
+    cross = case.encoder_len > 0
     loop = case.tree is not None and case.rounds > 0
     alone = not any(case.prefixes) or case.prefixes == (3,)
     return (
@@ -27,5 +28,6 @@ def came_later(case: Case) -> bool:
         or seldom
         or local
         or alibi
+        or cross
         or loop
     )
