@@ -16,7 +16,7 @@ __all__ = ["cross_attention_cases"]
 
 _LENS = (2, 40, 9, 17)
 _PREFIXES = (0, 40, 9, 0)
-"""In extend: two requests that begin, and bring their encoder keys."""
+"""Prefixes of an extend: two requests begin, and bring their encoder keys."""
 _NEW = (7, 5, 1, 20)
 
 

@@ -538,7 +538,7 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
 
 
 def _other_encoders(lens: Sequence[int]) -> tuple[int, ...]:
-    """The same encoders with other requests, and one of several with none, which only eager steps may have."""
+    """Return the same encoders with other requests; of several, one has none, which only eager steps may have."""
     turned = [*lens[1:], lens[0]]
     return (*turned[:-1], 0) if len(turned) > 1 else tuple(turned)
 

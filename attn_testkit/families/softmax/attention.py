@@ -264,7 +264,8 @@ def _softmax(
         total = total + torch.exp(sinks - top)
     lse = top + total.log()
     if may_see_none:
-        # A row that selects no key, or whose request has no encoder, has weights of 0, and not of 0 / 0, in a layer without sinks.
+        # A row that selects no key, or whose request has no encoder, has weights of 0, and not of 0 / 0, in a layer
+        # without sinks.
         total = total.masked_fill_(total == 0, 1.0)
     return weights.div_(total), total, top, lse
 
