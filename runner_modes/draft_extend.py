@@ -39,7 +39,7 @@ def extend_fields(harness: ServerHarness, staged: StagedStep) -> Mapping[str, An
     """Fields ``extend_*`` of an eager draft-extend: [bs] int32, and lists if the backend needs them on the host."""
     requests = staged.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
-    prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
+    prefixes = torch.tensor([r.decoder_prefix for r in requests], dtype=torch.int32)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return {
         "extend_num_tokens": staged.step.tokens,

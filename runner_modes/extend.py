@@ -27,7 +27,7 @@ def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, A
     requests = staged.step.requests
     lists = {
         "extend_seq_lens_cpu": [request.new for request in requests],
-        "extend_prefix_lens_cpu": [request.prefix for request in requests],
+        "extend_prefix_lens_cpu": [request.decoder_prefix for request in requests],
     }
     return {**extend_fields(harness, staged), **lists}
 
@@ -80,7 +80,7 @@ def _replay_extends(
 ) -> Mapping[str, Any]:
     requests, padded = staged.step.requests, bs - staged.step.bs
     lens = [request.new for request in requests] + [0] * padded
-    prefixes = [request.prefix for request in requests] + [fill] * padded
+    prefixes = [request.decoder_prefix for request in requests] + [fill] * padded
     return _fields(static, bs, staged.step.tokens, lens, prefixes)
 
 

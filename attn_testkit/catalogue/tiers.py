@@ -28,6 +28,7 @@ from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
+from .cross_attention import cross_attention_cases
 from .declared_pairs import declared_pair_cases
 from .extremes import extreme_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
@@ -178,6 +179,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from span_cases(declared, base)
         yield from qq_bias_cases(declared, base)
         yield from requests_without_rows_cases(declared, base)
+        yield from cross_attention_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

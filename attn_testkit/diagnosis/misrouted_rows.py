@@ -198,6 +198,7 @@ def _query_of(
         query_positions=data.query_positions[one, offset : offset + 1].expand(-1, asked),
         row_request=torch.zeros(asked, dtype=torch.int64),
         row_offset=torch.arange(asked),
+        encoder=data.encoder and data.encoder.part((own,)),
     )
     result, limit = attend_with_limit(schedule, supposed)
     like = _like(out, result.out[layers], limit[layers], comparison.exists[layers])

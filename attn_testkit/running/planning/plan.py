@@ -196,6 +196,9 @@ def _of_mode(
         _row(spec, mode, execution, Status.UNSUPPORTED, f"not declared: {lacking}", case_id)
         for case_id, lacking in refused.items()
     ]
+    if execution is Execution.GRAPH:
+        # SGLang captures prefills without an encoder (``prefill_cuda_graph_runner``), and vLLM runs them eagerly.
+        found = [case for case in found if not (case.encoder_len and mode is ForwardMode.EXTEND)]
     if environment.emulated:
         named = {case.id for case in exact}
         large = [case.id for case in found if case.id not in named and too_large_for_a_cpu(case)]
