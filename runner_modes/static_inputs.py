@@ -17,6 +17,7 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into
 
 from .harness import ServerHarness
+from .query_bias import bias_stride, clear_bias
 
 __all__ = ["StaticInputs", "make_static_inputs"]
 
@@ -74,6 +75,10 @@ class StaticInputs:
     """Rows that a copy of a state includes, [max_bs] int32; 0: no copy. Empty if there are none."""
     snapshot_slots: torch.Tensor
     """Slots of copies, [max_bs] int64. Empty, likewise."""
+    qq_bias: torch.Tensor
+    """Bias among rows, flat [max_bs * N * stride] float32 (``query_bias.py``). Empty if batches have none."""
+    encoder_lens: torch.Tensor
+    """Encoder keys, [max_bs] int64. Empty without cross-attention layers."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
@@ -143,7 +148,10 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "span", "state", "state list", "source", "copy"]
+    by: Literal[
+        "request", "token", "slot", "token of each group", "span", "state", "state list", "source", "copy", "bias",
+        "encoder",
+    ]  # fmt: skip
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -175,6 +183,8 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "state_accepted": _Buffer(torch.int32, "state", "batch.state.num_accepted"),
     "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
+    "qq_bias": _Buffer(torch.float32, "bias", "batch.qq_bias"),
+    "encoder_lens": _Buffer(torch.int64, "encoder", "batch.encoder_lens"),
 }
 """Buffers in the order in which messages name them."""
 
@@ -196,6 +206,8 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "state list": listed if context.state else 0,
         "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
+        "bias": width * bias_stride(context, case),
+        "encoder": 1 if context.max_encoder_len else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
@@ -212,6 +224,7 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "group_cache_locs": padding,
         "draft_slots": padding,
         "seq_lens": fill,
+        "encoder_lens": context.max_encoder_len,
         "num_accept_tokens": width,
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,
@@ -222,6 +235,8 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)
+    if stride := bias_stride(context, case):
+        clear_bias(host["qq_bias"].reshape(-1, stride))
     host["query_start_loc"][:] = np.arange(max_bs + 1) * rows
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)
