@@ -47,6 +47,7 @@ from attn_testkit.contract import (
     LogSumExp,
     Requires,
     ServerConventions,
+    Spans,
     Sparse,
     Windows,
 )
@@ -161,7 +162,7 @@ def capabilities() -> str:
         *attribute_sections(Capabilities),
         *(
             line
-            for record in (Windows, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
+            for record in (Windows, Spans, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
             for line in _record(record, presets)
         ),
         "## Earlier names",

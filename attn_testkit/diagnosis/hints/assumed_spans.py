@@ -115,6 +115,8 @@ def _ended_by_tiles(e: Evidence) -> Iterator[Supposed]:
     row, news = torch.arange(data.query_positions.shape[1]), torch.tensor([each.new for each in e.step.requests])
     of_batch = news.cumsum(0) - news
     for tile, first, pages in itertools.product(_TILES, (torch.zeros_like(news), of_batch), (False, True)):
+        if tile == 1 and not pages:
+            continue  # no row of a span sees a later one: the spans have no effect at all
         # The last row of the request in the tile that a row is in, if tiles begin at the request or at the batch.
         number = row + first[:, None]
         last = (number // tile * tile + tile - 1 - first[:, None]).minimum(news[:, None] - 1).clamp(min=0)
