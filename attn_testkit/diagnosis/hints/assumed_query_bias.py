@@ -34,7 +34,7 @@ def _of_the_first_request(data: StepData, bias: torch.Tensor) -> torch.Tensor:
     return bias[:, data.row_offset]
 
 
-@assumption(_has_bias, silences=("uneven_offsets",))
+@assumption(_has_bias, silences=("uneven_offsets", "length_threshold"))
 def other_query_bias(e: Evidence) -> Iterator[Supposed]:
     """No bias, or one that is scaled, in another base, transposed or of other rows."""
     data, bias = e.expected.data, e.expected.data.qq_bias
