@@ -9,14 +9,22 @@ from typing import ClassVar
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardBatch, ForwardMode
+from ..contract import (
+    AttentionBackend,
+    AttentionLayer,
+    BackendContext,
+    Capabilities,
+    CrossAttention,
+    ForwardBatch,
+    ForwardMode,
+)
 from .grouped import GroupedBackend
 from .parent import Metadata, PlannedBackend
 
 __all__ = ["MODES", "EncoderDecoderBackend", "EncoderInItsOwnGroup", "EncoderKeys", "KeysBehindEncoder"]
 
 MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
-_LAYERS = Capabilities(eager=()).cross_attention.with_changes(modes=MODES, encoder_slots={"first", "own_group"})
+_LAYERS = CrossAttention(frozenset(MODES), frozenset({"first", "own_group"}))
 
 
 class EncoderKeys(PlannedBackend):

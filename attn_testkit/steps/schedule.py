@@ -526,7 +526,7 @@ def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int])
     if label == _SECOND.values[0].words or case.encoder_len:
         own = steps[0].requests
         new = tuple(request.new for request in own) if case.mode is ForwardMode.EXTEND else ()
-        prefixes, encoders = tuple(request.prefix for request in own), ()
+        prefixes, encoders = tuple(request.prefix for request in own), tuple[int, ...]()
         if case.encoder_len:
             encoders = _other_encoders([request.encoder_len for request in own])
             prefixes = tuple(each.decoder_prefix + more for each, more in zip(own, encoders, strict=True))
