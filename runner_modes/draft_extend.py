@@ -64,9 +64,12 @@ def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
 
 def captured_width(harness: ServerHarness, width: int) -> int:
     """Value of ``num_tokens_per_req`` at capture: the width, or unset as in older servers if ``takes_unset_width``."""
-    if not harness.capabilities.server.takes_unset_width:
+    case = harness.case
+    # A verify that is captured for its bits shares the instance of an extend, which says nothing of widths.
+    drafts = case.mode.is_speculative() or case.multi_mode or case.rounds
+    if not harness.capabilities.server.takes_unset_width or not drafts:
         return width
-    return -1 if harness.case.derived("num-tokens-per-req") else 0
+    return -1 if case.derived("num-tokens-per-req") else 0
 
 
 def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:

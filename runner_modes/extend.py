@@ -85,9 +85,12 @@ def _replay_extends(
 
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
-    """Prune to the last row of each request, then run the head, inside the graph."""
+    """Prune to the last row of each request, then run the head, inside the graph.
+
+    A request without rows takes the one before it, and row 0 if there is none.
+    """
     assert batch.extend_seq_lens is not None
-    last = batch.extend_seq_lens.cumsum(0) - 1
+    last = (batch.extend_seq_lens.cumsum(0) - 1).clamp(min=0)
     trace.hidden = trace.hidden[last]
     trace.logits = harness.model.logits(trace.hidden)
 

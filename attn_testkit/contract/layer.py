@@ -76,6 +76,9 @@ class AttentionLayer(OfHeadLayout):
     is_cross_attention: bool = False
     """True: a row sees the ``ForwardBatch.encoder_lens`` keys of its request's encoder and no other, as
     ``CrossAttention`` says."""
+    bidirectional_spans: bool = False
+    """True: rows of a span of ``ForwardBatch.mm_prefix_range`` see each other in both directions in this layer. False:
+    the layer is causal, whatever spans the batch has. Layers differ only with ``Spans.by_layer``."""
     topk: int = 0
     """Keys that each row selects at most, and the width of ``selected``. 0: rows attend to all visible keys."""
     index_heads: int = 0
