@@ -354,7 +354,7 @@ _EXCLUSIVE = (
     ("cross-attention layers", "chunked-local layers", "no model has both"),
     ("cross-attention layers", "ALiBi", "an encoder key has no place in the order of the decoder's keys"),
     ("cross-attention layers", "bidirectional spans", "images go to the encoder or into the prompt"),
-    ("cross-attention layers", "additive bias", "encoder keys have no bias, and are no rows of the step"),
+    ("cross-attention layers", "additive bias", "encoder keys are not rows of the step"),
     ("cross-attention layers", "requests without rows", "a request begins with a row"),
     ("cross-attention layers", "sinks", "no model has both"),
     ("cross-attention layers", "selected keys", "an index is a place among the keys of the decoder"),
