@@ -302,8 +302,8 @@ class TritonBackend(AttentionBackend):
         key, value = kv_group.kv_pool.get_kv_pages(layer.layer_id)
         k_page, k_slot, *_ = key.stride()
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
-        drafted = batch.spec_info if isinstance(batch.spec_info, DraftDecodeInput) else None
-        kv_lens = plan.kv_lens[drafted.step if drafted else int(layer.is_cross_attention)]
+        spec = batch.spec_info
+        kv_lens = plan.kv_lens[spec.step if isinstance(spec, DraftDecodeInput) else int(layer.is_cross_attention)]
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
         # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.

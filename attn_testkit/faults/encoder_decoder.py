@@ -24,7 +24,7 @@ from .parent import Metadata, PlannedBackend
 __all__ = ["MODES", "EncoderDecoderBackend", "EncoderInItsOwnGroup", "EncoderKeys", "KeysBehindEncoder"]
 
 MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
-_LAYERS = CrossAttention(frozenset(MODES), encoder_slots={"first", "own_group"})
+_LAYERS = CrossAttention(frozenset(MODES), frozenset({"first", "own_group"}))
 
 
 class EncoderKeys(PlannedBackend):

@@ -7,14 +7,23 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from attn_testkit.runner_modes.harness import ServerHarness
+from attn_testkit.runner_modes.harness import context_for
 from in_process import plan_run, run_item
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.dimensions.cross_attention import CROSS_ATTENTION
 from attn_testkit.catalogue.cross_attention import cross_attention_cases
-from attn_testkit.contract import Capabilities, CrossAttention, ForwardMode, KernelBackend, KernelPlan, Unsupported
+from attn_testkit.contract import (
+    Capabilities,
+    CrossAttention,
+    ForwardMode,
+    KernelBackend,
+    KernelPlan,
+    Unsupported,
+    refuse_undeclared,
+)
+from attn_testkit.emulation import emulated_cuda
 from attn_testkit.families.expected import expect
 from attn_testkit.steps.data import make_layers, make_step_data, new_kv, pool_image
 from attn_testkit.steps.kv_groups import table_of_group
@@ -232,7 +241,10 @@ def test_a_context_of_an_undeclared_mode_or_place_is_refused() -> None:
         (GROUPS, {"encoder_slots": {"first"}}, "encoder keys in slots own_group"),
         ("", {"encoder_slots": {"own_group"}}, "encoder keys in slots first"),
     ):
-        narrow = type("Narrow", (TorchNativeBackend,), {"capabilities": DECLARED.with_changes(cross_attention=changes)})
+        narrow = DECLARED.with_changes(cross_attention=changes)
         schedule = make_schedule(parse_case(DECODE.format(words)))
+        with emulated_cuda():
+            context = context_for([schedule], torch.device("cuda"), make_layers(schedule.case))
+        refuse_undeclared(DECLARED, context)
         with pytest.raises(Unsupported, match=what):
-            ServerHarness(narrow, [schedule], torch.device("cpu"))
+            refuse_undeclared(narrow, context)
