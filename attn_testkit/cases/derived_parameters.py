@@ -78,7 +78,9 @@ CONTIGUOUS = 1
 """The value of ``qkv-memory`` that makes q, k and v their own tensors."""
 
 DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
-    DerivedParameter("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),
+    DerivedParameter(
+        "grad-mode", "how gradients are turned off", (Value("torch.no_grad"), Value("torch.inference_mode"))
+    ),
     DerivedParameter(
         "qkv-memory",
         "how q, k and v lie in memory",
@@ -248,7 +250,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     ),
     DerivedParameter(
         "undeclared",
-        "the one thing of all that the backend does not declare which its constructor must refuse",
+        "which undeclared value the constructor must refuse",
         (),
         execution=Execution.EAGER,
     ),
