@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.spans import Span
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, SpecInput, VerifyInput
 from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
 from attn_testkit.watches.uploads import upload
 
 from .harness import ServerHarness, StagedStep
+from .query_bias import bias_of_rows, of_buffer, padded_bias
 from .states import captured_states, eager_states
 from .static_inputs import StaticInputs
 
@@ -27,6 +29,7 @@ __all__ = [
     "query_starts_of",
     "replay_view",
     "seq_lens_of",
+    "spans_of",
     "spec_on_device",
 ]
 
@@ -39,7 +42,7 @@ def seq_lens_of(harness: ServerHarness, mode: ForwardMode, staged: StagedStep) -
     of_prefixes = mode is ForwardMode.TARGET_VERIFY and harness.context.dialect.verify_lens == "prefix"
     if of_prefixes or mode is ForwardMode.DRAFT_DECODE:
         return [r.prefix for r in staged.step.requests]
-    return staged.step.lens
+    return [r.decoder_prefix + r.new for r in staged.step.requests]
 
 
 def query_starts_of(staged: StagedStep) -> npt.NDArray[np.int32]:
@@ -76,9 +79,44 @@ def eager_batch(
         "seq_lens_sum": int(lens.sum()) if mirrors else None,
         "query_start_loc": torch.from_numpy(query_starts_of(staged)) if harness.pads_with_nothing else None,
         "spec_info": spec_info,
+        **_eager_spans(harness, staged),
         "state": eager_states(harness.context, staged),
+        "qq_bias": padded_bias(harness.context, staged.schedule.case, data),
+        **_encoder_fields(harness, staged),
     }
     return ForwardBatch(**{**fields, **extends})
+
+
+def _eager_spans(harness: ServerHarness, staged: StagedStep) -> dict[str, Any]:
+    """Bidirectional spans of the batch, as vLLM pads them; no tensor if no request has any."""
+    if not harness.context.max_spans:
+        return {}
+    ranges = spans_of(staged)
+    most = max(map(len, ranges), default=0)
+    padded = [[*each, *[(0, 0)] * (most - len(each))] for each in ranges]
+    return {
+        "mm_prefix_range": ranges,
+        "mm_prefix_range_tensor": torch.tensor(padded, dtype=torch.int32) if most else None,
+    }
+
+
+def spans_of(staged: StagedStep, padded: int = 0) -> list[list[Span]]:
+    """Bidirectional spans of each live request of a step, and none of so many padded ones."""
+    return [list(request.spans) for request in staged.step.requests] + [[] for _ in range(padded)]
+
+
+def _encoder_fields(harness: ServerHarness, staged: StagedStep) -> dict[str, Any]:
+    """Fields ``encoder_*`` of an eager batch, on the host."""
+    encoder = staged.data.encoder
+    if encoder is None:
+        return {}
+    # The last KV group is that of the cross-attention layers, if they have one.
+    slots = harness.in_groups(staged.schedule, encoder.slots.numpy())[-1]
+    return {
+        "encoder_lens": encoder.lens.clone(),
+        "encoder_lens_cpu": encoder.lens.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
+        "encoder_out_cache_loc": torch.from_numpy(slots) if len(slots) else None,
+    }
 
 
 def _by_group(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:
@@ -105,9 +143,11 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
         kept = batch.seq_lens_cpu.numpy().copy().view(np.uint8)
         sent.append(sent_alone("batch.seq_lens_cpu", batch.seq_lens_cpu, kept))
     given = moved["batch."]
-    parts = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
+    parts: dict[str, Any] = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
     if "batch.state.snapshot." in moved:
         parts["state"] = replace(parts["state"], snapshot=moved["batch.state.snapshot."])
+    if given.qq_bias is not None:
+        parts["qq_bias"] = of_buffer(given.qq_bias)
     return replace(given, **parts), tuple(sent)
 
 
@@ -146,7 +186,8 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
 
 _OF_BATCH = (
     *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "group_cache_locs", "positions"),
-    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc"),
+    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc", "mm_prefix_range_tensor"),
+    *("qq_bias", "encoder_lens", "encoder_out_cache_loc"),
 )
 _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
@@ -188,9 +229,27 @@ def captured_batch(
         "seq_lens_sum": int(static.host["seq_lens"][:bs].sum()) if mirrors else None,
         "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
+        **(
+            {"mm_prefix_range": [[] for _ in range(bs)], "mm_prefix_range_tensor": static.spans(bs)}
+            if harness.context.max_spans
+            else {}
+        ),
         "state": captured_states(harness.context, static, mode, bs),
+        "qq_bias": bias_of_rows(harness.context, static.schedule.case, static.qq_bias, tokens),
+        **_captured_encoder_fields(harness, static, bs),
     }
     return ForwardBatch(**{**fields, **extends})
+
+
+def _captured_encoder_fields(harness: ServerHarness, static: StaticInputs, bs: int) -> dict[str, Any]:
+    """Fields ``encoder_*`` of a graph's batch, those of padded requests too."""
+    if not harness.context.max_encoder_len:
+        return {}
+    lens = static.host["encoder_lens"][:bs].tolist()
+    return {
+        "encoder_lens": static.encoder_lens[:bs],
+        "encoder_lens_cpu": lens if harness.capabilities.needs_cpu_seq_lens else None,
+    }
 
 
 def replay_view(
@@ -225,6 +284,10 @@ def replay_view(
     )
     if harness.context.state is not None:
         view.state = captured_states(harness.context, static, mode, bs)
+    if harness.context.max_spans:
+        view.mm_prefix_range, view.mm_prefix_range_tensor = spans_of(staged, bs - live), static.spans(bs)
+    if harness.context.qq_bias != "none":
+        view.qq_bias = bias_of_rows(harness.context, static.schedule.case, static.qq_bias, bs * width)
     if harness.pads_with_nothing:
         view.query_start_loc = static.query_start_loc[: bs + 1]
     if harness.context.kv_groups:
@@ -233,5 +296,5 @@ def replay_view(
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live
         view.actual_forward_mode = mode
-    vars(view).update(extends)
+    vars(view).update(_captured_encoder_fields(harness, static, bs) | dict(extends))
     return cast(ForwardBatch, view)

@@ -47,6 +47,7 @@ from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memory_use import MemoryUse
 from .pieces import Pieces
+from .pool_address import allocate_for
 from .state_pools import load_states, with_states
 from .tables import Tables
 
@@ -137,12 +138,15 @@ def context_for(
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
+        max_encoder_len=_largest(schedules, "max_encoder_len"),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
+        qq_bias=case.qq_bias,
         kv_groups=groups if len(groups) > 1 else (),
-        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),
+        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -162,6 +166,7 @@ def _pool(
         return KVPool(
             pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared,
             row_format=case.kv_dtype if case.kv_dtype in ROW_FORMATS else "",
+            make=allocate_for(case, len(layers) * case.heads.layout.pool_rows, cleared=cleared),
         )  # fmt: skip
     except RuntimeError as error:
         if cleared or not out_of_memory(error):
@@ -278,7 +283,10 @@ class ServerHarness:
         if len(self.context.groups) == 1:
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
-        tables = (table_of_group(schedule, step, windows[group.index]) for group in self.context.groups)
+        crosses = [layer.is_cross_attention for layer in self.context.layers]
+        tables = (
+            table_of_group(schedule, step, windows[group.index], crosses[group.index]) for group in self.context.groups
+        )
         maps = (slot_map(schedule, group.index).astype(step.req_to_token.dtype) for group in self.context.groups)
         return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
 
@@ -292,6 +300,8 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        self.model.encoder_kv.clear()
+        self.model.has_encoder = None
         load_head_scales(self.context.layers, None)
         if self.index:
             self.index.clear()
@@ -348,5 +358,22 @@ class ServerHarness:
         load_head_scales(self.context.layers, data.kv_scales)
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
+        self._load_encoder(data)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)
+
+    def _load_encoder(self, data: StepData) -> None:
+        """Give the model k and v of the encoder tokens that cross-attention layers store in the step."""
+        self.model.encoder_kv.clear()
+        self.model.has_encoder = None
+        if data.encoder is None:
+            return
+        has_encoder = data.encoder.lens[data.row_request] > 0
+        if not has_encoder.all():
+            self.model.has_encoder = upload(has_encoder.to(data.q.dtype), self.device)
+        if not len(data.encoder.slots):
+            return
+        for place in data.encoder.crosses.nonzero()[:, 0].tolist():
+            rows = data.encoder.k[place], data.encoder.v[place]
+            k, v = (upload(each.contiguous(), self.device) for each in rows)
+            self.model.encoder_kv[place] = k, v

@@ -25,6 +25,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    CrossAttention,
     DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
@@ -33,6 +34,7 @@ from attn_testkit.contract import (
     LogSumExp,
     Requires,
     ServerConventions,
+    Spans,
     TreeMaskMode,
     VerifyInput,
     VerifyMask,
@@ -58,7 +60,8 @@ class _Plan:
     requests: torch.Tensor
     """[bs] int64: row of ``table``."""
     kv_lens: torch.Tensor
-    """[forwards, bs] int32: keys, this step's included. Only draft-decode has several forwards."""
+    """[forwards, bs] int32: keys, this step's included. Only draft-decode has several forwards. With cross-attention
+    layers [2, bs]: keys of the decoder, and of the encoder."""
     cu_seqlens_q: torch.Tensor
     """[bs + 1] int32: first query row of each request."""
     mask: torch.Tensor | None
@@ -88,12 +91,20 @@ class TritonBackend(AttentionBackend):
         windows=Windows(frozenset(ForwardMode), in_trees=True),
         logit_cap=True,
         sinks=True,
+        spans=Spans(
+            frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}),
+            in_graphs=True,
+            of_prefix=True,
+            wider_than_window=True,
+            by_layer=True,
+        ),
         needs_cpu_seq_lens=False,
         server=ServerConventions(
             takes_none_kv=True,
             takes_strided_heads=True,
             takes_unset_width=True,
             takes_empty_batches=True,
+            takes_requests_without_rows=True,
             takes_bare_chains=True,
             takes_out=True,
             finite_padding=True,
@@ -106,6 +117,7 @@ class TritonBackend(AttentionBackend):
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
+        cross_attention=CrossAttention({ForwardMode.DECODE, ForwardMode.EXTEND}, {"own_group"}),
         kv_groups=True,
         heads_by_layer=True,
         deterministic=True,
@@ -145,7 +157,12 @@ class TritonBackend(AttentionBackend):
         self._static = _Plan(
             table=torch.zeros(branches, context.req_to_token.shape[1], dtype=torch.int32, device=device),
             requests=torch.zeros(rows, dtype=torch.int64, device=device),
-            kv_lens=torch.zeros(max(1, context.speculative_num_steps - 1), rows, dtype=torch.int32, device=device),
+            kv_lens=torch.zeros(
+                max(2 if context.max_encoder_len else 1, context.speculative_num_steps - 1),
+                rows,
+                dtype=torch.int32,
+                device=device,
+            ),
             cu_seqlens_q=torch.zeros(rows + 1, dtype=torch.int32, device=device),
             mask=mask,
             max_q_len=0,
@@ -202,9 +219,16 @@ class TritonBackend(AttentionBackend):
             cu_seqlens_q = _offsets(batch.extend_seq_lens)
             # Any request of a replay may have all rows of its bucket, and other requests must not affect its tiles.
             longest = min(batch.input_ids.shape[0], context.max_extend_tokens)
-            kv_lens, most = seq_lens.to(torch.int32)[None], context.max_extend_tokens
+            kv_lens, most = self._kv_lens(batch, seq_lens), context.max_extend_tokens
             return _Plan(table, requests, kv_lens, cu_seqlens_q, None, longest, most)
-        return _Plan(table, requests, seq_lens.to(torch.int32)[None], cu_seqlens_q, mask, n, n)
+        return _Plan(table, requests, self._kv_lens(batch, seq_lens), cu_seqlens_q, mask, n, n)
+
+    def _kv_lens(self, batch: ForwardBatch, seq_lens: torch.Tensor) -> torch.Tensor:
+        """``_Plan.kv_lens`` of a step with one forward."""
+        if not self.context.max_encoder_len:
+            return seq_lens.to(torch.int32)[None]
+        assert batch.encoder_lens is not None
+        return torch.stack([seq_lens, batch.encoder_lens[: len(seq_lens)]]).to(torch.int32)
 
     def _plan_branches(self, spec: DraftDecodeInput, rows: torch.Tensor, seq_lens: torch.Tensor) -> _Plan:
         """All forwards of a draft. ``rows`` [bs, max_context_len]: of ``req_to_token``; ``seq_lens`` [bs] int64."""
@@ -252,9 +276,12 @@ class TritonBackend(AttentionBackend):
     def _store(
         self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
     ) -> None:
-        if save_kv_cache:
+        group = self.context.group_of(layer)
+        if layer.is_cross_attention:
+            if batch.encoder_out_cache_loc is not None:
+                group.kv_pool.set_kv_buffer(layer, batch.encoder_out_cache_loc, k, v)
+        elif save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            group = self.context.group_of(layer)
             group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(
@@ -275,7 +302,8 @@ class TritonBackend(AttentionBackend):
         key, value = kv_group.kv_pool.get_kv_pages(layer.layer_id)
         k_page, k_slot, *_ = key.stride()
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
-        kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]
+        draft = isinstance(batch.spec_info, DraftDecodeInput)
+        kv_lens = plan.kv_lens[batch.spec_info.step if draft else int(layer.is_cross_attention)]
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
         # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.
@@ -286,15 +314,19 @@ class TritonBackend(AttentionBackend):
         tiles = choose_tiles(plan.tile_rows, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
+        # Of a graph the batch's own memory, which has the spans of each replay.
+        spans = getattr(batch, "mm_prefix_range_tensor", None) if layer.bidirectional_spans else None
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
             q, key, value, result, result if lse is None else lse, self._partial, self._lse,
             table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
-            q if plan.mask is None else plan.mask, layer.sinks if has_sinks else q,  # q: never read
-            layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
+            q if plan.mask is None else plan.mask, q if spans is None else spans,  # q: never read
+            layer.sinks if has_sinks else q, layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap),
+            window, 0 if spans is None else spans.shape[1],
             *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
-            CAUSAL=layer.causal, HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
+            CAUSAL=layer.causal, HAS_SPANS=spans is not None, HAS_CAP=layer.logit_cap > 0,
+            HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
             PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip

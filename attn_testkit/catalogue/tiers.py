@@ -22,12 +22,13 @@ from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
-from ..cases.server_variants import big_pool_cases, variant_cases
+from ..cases.server_variants import big_index_pool_cases, big_pool_cases, variant_cases
 from ..contract import Capabilities, ForwardMode
 from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
+from .cross_attention import cross_attention_cases
 from .declared_pairs import declared_pair_cases
 from .extremes import extreme_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
@@ -41,10 +42,13 @@ from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
 from .pool_layouts import pool_layout_cases
+from .qq_bias import qq_bias_cases
 from .randomly_combined import randomly_combined, randomly_varied
+from .requests_without_rows import requests_without_rows_cases
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
+from .spans import span_cases
 from .state_cases import state_cases, two_requests_with_states
 from .uniform_batches import uniform_batch_cases
 
@@ -172,11 +176,16 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from many_request_cases(declared, base)
         yield from local_chunk_cases(declared, base)
         yield from alibi_cases(declared, base)
+        yield from span_cases(declared, base)
+        yield from qq_bias_cases(declared, base)
+        yield from requests_without_rows_cases(declared, base)
+        yield from cross_attention_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
+        yield from big_index_pool_cases(declared, base, tier)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

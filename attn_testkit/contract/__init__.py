@@ -4,6 +4,7 @@ kit."""
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_undeclared
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
+from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .draft_decode import DraftDecodeInput
 from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool
 from .kernel_backend import KernelBackend
@@ -17,6 +18,7 @@ from .modes import Execution, ForwardMode
 from .requires import Requires
 from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
+from .spans import Spans
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State
 from .state_backend import StateBackend
@@ -27,6 +29,7 @@ from .windows import LAYER_WINDOWS, Windows
 __all__ = [
     "DIALECTS",
     "DTYPES",
+    "ENCODER_SLOTS",
     "FAMILIES",
     "FP8_PRODUCTS",
     "INDEX_PAGE",
@@ -44,6 +47,7 @@ __all__ = [
     "AttentionLayer",
     "BackendContext",
     "Capabilities",
+    "CrossAttention",
     "Dialect",
     "DraftDecodeInput",
     "DraftExtendInput",
@@ -67,6 +71,7 @@ __all__ = [
     "RowFormat",
     "ServerConventions",
     "Snapshot",
+    "Spans",
     "Sparse",
     "SpecInput",
     "State",

@@ -68,6 +68,8 @@ class BackendContext:
     """Index keys of the layers that select keys; None without an indexer."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
+    max_encoder_len: int = 0
+    """Most encoder keys of one request; 0 without cross-attention layers. Graphs are captured with it."""
     draft_branches: int = 0
     """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
     draft_widths: tuple[int, ...] = ()
@@ -77,6 +79,8 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
+    max_spans: int = 0
+    """Most bidirectional spans of a request in any batch; 0 if no layer has spans."""
     kv_splits: tuple[KVSplit, ...] = ()
     """KV splits for which each layer calls ``forward_return_lse``, in this order, instead of ``forward``. Empty:
     ``forward`` is called."""
@@ -87,6 +91,9 @@ class BackendContext:
     which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
     ``kv_groups``, and with ``kv_splits``."""
 
+    qq_bias: str = "none"
+    """``own`` or ``shared``: each batch has ``ForwardBatch.qq_bias``, of each request or the same for all. ``none``: no
+    batch has one."""
     state: StateContext | None = None
     """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
 
@@ -110,8 +117,8 @@ class BackendContext:
 
     @property
     def causal(self) -> bool:
-        """``AttentionLayer.causal`` of all layers."""
-        return self.layers[0].causal
+        """``AttentionLayer.causal`` of all layers but the cross-attention layers."""
+        return next((each.causal for each in self.layers if not each.is_cross_attention), True)
 
     @cached_property
     def sliding_window_size(self) -> int:
@@ -180,8 +187,20 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          _windows_agree(capabilities, context)),
         ("chunked-local layers in", ", ".join(sorted(context.modes - capabilities.windows.chunked)),
          context.modes <= capabilities.windows.chunked or not any(layer.attention_chunk_size for layer in own)),
+        ("bidirectional spans in", ", ".join(sorted(context.modes - capabilities.spans.modes)),
+         context.modes <= capabilities.spans.modes or not any(layer.bidirectional_spans for layer in own)),
+        ("layers with and layers without bidirectional spans,", len(own),
+         capabilities.spans.by_layer or len({layer.bidirectional_spans for layer in own}) <= 1),
         ("ALiBi in", ", ".join(sorted(context.modes - capabilities.alibi)),
          context.modes <= capabilities.alibi or all(layer.alibi_slopes is None for layer in context.layers)),
+        ("an additive bias in", ", ".join(sorted(context.modes - capabilities.qq_bias)),
+         context.qq_bias == "none" or context.modes <= capabilities.qq_bias),
+        ("an additive bias for each request:", context.qq_bias,
+         context.qq_bias != "own" or not capabilities.shared_qq_bias),
+        ("cross-attention layers in", ", ".join(sorted(context.modes - capabilities.cross_attention.modes)),
+         context.modes <= capabilities.cross_attention.modes or not any(each.is_cross_attention for each in own)),
+        ("encoder keys in slots", _encoder_slots(context),
+         _encoder_slots(context) in capabilities.cross_attention.encoder_slots | {"none"}),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
@@ -204,6 +223,13 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not declared")
+
+
+def _encoder_slots(context: BackendContext) -> str:
+    """One of ``ENCODER_SLOTS``; ``none`` without cross-attention layers."""
+    if not any(layer.is_cross_attention for layer in context.layers):
+        return "none"
+    return "own_group" if context.kv_groups else "first"
 
 
 def _kv_dtype(context: BackendContext) -> str:
@@ -390,6 +416,8 @@ class AttentionBackend(ABC):
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype. The tensor stays valid until the next ``forward``,
         or longer: see ``output_lifetime``. With ``takes_out`` there is one more argument, ``out=None``; if it is given,
         ``forward`` writes to it and returns it.
+        In a cross-attention layer k and v are those of E encoder tokens, to store in ``batch.encoder_out_cache_loc``,
+        or None if the step stores none (``CrossAttention``).
         With ``sparse`` there is ``selected``, [T, topk] int32, by name: the keys of each row (``Sparse``). Only they
         are attended and may be read; every other key of the request may hold NaN.
         Rows of padded requests may hold anything, NaN included: those of the output, and those of ``q``, ``k`` and

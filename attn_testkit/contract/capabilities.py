@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from .cross_attention import CrossAttention
 from .declared import Declared, is_whole, mode_named, spelled
 from .head_layout import HEAD_LAYOUTS
 from .kv_layouts import KV_LAYOUTS
@@ -16,6 +17,7 @@ from .modes import Execution, ForwardMode
 from .requires import Requires, written_requires
 from .row_format import ROW_FORMATS
 from .server_conventions import ServerConventions
+from .spans import Spans
 from .sparse import Sparse
 from .state import State
 from .windows import Windows
@@ -147,6 +149,16 @@ class Capabilities(Declared):
     alibi: Set[ForwardMode] = frozenset()
     """Modes in which the kernel honors ``AttentionLayer.alibi_slopes``, of any values: a rank has the slopes of its own
     heads."""
+    spans: Spans = field(default_factory=Spans)
+    """Bidirectional spans that the backend honors, as rows of an image have. A set of modes is short for
+    ``Spans(modes)``."""
+    qq_bias: Set[ForwardMode] = frozenset()
+    """Modes, of extend and target-verify, in which the kernel adds ``ForwardBatch.qq_bias``: a tensor of biases among
+    the rows of the step (``qq_bias`` of vLLM's ``unified_attention``)."""
+    shared_qq_bias: bool = False
+    """True: the kernel takes one bias for all requests, as vLLM's does. The biases of all requests in a batch are then
+    equal: row j of any request has the numbers of row j of the first. Drafts with a bias are chains. False: each
+    request may have its own."""
     sparse: Sparse | None = None
     """Selections of keys that the backend takes (DSA). A backend that declares one always gets one. Without it a row
     attends to all keys that it may see."""
@@ -156,6 +168,9 @@ class Capabilities(Declared):
     """Modes, of extend and target-verify, in which layers may be non-causal (``AttentionLayer.causal`` is False). A row
     then sees all keys of its request. A verify comes without a tree, with ``custom_mask`` and ``retrieve_*`` None, as
     in draft blocks."""
+
+    cross_attention: CrossAttention = field(default_factory=CrossAttention)
+    """Cross-attention layers of encoder-decoder models, next to layers of the decoder's own keys."""
 
     # Bounds. A larger number declares more.
     max_q_rows: int = 1
@@ -190,7 +205,8 @@ class Capabilities(Declared):
     """True: a request gives the same bits whatever else is in the batch (``batch-invariant``)."""
     mode_invariant: bool = False
     """True: a row of decode or of a verified chain gives the same bits as a row of extend with the same keys
-    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded."""
+    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded. It holds
+    in eager mode and in replays, in each bucket and with padded requests. The kit compares with an eager extend."""
     lse: LogSumExp | None = None
     """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it does. None: it
     returns none."""
@@ -226,10 +242,15 @@ class Capabilities(Declared):
                 f"Capabilities.q_scale is {self.q_scale!r}, and matmul_dtype='model' says that queries are not rounded "
                 "to FP8; write matmul_dtype='fp8_e4m3', or leave q_scale out"
             )
-        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal", "alibi")
-        causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
-        if causal:
-            raise ValueError(f"Capabilities.non_causal may hold only extend and target-verify, got {', '.join(causal)}")
+        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal", "alibi", "qq_bias")
+        for name in ("non_causal", "qq_bias"):
+            others = sorted(getattr(self, name) - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+            if others:
+                raise ValueError(f"Capabilities.{name} may hold only extend and target-verify, got {', '.join(others)}")
+        if self.shared_qq_bias and not self.qq_bias:
+            raise ValueError(
+                "Capabilities declare shared_qq_bias without qq_bias; declare its modes: qq_bias={'target-verify'}"
+            )
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
         for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             self._check_words(name, known)
@@ -253,6 +274,11 @@ class Capabilities(Declared):
         if self.sparse is not None:
             self._check_sparse()
         self._check_state()
+        if "own_group" in self.cross_attention.encoder_slots and not self.kv_groups:
+            raise ValueError(
+                "Capabilities declare encoder_slots 'own_group' without kv_groups, and these are two KV groups; write "
+                "kv_groups=True, or leave 'own_group' out"
+            )
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(
@@ -282,8 +308,10 @@ class Capabilities(Declared):
     def _check_sparse(self) -> None:
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
-            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
+            "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
+            "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
+            "cross_attention": bool(self.cross_attention.modes),
             "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
@@ -348,7 +376,12 @@ class Capabilities(Declared):
         return super().with_changes(**changes)
 
 
-_RECORDS: Mapping[str, type[Windows | ServerConventions]] = {"windows": Windows, "server": ServerConventions}
+_RECORDS: Mapping[str, type[Windows | Spans | ServerConventions | CrossAttention]] = {
+    "windows": Windows,
+    "spans": Spans,
+    "server": ServerConventions,
+    "cross_attention": CrossAttention,
+}
 MOVED: Mapping[str, tuple[str, str]] = {
     "sliding_window": ("windows", "modes"),
     "min_window": ("windows", "smallest"),

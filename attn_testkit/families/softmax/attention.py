@@ -41,7 +41,14 @@ class Attention:
 
 
 def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
-    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row."""
+    """Narrow [B, Tmax, S] bool visibility to the keys that rows of a layer see: those in its window, or in the chunk of
+    each row; those of the encoder in a cross-attention layer; in a layer without bidirectional spans, if others have
+    them, those that are not later.
+    """
+    if data.spans and not layer.bidirectional_spans:
+        visible = visible & (data.key_positions[:, None, :] <= data.query_positions[:, :, None])
+    if data.encoder:
+        visible = data.encoder.seen(visible, layer)
     chunk = layer.attention_chunk_size
     if not chunk:
         return windowed(visible, data, layer.sliding_window_size)
@@ -131,10 +138,13 @@ def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
         stored_values=None if data.stored_values is None else data.stored_values[:, one, keys],
         visible=visible[one, :, keys],
         allowed=None if data.allowed is None else data.allowed[:, one, :, keys],
+        encoder=data.encoder and data.encoder.part((request,)),
         key_positions=data.key_positions[one, keys],
         query_positions=data.query_positions[one],
         row_request=torch.zeros_like(data.row_request[rows]),
         row_offset=data.row_offset[rows],
+        row_key=data.row_key[rows],
+        qq_bias=None if data.qq_bias is None else data.qq_bias[:, rows],
     )
 
 
@@ -148,6 +158,7 @@ def _layer(data: StepData, layer: int) -> StepData:
         stored_values=None if data.stored_values is None else data.stored_values[this],
         kv_scales=data.kv_scales[:, this],
         allowed=None if data.allowed is None else data.allowed[this],
+        qq_bias=data.qq_bias if data.qq_bias is None or len(data.qq_bias) == 1 else data.qq_bias[this],
     )
 
 
@@ -181,7 +192,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         rows = by_head.view(grouped).permute(0, 1, 4, 2, 3, 5)
         if padded:
             rows = rows[:, data.row_request, data.row_offset]
-        return rows.reshape(num_layers, tokens, num_q_heads, -1)
+        return rows.reshape(num_layers, tokens, num_q_heads, rows.shape[-1])
 
     # [L, B, Hk, G * Tmax, D] and [L, B, Hk, S, D]: one matrix product for each KV head of each request.
     rows, keys = _by_kv_head(data, data.q, bs, widest, kv_heads), _of_heads(data, data.stored_keys, 0)
@@ -197,6 +208,11 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     for index, layer in enumerate(layers):
         if layer.logit_cap:
             logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
+    if data.qq_bias is not None:
+        among_rows = _qq_bias(data, data.qq_bias, visible)
+        logits.add_(among_rows)
+        # The sum rounds as its terms are large; -inf is exact.
+        noise = noise + among_rows.abs().nan_to_num_(posinf=0.0).amax(-1, keepdim=True)
     seen = _seen(data, visible, layers)
     logit_error = None
     if asked.query_rounding is not None:
@@ -205,7 +221,8 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         off = off.view(grouped).mul_(scaling).masked_fill_(~seen, 0.0)
         logit_error = packed(off.amax(-1, keepdim=True).flatten(3, 4))
     logits.masked_fill_(~seen, -torch.inf)
-    weights, total, top, lse = _softmax(logits, _sinks(layers, num_q_heads, kv_heads), data.allowed is not None)
+    may_see_none = data.allowed is not None or data.encoder is not None
+    weights, total, top, lse = _softmax(logits, _sinks(layers, num_q_heads, kv_heads), may_see_none)
     p = weights.flatten(3, 4)
     if data.stored_values is None:
         values = keys[..., : data.v.shape[-1]]
@@ -245,8 +262,21 @@ def _bias(data: StepData, layers: Sequence[AttentionLayer], kv_heads: int) -> to
     return stacked.view(len(layers), 1, kv_heads, -1, 1, 1) * distance.clamp(max=0)[None, :, None, None]
 
 
+def _qq_bias(data: StepData, bias: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """[L or 1, B, 1, 1, Tmax, S] float64: ``bias`` [L or 1, T, C] at the keys of this step, and 0 elsewhere."""
+    placed = torch.zeros(len(bias), *visible.shape, dtype=torch.float64)
+    for request in range(len(visible)):
+        mine = data.row_request == request
+        count = int(mine.sum())
+        if count:
+            first = int(data.row_key[mine][0] - data.row_offset[mine][0])
+            keys = slice(first, min(first + count, visible.shape[-1]))
+            placed[:, request, :count, keys] = bias[:, mine, : keys.stop - first].double()
+    return placed[:, :, None, None]
+
+
 def _softmax(
-    logits: torch.Tensor, sinks: torch.Tensor | None, selected: bool
+    logits: torch.Tensor, sinks: torch.Tensor | None, may_see_none: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights, in the memory of ``logits``, and the sum, the largest logit and the log-sum-exp of each row."""
     top = logits.amax(-1, keepdim=True)
@@ -258,8 +288,9 @@ def _softmax(
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     lse = top + total.log()
-    if selected:
-        # A row that selects no key has weights of 0, and not of 0 / 0, in a layer without sinks.
+    if may_see_none:
+        # A row that selects no key, or whose request has no encoder, has weights of 0, and not of 0 / 0, in a layer
+        # without sinks.
         total = total.masked_fill_(total == 0, 1.0)
     return weights.div_(total), total, top, lse
 
@@ -301,7 +332,10 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
-    kinds = {(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers}
+    kinds = {
+        (each.sliding_window_size, each.attention_chunk_size, each.bidirectional_spans, each.is_cross_attention)
+        for each in layers
+    }
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
     every = torch.stack(seen)
     if data.allowed is not None:
