@@ -112,6 +112,13 @@ def test_one_that_is_gone_already_is_lost_when_it_is_reported_something(started:
     assert (error.status, error.reason) == (Status.CRASHED, "the process was killed by SIGKILL")
 
 
+def test_why_it_did_not_start_is_said_where_it_had_ended_before_it_was_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(child, "fork_context", lambda: multiprocessing.get_context("spawn"))
+    one = Child("no_such_module")
+    one._process.join()
+    assert "No module named 'no_such_module'" in lost(one, ("echo", 1)).reason
+
+
 def test_what_is_no_message_is_read_as_a_crash(started: Any) -> None:
     error = lost(started(), ("bytes", b"junk"))
     assert error.status is Status.CRASHED

@@ -58,6 +58,7 @@ class Child:
         self._closing = threading.RLock()
         self._reader = reader
         self._mark = 0
+        self._heard = False
         self._deadline = self._seconds = 0.0
         handle, self._words = tempfile.mkstemp(prefix="attn-testkit-child-")
         os.close(handle)
@@ -98,7 +99,9 @@ class Child:
 
     def tell(self, message: object, seconds: float) -> None:
         """Ask, and have ``answer`` wait for what comes within ``seconds`` from now."""
-        self._mark = os.path.getsize(self._words)
+        # What it prints before it has started says why it does not, and may be there already.
+        if self._heard:
+            self._mark = os.path.getsize(self._words)
         self.wait_for(seconds)
         try:
             self._connection.send(message)
@@ -119,7 +122,9 @@ class Child:
         try:
             if not self._connection.poll(self.seconds_left):
                 raise self._lost(Status.TIMED_OUT, f"no result after {self._seconds:g} s")
-            return self._reader(self._connection.recv_bytes())
+            data = self._connection.recv_bytes()
+            self._heard = True
+            return self._reader(data)
         except (EOFError, OSError):
             self._died()
         except Unreadable as error:
