@@ -38,7 +38,9 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "pytest":
             raise
-        raise ImportError(f"{name} needs pytest, an extra of the kit: pip install 'attn-testkit[pytest]'") from None
+        raise ImportError(
+            f"{name} needs pytest, an extra of the kit: pip install 'PATH_OF_THE_CHECKOUT[pytest]'"
+        ) from None
     return getattr(module, name)
 
 

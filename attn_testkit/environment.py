@@ -18,6 +18,7 @@ from .contract import Capabilities, ForwardMode, Requires
 from .emulation import (
     LIMITS,
     Policy,
+    add_device_memory,
     compiled_regions_run,
     emulated_cuda,
     is_active,
@@ -36,6 +37,7 @@ __all__ = [
     "Environment",
     "compiled_regions_run",
     "launch_grids",
+    "memory_across_4_gib",
     "missing_here",
     "planned",
     "resolve",
@@ -200,6 +202,35 @@ def memory_peak() -> Iterator[Callable[[], int]]:
         first = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         yield lambda: torch.cuda.max_memory_allocated() - first
+
+
+_FOUR_GIB = 1 << 32
+_SHARE = 4
+"""A device gives memory for addresses only if so many times as much is free: other processes may share it."""
+
+
+def memory_across_4_gib(nbytes: int, below: int, device: torch.device) -> torch.Tensor | None:
+    """Allocate [nbytes] uint8, uninitialized, whose first ``below`` bytes lie below a multiple of 4 GiB and the others
+    from it on. None if there is no room: the block around them has 4 GiB more.
+
+    The tensor has a storage of its own. On a host untouched pages of the block take no memory.
+    """
+    if not is_active():
+        free, _ = torch.cuda.mem_get_info(device)
+        if free < _SHARE * (_FOUR_GIB + nbytes):
+            return None
+    try:
+        with torch._C.DisableTorchFunction():
+            where = "cpu" if is_active() else device
+            block = torch.empty(_FOUR_GIB + nbytes, dtype=torch.uint8, device=where).untyped_storage()
+            first = -(block.data_ptr() + below) % _FOUR_GIB
+            # A slice of a storage is a storage, which keeps the block alive.
+            own = block[first : first + nbytes]
+            if is_active():
+                add_device_memory(own)
+            return torch.empty(0, dtype=torch.uint8, device=where).set_(own)  # type: ignore[call-overload, no-any-return]
+    except RuntimeError:  # no memory: a limit of addresses, or of the device
+        return None
 
 
 def resolve(name: str) -> Environment:

@@ -36,9 +36,8 @@ wait "$browser"
 cores="$(nproc)"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 # Tests start hundreds of processes. Each compiles the kit again where nobody may keep bytecode, and pytest rewrites every test
-# file for each worker.
+# file for each worker. It is kept beside the files: with PYTHONPYCACHEPREFIX torch would be compiled again, whose bytecode pip made.
 unset PYTHONDONTWRITEBYTECODE
-export PYTHONPYCACHEPREFIX="${PYTHONPYCACHEPREFIX:-$root/build/pycache}"
 # Slow tests start first (tests/conftest.py), and a worker that is through takes over what another has not begun.
 tested=0
 "$python" -m pytest -n "${ATTN_WORKERS:-$((cores < 4 ? cores : 4))}" --dist worksteal "$@" || tested=$?

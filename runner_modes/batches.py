@@ -11,11 +11,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from attn_testkit.cases.spans import Span
 from attn_testkit.contract import DraftExtendInput, ForwardBatch, ForwardMode, SpecInput, VerifyInput
 from attn_testkit.watches.packing import Sent, bytes_of, send, sent_alone
 from attn_testkit.watches.uploads import upload
 
 from .harness import ServerHarness, StagedStep
+from .query_bias import bias_of_rows, of_buffer, padded_bias
 from .states import captured_states, eager_states
 from .static_inputs import StaticInputs
 
@@ -27,6 +29,7 @@ __all__ = [
     "query_starts_of",
     "replay_view",
     "seq_lens_of",
+    "spans_of",
     "spec_on_device",
 ]
 
@@ -76,9 +79,29 @@ def eager_batch(
         "seq_lens_sum": int(lens.sum()) if mirrors else None,
         "query_start_loc": torch.from_numpy(query_starts_of(staged)) if harness.pads_with_nothing else None,
         "spec_info": spec_info,
+        **_eager_spans(harness, staged),
         "state": eager_states(harness.context, staged),
+        "qq_bias": padded_bias(harness.context, staged.schedule.case, data),
     }
     return ForwardBatch(**{**fields, **extends})
+
+
+def _eager_spans(harness: ServerHarness, staged: StagedStep) -> dict[str, Any]:
+    """Bidirectional spans of the batch, as vLLM pads them; no tensor if no request has any."""
+    if not harness.context.max_spans:
+        return {}
+    ranges = spans_of(staged)
+    most = max(map(len, ranges), default=0)
+    padded = [[*each, *[(0, 0)] * (most - len(each))] for each in ranges]
+    return {
+        "mm_prefix_range": ranges,
+        "mm_prefix_range_tensor": torch.tensor(padded, dtype=torch.int32) if most else None,
+    }
+
+
+def spans_of(staged: StagedStep, padded: int = 0) -> list[list[Span]]:
+    """Bidirectional spans of each live request of a step, and none of so many padded ones."""
+    return [list(request.spans) for request in staged.step.requests] + [[] for _ in range(padded)]
 
 
 def _by_group(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:
@@ -105,9 +128,11 @@ def batch_on_device(batch: ForwardBatch, device: torch.device) -> tuple[ForwardB
         kept = batch.seq_lens_cpu.numpy().copy().view(np.uint8)
         sent.append(sent_alone("batch.seq_lens_cpu", batch.seq_lens_cpu, kept))
     given = moved["batch."]
-    parts = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
+    parts: dict[str, Any] = {name: moved.get(f"batch.{name}.", getattr(given, name)) for name in ("spec_info", "state")}
     if "batch.state.snapshot." in moved:
         parts["state"] = replace(parts["state"], snapshot=moved["batch.state.snapshot."])
+    if given.qq_bias is not None:
+        parts["qq_bias"] = of_buffer(given.qq_bias)
     return replace(given, **parts), tuple(sent)
 
 
@@ -146,7 +171,8 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
 
 _OF_BATCH = (
     *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "group_cache_locs", "positions"),
-    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc"),
+    *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc", "mm_prefix_range_tensor"),
+    "qq_bias",
 )
 _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
@@ -188,7 +214,13 @@ def captured_batch(
         "seq_lens_sum": int(static.host["seq_lens"][:bs].sum()) if mirrors else None,
         "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
+        **(
+            {"mm_prefix_range": [[] for _ in range(bs)], "mm_prefix_range_tensor": static.spans(bs)}
+            if harness.context.max_spans
+            else {}
+        ),
         "state": captured_states(harness.context, static, mode, bs),
+        "qq_bias": bias_of_rows(harness.context, static.schedule.case, static.qq_bias, tokens),
     }
     return ForwardBatch(**{**fields, **extends})
 
@@ -225,6 +257,10 @@ def replay_view(
     )
     if harness.context.state is not None:
         view.state = captured_states(harness.context, static, mode, bs)
+    if harness.context.max_spans:
+        view.mm_prefix_range, view.mm_prefix_range_tensor = spans_of(staged, bs - live), static.spans(bs)
+    if harness.context.qq_bias != "none":
+        view.qq_bias = bias_of_rows(harness.context, static.schedule.case, static.qq_bias, bs * width)
     if harness.pads_with_nothing:
         view.query_start_loc = static.query_start_loc[: bs + 1]
     if harness.context.kv_groups:

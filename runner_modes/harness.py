@@ -47,6 +47,7 @@ from .head_scales import load_head_scales
 from .indexing import IndexWatch, index_pool_for
 from .memory_use import MemoryUse
 from .pieces import Pieces
+from .pool_address import allocate_for
 from .state_pools import load_states, with_states
 from .tables import Tables
 
@@ -140,9 +141,11 @@ def context_for(
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
+        qq_bias=case.qq_bias,
         kv_groups=groups if len(groups) > 1 else (),
-        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool.num_slots, device),
+        index_pool=index_pool_for(schedules, layers, groups[0].kv_pool, device),
         max_extend_tokens=max([0] + [s.case.most_new for s in schedules if s.case.mode is ForwardMode.EXTEND]),
     )
 
@@ -162,6 +165,7 @@ def _pool(
         return KVPool(
             pages * case.page_size, case.page_size, layers, dtype, device, case.kv_layout, own_layout, cleared=cleared,
             row_format=case.kv_dtype if case.kv_dtype in ROW_FORMATS else "",
+            make=allocate_for(case, len(layers) * case.heads.layout.pool_rows, cleared=cleared),
         )  # fmt: skip
     except RuntimeError as error:
         if cleared or not out_of_memory(error):

@@ -13,20 +13,29 @@ import numpy as np
 import torch
 
 from attn_testkit.cases.indexing import Indexing
+from attn_testkit.cases.server_variants import variant_of
+from attn_testkit.checks.failures import first_line
 from attn_testkit.checks.observation import Bytes, Piece
 from attn_testkit.contract import (
+    INDEX_PAGE,
     INDEX_WIDTH,
     AttentionLayer,
     BackendContext,
     ForwardBatch,
     IndexPool,
+    KVPool,
 )
 from attn_testkit.model import Attends, Trace
+from attn_testkit.results.names import NO_ROOM
 from attn_testkit.steps.index_data import IndexData, index_layers, index_memory, make_index_data, scale_of
+from attn_testkit.steps.kv_groups import slot_map
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.past_modes import past_modes
+from attn_testkit.watches.spread_watch import slots_around
 from attn_testkit.watches.uploads import upload, upload_into
 
+from .errors import NoRoomError, out_of_memory
+from .pool_address import allocate_for
 from .returned import check_returned
 
 __all__ = ["IndexWatch", "WithIndexer", "index_pool_for"]
@@ -37,14 +46,64 @@ _FINITE = 0x3C
 
 
 def index_pool_for(
-    schedules: Sequence[Schedule], layers: Sequence[AttentionLayer], slots: int, device: torch.device
+    schedules: Sequence[Schedule], layers: Sequence[AttentionLayer], pool: KVPool, device: torch.device
 ) -> IndexPool | None:
-    """The index pool of an instance; None without an indexer."""
+    """The index pool of an instance whose KV pool is ``pool``; None without an indexer.
+
+    Raises ``NoRoomError`` if one that is mostly unused does not fit.
+    """
     case = next((each.case for each in schedules if each.case.indexer), None)
     if case is None or case.indexer is None:
         return None
-    ids = [layers[place].layer_id for place in index_layers(case)]
-    return IndexPool(slots, ids, scale_of(case), device)
+    ids, large = [layers[place].layer_id for place in index_layers(case)], bool(variant_of(case).pool_elements)
+    try:
+        make = allocate_for(case, len(ids), cleared=not large)
+        return IndexPool(pool.num_slots, ids, scale_of(case), device, make)
+    except RuntimeError as error:
+        if not large or not out_of_memory(error):
+            raise
+        raise NoRoomError(f"{NO_ROOM}for an index pool of more than 2^31 bytes: {first_line(error)}") from None
+
+
+def _planes(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys [layers, pages, 64, 128] and scales [layers, pages, 64, 4] of ``memory``, bytes: views."""
+    keys, scales = torch.split(memory, [INDEX_PAGE * INDEX_WIDTH, memory.shape[2] - INDEX_PAGE * INDEX_WIDTH], 2)
+    return keys.unflatten(2, (INDEX_PAGE, -1)), scales.unflatten(2, (INDEX_PAGE, -1))
+
+
+def _copy_slots(source: torch.Tensor, slots: torch.Tensor, target: torch.Tensor, places: torch.Tensor) -> None:
+    """Copy index keys of ``slots`` [n] int64 to ``places`` [n] of other memory, both [layers, pages, 64 * 132]."""
+    at, to = ((each // INDEX_PAGE, each % INDEX_PAGE) for each in (slots, places))
+    for plane, other in zip(_planes(source), _planes(target), strict=True):
+        other[:, to[0], to[1]] = plane[:, at[0], at[1]]
+
+
+class _Spread:
+    """The slots of a schedule in an index pool that is mostly unused; the rest of it is never touched."""
+
+    def __init__(self, context: BackendContext, schedule: Schedule) -> None:
+        assert context.index_pool is not None
+        self._memory, places = context.index_pool.memory, slot_map(schedule, 0)
+        around = slots_around(places, context.kv_pool.num_slots, context.page_size)
+        self._slots, self._places, self._around = (
+            upload(torch.from_numpy(each), context.device) for each in (np.arange(len(places)), places, around)
+        )
+        layers, _, page = self._memory.shape
+        shape = layers, -(-len(places) // INDEX_PAGE), page
+        self._nan, self._held = (torch.full(shape, 0xFF, dtype=torch.uint8, device=context.device) for _ in range(2))
+
+    def fill(self, before: torch.Tensor | None) -> None:
+        """Fill the slots with ``before`` [layers, pages, 64 * 132], as the schedule numbers them, or NaN.
+
+        Those next to them, as far as a tile of keys reaches, hold NaN.
+        """
+        _copy_slots(self._nan, self._around * 0, self._memory, self._around)
+        _copy_slots(self._nan if before is None else before, self._slots, self._memory, self._places)
+
+    def held(self) -> torch.Tensor:
+        """[layers, pages, 64 * 132]: what the slots hold, as the schedule numbers them. Valid until the next call."""
+        _copy_slots(self._memory, self._places, self._held, self._slots)
+        return self._held
 
 
 class IndexWatch:
@@ -64,10 +123,14 @@ class IndexWatch:
         self._table = torch.full(shape, 0xFF, dtype=torch.uint8, device=context.device)
         self._table[:-1].fill_(_FINITE)
         self._before = torch.empty(0, dtype=torch.uint8)
+        self._spread = _Spread(context, schedules[0]) if variant_of(case).pool_elements else None
 
     def clear(self) -> None:
         """Prepare memory as a server has it at capture: page 0 zeros, NaN everywhere else."""
-        self.pool.memory.fill_(0xFF)
+        if self._spread:
+            self._spread.fill(None)
+        else:
+            self.pool.memory.fill_(0xFF)
         self.pool.memory[:, :1].zero_()
 
     def load(self, schedule: Schedule, step: Step) -> None:
@@ -80,12 +143,15 @@ class IndexWatch:
         with past_modes():
             if len(packed):
                 upload_into(self._table[: len(packed)], packed)
+            if self._spread:
+                self._spread.fill(before)
+                return
             self.pool.memory.fill_(0xFF)
             self.pool.memory[:, : before.shape[1]].copy_(before)
 
     def look(self) -> tuple[tuple[torch.Tensor, int], ...]:
         """Bytes of the pool on the device, and their number."""
-        held = self.pool.memory[:, : self._before.shape[1]]
+        held = self._spread.held() if self._spread else self.pool.memory[:, : self._before.shape[1]]
         return ((held.reshape(-1), held.numel()),)
 
     def changes(self, now: Bytes) -> list[Piece]:

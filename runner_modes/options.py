@@ -37,6 +37,8 @@ class RunOptions:
     step right then, so that programs that belong to nobody spoil it?"""
     contiguous_heads: bool = False
     """Make heads of new k and v contiguous even with ``takes_strided_heads``. Question: is the step right then?"""
+    pools_anywhere: bool = False
+    """Allocate pools as usual if they lie across a multiple of 4 GiB. Question: is the step right then?"""
     programs_in_order: bool = False
     """Run programs of a Triton kernel in the order of their numbers, and side streams at once, as in eager runs.
     Question, where the device is emulated: is the graph right then, so that the result depends on the order?"""

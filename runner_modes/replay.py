@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
 import torch
 
 from attn_testkit.checks.observation import Observation
@@ -17,7 +18,7 @@ from attn_testkit.graphs.poison import Canaries
 from attn_testkit.steps.schedule import Step
 from attn_testkit.watches.past_modes import past_modes
 
-from .batches import query_starts_of, replay_view, seq_lens_of
+from .batches import query_starts_of, replay_view, seq_lens_of, spans_of
 from .capture import ScheduleGraphs, blocks_held, mode_suffix
 from .clock import Clock
 from .errors import blame
@@ -26,6 +27,7 @@ from .looked_at import looked_at
 from .observe import observe
 from .options import RunOptions
 from .overlap_scheduling import next_of, plans_ahead, table_writes
+from .query_bias import bias_stride, fill_bias
 from .states import captured_states, commit_states, fill_states
 
 __all__ = ["Replayed", "fill_static", "label_of", "replay", "view_of"]
@@ -217,6 +219,13 @@ def fill_static(graphs: ScheduleGraphs, staged: StagedStep) -> None:
     starts = query_starts_of(staged)
     host["query_start_loc"][:] = starts[-1]
     host["query_start_loc"][: live + 1] = starts
+    if harness.context.max_spans:
+        ranges = host["mm_prefix_range_tensor"].reshape(-1, harness.context.max_spans, 2)
+        ranges[:] = 0
+        for own, spans in zip(ranges, spans_of(staged), strict=False):
+            own[: len(spans)] = np.asarray(spans).reshape(-1, 2)
     fill_states(harness.context, static, staged)
+    if stride := bias_stride(harness.context, case):
+        fill_bias(host["qq_bias"].reshape(-1, stride), data)
     graphs.driver.fill(harness, static, staged, step.bucket)
     static.send()

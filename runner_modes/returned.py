@@ -23,13 +23,14 @@ def check_returned(
 
     ``name``: of what returned it. ``whose``: the dtype in words.
     """
+    wanted = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
     if not isinstance(out, torch.Tensor):
-        raise ShapeError(f"{name} returned {type(out).__name__}, expected a tensor")
+        what = "None" if out is None else f"a {type(out).__name__}"
+        raise ShapeError(f"{name} returned {what}, expected a tensor of shape {wanted}")
     if type(out) not in (torch.Tensor, torch.nn.Parameter):
         # Operations of a subclass need not use the contents of its memory, which kernels read.
         raise ShapeError(f"{name} returned a {type(out).__name__}, expected a torch.Tensor, not a subclass")
     if tuple(out.shape) not in shapes:
-        wanted = " or ".join(f"({', '.join(map(str, shape))})" for shape in shapes)
         raise ShapeError(f"{name} returned shape {tuple(out.shape)}, expected {wanted}")
     if out.dtype != dtype:
         raise ShapeError(f"{name} returned {out.dtype}, expected {whose} {dtype}")

@@ -15,6 +15,8 @@ from attn_testkit.steps.data import DTYPES
 from attn_testkit.steps.schedule import Schedule, Step
 from attn_testkit.watches.uploads import upload_into
 
+from .pool_address import allocate_for
+
 __all__ = ["load_states", "with_states"]
 
 
@@ -28,7 +30,7 @@ def with_states(context: BackendContext, schedules: Sequence[Schedule]) -> Backe
     pool = StatePool(
         last + 1, layers, context.dtype, DTYPES[shape.dtype], context.device, shape.order,
         strided=shape.strided, cleared=not shape.big, drafts=(0, 0) if listed > 1 else _drafts(schedules),
-        more_columns=listed - 1,
+        more_columns=listed - 1, make=allocate_for(schedules[0].case, len(layers), cleared=not shape.big),
     )  # fmt: skip
     rows = max(schedule.pool_rows for schedule in schedules)
     table = torch.zeros(rows + 1, listed, dtype=torch.int32, device=context.device)

@@ -17,6 +17,7 @@ from attn_testkit.watches.past_modes import past_modes
 from attn_testkit.watches.uploads import upload_into
 
 from .harness import ServerHarness
+from .query_bias import bias_stride, clear_bias
 
 __all__ = ["StaticInputs", "make_static_inputs"]
 
@@ -57,6 +58,9 @@ class StaticInputs:
     """Hidden states, [max_bs * N, hidden] float32."""
     draft_slots: torch.Tensor
     """Slots of all forwards in draft-decode, [max_bs * K * S] int64; 0 for padded requests."""
+    mm_prefix_range_tensor: torch.Tensor
+    """Bidirectional spans, [max_bs * R, 2] int32; 0 for padded requests and behind a request's last one. Empty if there
+    are none."""
     state_indices: torch.Tensor
     """Slots of states, [max_bs] or flat [max_bs * N] int32; -1 or 0 for padded requests. Empty if no layer keeps a
     state."""
@@ -71,6 +75,8 @@ class StaticInputs:
     """Rows that a copy of a state includes, [max_bs] int32; 0: no copy. Empty if there are none."""
     snapshot_slots: torch.Tensor
     """Slots of copies, [max_bs] int64. Empty, likewise."""
+    qq_bias: torch.Tensor
+    """Bias among rows, flat [max_bs * N * stride] float32 (``query_bias.py``). Empty if batches have none."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
@@ -93,6 +99,11 @@ class StaticInputs:
         if not len(self.group_cache_locs):
             return None
         return self.group_cache_locs.view(-1, len(self.out_cache_loc))[:, :tokens]
+
+    def spans(self, bs: int) -> torch.Tensor:
+        """Bidirectional spans of the first requests, [bs, R, 2]."""
+        each = self.counts["mm_prefix_range_tensor"]
+        return self.mm_prefix_range_tensor[: bs * each].view(bs, each, 2)
 
     def send(self) -> None:
         """Copy ``host`` to the buffers."""
@@ -135,7 +146,9 @@ class StaticInputs:
 
 class _Buffer(NamedTuple):
     dtype: torch.dtype
-    by: Literal["request", "token", "slot", "token of each group", "state", "state list", "source", "copy"]
+    by: Literal[
+        "request", "token", "slot", "token of each group", "span", "state", "state list", "source", "copy", "bias"
+    ]
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -160,12 +173,14 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "query_start_loc": _Buffer(torch.int32, "request", "batch.query_start_loc", more=1),
     "draft_slots": _Buffer(torch.int64, "slot", "batch.spec_info.out_cache_loc"),
     "select_index": _Buffer(torch.int64, "request", ""),
+    "mm_prefix_range_tensor": _Buffer(torch.int32, "span", "batch.mm_prefix_range_tensor", (2,)),
     "snapshot_slots": _Buffer(torch.int64, "copy", "batch.state.snapshot.slots"),
     "state_indices": _Buffer(torch.int32, "state list", "batch.state.indices"),
     "state_sources": _Buffer(torch.int32, "source", "batch.state.sources"),
     "state_accepted": _Buffer(torch.int32, "state", "batch.state.num_accepted"),
     "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
+    "qq_bias": _Buffer(torch.float32, "bias", "batch.qq_bias"),
 }
 """Buffers in the order in which messages name them."""
 
@@ -182,10 +197,12 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "token": width,
         "slot": case.draft.branches * case.draft.steps if case.draft else 0,
         "token of each group": width * len(context.kv_groups),
+        "span": context.max_spans,
         "state": 1 if context.state else 0,
         "state list": listed if context.state else 0,
         "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
+        "bias": width * bias_stride(context, case),
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
@@ -212,6 +229,8 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
     }
     for name, array in host.items():
         array[:] = values.get(name, 0)
+    if stride := bias_stride(context, case):
+        clear_bias(host["qq_bias"].reshape(-1, stride))
     host["query_start_loc"][:] = np.arange(max_bs + 1) * rows
     host["select_index"][:] = np.arange(1, max_bs + 1) * width - 1
     memory = torch.empty(packing.size, dtype=torch.uint8, device=harness.device)

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import hypothesis
 import pytest
 import torch
 
@@ -18,6 +19,10 @@ if not torch.cuda.is_available():
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE / "warm")]
 
+# A busy machine is slow, and slow is not wrong. What a pull request finds does not depend on luck.
+hypothesis.settings.register_profile("kit", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("kit")
+
 # Modules and items live until the end: the collector would look at all of them again and again.
 gc.disable()
 
@@ -25,6 +30,12 @@ gc.disable()
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures draw
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers whatever its process has run before."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m chooses by the marks

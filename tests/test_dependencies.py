@@ -60,7 +60,9 @@ def test_the_command_line_runs_without_pytest(without_pytest):
 def test_the_decorator_says_which_extra_it_needs(without_pytest):
     done = without_pytest("-c", "from attn_testkit import check_backend, conformance_cases")
     assert done.returncode == 1
-    assert "conformance_cases needs pytest, an extra of the kit: pip install 'attn-testkit[pytest]'" in done.stderr
+    assert (
+        "conformance_cases needs pytest, an extra of the kit: pip install 'PATH_OF_THE_CHECKOUT[pytest]'" in done.stderr
+    )
     assert without_pytest("-c", "from attn_testkit import check_backend, assert_conformant").returncode == 0
 
 

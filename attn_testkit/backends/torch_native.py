@@ -25,6 +25,7 @@ from ..contract import (
     KVSplit,
     LogSumExp,
     ServerConventions,
+    Spans,
     TreeMaskMode,
     VerifyInput,
     VerifyMask,
@@ -69,6 +70,14 @@ class TorchNativeBackend(AttentionBackend):
         windows=Windows(frozenset(ForwardMode), in_trees=True, chunked=frozenset(ForwardMode)),
         logit_cap=True,
         alibi=frozenset(ForwardMode),
+        spans=Spans(
+            frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}),
+            in_graphs=True,
+            of_prefix=True,
+            wider_than_window=True,
+            by_layer=True,
+        ),
+        qq_bias=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
         sinks=True,
         needs_cpu_seq_lens=False,
         server=ServerConventions(
@@ -133,8 +142,11 @@ class TorchNativeBackend(AttentionBackend):
         kv_lens = self._kv_lens(batch, counts)
         self._prefix = (kv_lens - counts).clamp(min=0)
         self._last_key = (kv_lens - 1).clamp(min=0)[:, None]
-        self._seen: dict[tuple[int, int, int], _Seen] = {}
+        self._seen: dict[tuple[int, int, bool, int], _Seen] = {}
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
+        # An empty batch, and one whose layers have no spans, lack the attribute or have None.
+        self._spans = getattr(batch, "mm_prefix_range_tensor", None)
+        self._bias = None if self.context.qq_bias == "none" else self._bias_of_keys(batch.qq_bias, kv_lens)
 
     def _rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
         """W, and [B] int64: query rows of each request. In draft-decode: of each branch, always 1."""
@@ -188,6 +200,13 @@ class TorchNativeBackend(AttentionBackend):
         visible = (key < prefix[:, None, None]) | (inside[:, None] & self._tree(spec, prefix, offset, node))
         return position, torch.where(inside, position.gather(1, node), self._key)[:, None], visible
 
+    def _bias_of_keys(self, qq_bias: torch.Tensor | None, kv_lens: torch.Tensor) -> torch.Tensor:
+        """[B, W, C] float32: ``qq_bias`` [T, columns] at the keys of this step, and 0 at those of the prefix."""
+        assert qq_bias is not None
+        column = (self._key - self._prefix[:, None])[:, None].expand(-1, self._row.shape[1], -1)
+        bias = qq_bias[self._row].gather(2, column.clamp(0, qq_bias.shape[1] - 1))
+        return bias.masked_fill((column < 0) | (self._key >= kv_lens[:, None, None]), 0.0)
+
     def _tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         """[B, N, C]: True if tree node ``offset[j]`` of a request may see its node ``node[b, c]``."""
         assert spec.custom_mask is not None
@@ -213,7 +232,8 @@ class TorchNativeBackend(AttentionBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        place = layer.sliding_window_size, layer.attention_chunk_size, self.context.group_of(layer).index
+        group = self.context.group_of(layer).index
+        place = layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans, group
         if place not in self._seen:
             self._seen[place] = self._seen_by(self._in_window(layer), layer)
         result, _ = self._attend(q, layer, self._seen[place])
@@ -302,12 +322,22 @@ class TorchNativeBackend(AttentionBackend):
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, W, C]: True for visible keys inside the layer's window, or in the row's chunk."""
+        visible = self._visible
+        if layer.bidirectional_spans and self._spans is not None:
+            visible = visible | self._in_spans(self._spans)
         if layer.attention_chunk_size:
             own, keys = (each // layer.attention_chunk_size for each in (self._position, self._key_position))
-            return self._visible & (own[..., None] == keys)
+            return visible & (own[..., None] == keys)
         if layer.sliding_window_size < 0:
-            return self._visible
-        return self._visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
+            return visible
+        return visible & (self._position[..., None] - self._key_position <= layer.sliding_window_size)
+
+    def _in_spans(self, spans: torch.Tensor) -> torch.Tensor:
+        """[B, W, C]: True if row and key are in one of ``spans`` [B, R, 2]; one of a single row changes nothing."""
+        first, last = spans[..., 0, None], spans[..., 1, None]
+        row, key = ((first <= at[:, None]) & (at[:, None] <= last) for at in (self._position, self._key[None]))
+        held = self._key <= self._last_key
+        return (row[..., None] & key[:, :, None]).any(1) & held[:, None]
 
     def _seen_by(self, seen: torch.Tensor, layer: AttentionLayer) -> _Seen:
         """Masks and values that follow from ``seen`` [B, W, C]."""
@@ -318,6 +348,8 @@ class TorchNativeBackend(AttentionBackend):
 
     def _masked(self, logits: torch.Tensor, seen: _Seen, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, G, W, C]: logits, -inf for unseen keys, followed by the sinks, if any."""
+        if self._bias is not None:
+            logits = logits + self._bias[:, None, None]
         logits = logits.masked_fill(seen.hidden, -torch.inf)
         if layer.sinks is None:
             return logits

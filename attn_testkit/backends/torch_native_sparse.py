@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..contract import (
+    INDEX_PAGE,
     LATENT_FORMATS,
     AttentionLayer,
     Capabilities,
@@ -82,22 +83,34 @@ class TorchNativeSparseBackend(KernelBackend):
     def scored(
         self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Score every key of the pool, and look up those of each request: [T, keys] float32. Keys that each row sees,
-        [T]; scores behind them may be NaN.
+        """Score every key of the pool, or of the request table if it has fewer, and look up those of each request:
+        [T, keys] float32. Keys that each row sees, [T]; scores behind them may be NaN.
         """
-        request = self.request_of_row(q_index, plan)
-        of_slot = self.scores_of_slots(q_index, weights, plan.layer)
-        return of_slot.gather(1, plan.slot_table[request].long()), self.keys_seen(q_index, plan)
+        request, table, pool = self.request_of_row(q_index, plan), plan.slot_table, self.context.kv_pool
+        if table.numel() < pool.num_slots:
+            listed = self.scores_of_slots(q_index, weights, plan.layer, table.flatten().long())
+            scores = listed.view(len(request), *table.shape)[torch.arange(len(request), device=request.device), request]
+        else:
+            scores = self.scores_of_slots(q_index, weights, plan.layer).gather(1, table[request].long())
+        return scores, self.keys_seen(q_index, plan)
 
-    def scores_of_slots(self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        """[T, slots] float32: the score of each key of the pool."""
+    def scores_of_slots(
+        self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, slots: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[T, n] float32: the score of the key in each of ``slots`` [n] int64, or of each key of the pool."""
         pool = self.context.index_pool
         assert pool is not None
-        keys = pool.get_keys(layer.layer_id).flatten(0, 1).float()
+        keys, scales = pool.get_keys(layer.layer_id), pool.get_scales(layer.layer_id)
+        if slots is None:
+            keys, scales = keys.flatten(0, 1).float(), scales.flatten()
+        else:
+            at = slots // INDEX_PAGE, slots % INDEX_PAGE
+            # Indexing is not implemented for FP8 on every device.
+            keys, scales = keys.view(torch.uint8)[at].view(keys.dtype).float(), scales[at]
         of_slot = torch.zeros(len(q_index), len(keys), device=keys.device)
         for head in range(layer.index_heads):
             of_slot += (q_index[:, head].float() @ keys.T).relu_() * weights[:, head, None]
-        return of_slot * pool.get_scales(layer.layer_id).flatten()
+        return of_slot * scales
 
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """Take the best keys of those that a row sees."""

@@ -33,6 +33,7 @@ from attn_testkit.contract import (
     LogSumExp,
     Requires,
     ServerConventions,
+    Spans,
     TreeMaskMode,
     VerifyInput,
     VerifyMask,
@@ -88,6 +89,13 @@ class TritonBackend(AttentionBackend):
         windows=Windows(frozenset(ForwardMode), in_trees=True),
         logit_cap=True,
         sinks=True,
+        spans=Spans(
+            frozenset({ForwardMode.DECODE, ForwardMode.EXTEND}),
+            in_graphs=True,
+            of_prefix=True,
+            wider_than_window=True,
+            by_layer=True,
+        ),
         needs_cpu_seq_lens=False,
         server=ServerConventions(
             takes_none_kv=True,
@@ -286,15 +294,19 @@ class TritonBackend(AttentionBackend):
         tiles = choose_tiles(plan.tile_rows, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
+        # Of a graph the batch's own memory, which has the spans of each replay.
+        spans = getattr(batch, "mm_prefix_range_tensor", None) if layer.bidirectional_spans else None
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
             q, key, value, result, result if lse is None else lse, self._partial, self._lse,
             table, plan.requests, kv_lens, plan.cu_seqlens_q, batch.positions,
-            q if plan.mask is None else plan.mask, layer.sinks if has_sinks else q,  # q: never read
-            layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap), window,
+            q if plan.mask is None else plan.mask, q if spans is None else spans,  # q: never read
+            layer.sinks if has_sinks else q, layer.scaling * layer.k_scale, layer.v_scale, float(layer.logit_cap),
+            window, 0 if spans is None else spans.shape[1],
             *q.stride(), *key.stride()[:3], *value.stride()[:3], table.stride(0),
             PAGE=0 if k_page == context.page_size * k_slot else context.page_size,
             HEADS=heads, GROUP=group, D=dim, NODES=0 if plan.mask is None else plan.mask.shape[1], SPLITS=splits,
-            CAUSAL=layer.causal, HAS_CAP=layer.logit_cap > 0, HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
+            CAUSAL=layer.causal, HAS_SPANS=spans is not None, HAS_CAP=layer.logit_cap > 0,
+            HAS_SINKS=has_sinks, HAS_LSE=lse is not None,
             PART=part.kind, RANK=part.rank, RANKS=part.ranks, INTERLEAVE=part.interleave, KV_HEADS=tiles.kv_heads,
             BLOCK_M=tiles.block_m, BLOCK_N=tiles.block_n, DOT=tiles.dot, num_warps=4, num_stages=2,
         )  # fmt: skip

@@ -55,12 +55,13 @@ def _block(rows: int) -> int:
 @triton.jit
 def attend_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_out_ptr, partial_ptr, lse_ptr,
-    req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, sinks_ptr,
-    scale, v_scale, logit_cap, window,
+    req_to_token_ptr, requests_ptr, kv_lens_ptr, cu_seqlens_q_ptr, positions_ptr, mask_ptr, spans_ptr, sinks_ptr,
+    scale, v_scale, logit_cap, window, spans,
     q_row, q_head, q_dim, k_page, k_slot, k_head, v_page, v_slot, v_head, table_row,
     PAGE: tl.constexpr, HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, NODES: tl.constexpr,
     SPLITS: tl.constexpr,
-    CAUSAL: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
+    CAUSAL: tl.constexpr, HAS_SPANS: tl.constexpr,
+    HAS_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LSE: tl.constexpr,
     PART: tl.constexpr, RANK: tl.constexpr, RANKS: tl.constexpr, INTERLEAVE: tl.constexpr,
     KV_HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +69,8 @@ def attend_kernel(
 
     A tile's rows are pairs (query row, query head) and its columns pairs (key, KV head), so that all query heads of a
     KV head share its keys. ``NODES`` is 0 for attention aligned to the end of the keys, which is ``CAUSAL`` or sees all
-    of them; otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
+    of them, and with ``HAS_SPANS`` those of the row's span: ``spans`` ranges of positions for each request, both ends
+    included. Otherwise a request is a draft tree of ``NODES`` rows and ``mask`` [bs, NODES, NODES] says who sees whom.
     With ``SPLITS`` > 1 the result is partial, for ``merge_kernel`` to finish. ``PAGE``: slots of a page, or 0 if
     slots are as far apart as in a page everywhere, and no page needs to be known. ``PART``: the keys before the step,
     its own, those of a rank, or all.
@@ -145,6 +147,12 @@ def attend_kernel(
             seen = tl.load(mask_at, mask=live[:, None] & drafted[None, :], other=1) != 0
         elif CAUSAL:
             seen = key[None, :] <= position[:, None]
+            if HAS_SPANS:
+                for span in range(spans):
+                    first = tl.load(spans_ptr + (request * spans + span) * 2)
+                    last = tl.load(spans_ptr + (request * spans + span) * 2 + 1)
+                    inside = (first <= position) & (position <= last)
+                    seen = seen | (inside[:, None] & ((first <= key) & (key <= last))[None, :])
         else:
             seen = owned[None, :]
         visible = seen & owned[None, :] & (key[None, :] >= (position - window)[:, None])

@@ -14,12 +14,16 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from ..contract import Execution, ForwardMode
+from ..contract.kv_layouts import OWN
 from .dimensions.data_pattern import DATA
 from .fields import Fields
 from .layers import TURNS
 from .renamed_words import FIRST_NAMES, first_written
 
-__all__ = ["CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "chosen", "derived", "shallow_depth"]
+__all__ = [
+    "CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "address_varies", "chosen", "derived",
+    "shallow_depth",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,12 +66,21 @@ def _others_may_have_one(case: Fields) -> bool:
     return case.window >= 0 and case.layer_windows == "any" and not case.layers.varied and case.layers.count > 1
 
 
+def address_varies(case: Fields) -> bool:
+    """True if the kit decides where the pool of a case lies: no backend lays it out, and it has an ordinary size."""
+    has_large_pool = "bigpool" in case.variants or (case.state is not None and case.state.big)
+    return case.kv_layout != OWN and not has_large_pool
+
+
+_QUARTERS = ("first", "second", "third", "last")
 _LAYERS_IN_WORDS = tuple(Value(f"layer {place}, and every fourth one after it") for place in range(TURNS))
 CONTIGUOUS = 1
 """The value of ``qkv-memory`` that makes q, k and v their own tensors."""
 
 DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
-    DerivedParameter("grad-mode", "how gradients are off", (Value("torch.no_grad"), Value("torch.inference_mode"))),
+    DerivedParameter(
+        "grad-mode", "how gradients are turned off", (Value("torch.no_grad"), Value("torch.inference_mode"))
+    ),
     DerivedParameter(
         "qkv-memory",
         "how q, k and v lie in memory",
@@ -156,6 +169,16 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("1, the argmax"), Value("3")),
         lambda case: case.mode is ForwardMode.DRAFT_EXTEND,
     ),
+    # A small pool of a test lies across such a place by chance only; that of a server always does.
+    DerivedParameter(
+        "pool-address",
+        "where the pool lies in memory",
+        (
+            Value("anywhere", 8),
+            *(Value(f"across a multiple of 4 GiB, in its {each} quarter") for each in _QUARTERS),
+        ),
+        address_varies,
+    ),
     # A scheduler has so many tokens for a step: one prompt fills them while others decode, or several share them.
     DerivedParameter(
         "chunked-requests",
@@ -227,7 +250,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     ),
     DerivedParameter(
         "undeclared",
-        "the one thing of all that the backend does not declare which its constructor must refuse",
+        "which undeclared value the constructor must refuse",
         (),
         execution=Execution.EAGER,
     ),

@@ -18,6 +18,7 @@ from .records import Batch, Heads, KVSplits, LayerOptions, ModelShape, Pool
 from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .selection import Selection
+from .spans import SpanShape
 from .state import StateShape
 from .trees import Tree
 
@@ -103,6 +104,8 @@ class Fields:
     layer_windows = _Of[str]("options")
     local_chunk = _Of[int]("options")
     alibi = _Of[bool]("options")
+    spans = _Of[SpanShape | None]("options")
+    qq_bias = _Of[str]("options")
     usual_scaling = _Of[bool]("options")
     logit_cap = _Of[float]("options")
     sinks = _Of[bool]("options")
@@ -296,6 +299,10 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "sliding window": lambda case: case.window >= 0,
     "chunked-local layers": lambda case: case.local_chunk > 0,
     "ALiBi": lambda case: case.alibi,
+    "bidirectional spans": lambda case: case.spans is not None,
+    "additive bias": lambda case: case.qq_bias != "none",
+    "shared additive bias": lambda case: case.qq_bias == "shared",
+    "no prompts or drafts to verify": lambda case: case.mode not in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY),
     "soft cap": lambda case: case.logit_cap > 0,
     "sinks": lambda case: case.sinks,
     "data that count keys": lambda case: case.data == "plus_minus_one",
@@ -341,6 +348,19 @@ _EXCLUSIVE = (
     ("ALiBi", "data that count keys", "a key that is farther has less weight"),
     ("ALiBi", "loop", "the model of a loop has no bias"),
     ("ALiBi", "selected keys", "models with an indexer have rotary embeddings"),
+    ("bidirectional spans", "chunked-local layers", "no model has both, so no server says how they combine"),
+    ("bidirectional spans", "ALiBi", "a bias of keys that follow a row differs between servers"),
+    ("bidirectional spans", "selected keys", "models with an indexer are causal"),
+    ("bidirectional spans", "multi-mode instance", "the other modes of the instance have no prompt with an image"),
+    ("bidirectional spans", "additive bias", "a bias hides the rows that follow a row"),
+    ("additive bias", "no prompts or drafts to verify", "a bias is one among the rows of a prompt or a draft"),
+    ("additive bias", "KV splits", "servers with a bias attend to all keys at once"),
+    ("additive bias", "multi-mode instance", "the other modes of the instance have no bias"),
+    ("additive bias", "chunks", "the bias of a prompt has columns for the rows of one step"),
+    ("additive bias", "data that count keys", "keys have other weights by their bias"),
+    ("additive bias", "loop", "the model of a loop has no bias"),
+    ("additive bias", "selected keys", "models with an indexer have no bias"),
+    ("shared additive bias", "branching trees", "the trees of requests differ"),
     ("chunked-local layers", "branching trees", "nodes of a tree have positions of their own"),
     ("packed rows", "heads by layer", "all layers have rows of the same bytes"),
     ("keys wider than values", "K and V in one allocation", "there K and V have one width"),

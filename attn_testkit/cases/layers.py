@@ -95,7 +95,8 @@ class Layers:
         shapes = f", alternately with {heads}" if heads else ""
         hybrid = ", which keep a state and attend to keys in turn" if self.hybrid else ""
         varied = ", each with its own combination of options" if self.varied else ""
-        ids = f"{self.count}, of ids {self.first} to {self.first + self.count - 1}"
+        last = self.first + self.count - 1
+        ids = f"{self.count}, of ids {self.first} to {last}" if self.count > 1 else f"1, of id {last}"
         return f"{ids}{groups}{hybrid}{shapes}{varied}"
 
     @property

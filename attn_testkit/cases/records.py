@@ -10,6 +10,7 @@ from ..contract import LAYER_WINDOWS
 from ..contract.head_layout import HEAD_LAYOUTS, HeadLayout, head_layout_of
 from .indexing import Indexing
 from .selection import Selection
+from .spans import SpanShape
 from .state import StateShape
 
 __all__ = ["Batch", "Heads", "KVSplits", "LayerOptions", "ModelShape", "Pool"]
@@ -98,6 +99,10 @@ class Batch:
             raise ValueError(f"bucket {self.bucket} is smaller than the batch of {len(self.prefixes)} requests")
 
 
+QQ_BIASES = ("none", "own", "shared")
+"""Biases among the rows of a step: none, one of each request, or one for all requests."""
+
+
 @dataclass(frozen=True)
 class LayerOptions:
     """Options of the attention layers. Raises ``ValueError`` for layers that share a window where there is none."""
@@ -111,6 +116,10 @@ class LayerOptions:
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
     alibi: bool = False
     """All layers have ALiBi slopes, one a query head."""
+    spans: SpanShape | None = None
+    """Bidirectional spans of the steps; None: there are none."""
+    qq_bias: str = "none"
+    """One of ``QQ_BIASES``, in all layers."""
     usual_scaling: bool = False
     """All layers have the scaling 1/sqrt(head_dim). Without it no two have the same, and none has that; MLA always is
     without."""
@@ -128,6 +137,8 @@ class LayerOptions:
             raise ValueError(
                 f"layer_windows {self.layer_windows!r}: one of {LAYER_WINDOWS}, and 'any' without a window"
             )
+        if self.qq_bias not in QQ_BIASES:
+            raise ValueError(f"qq_bias {self.qq_bias!r}: one of {QQ_BIASES}")
         if self.indexer and not self.selection:
             raise ValueError(f"{self.indexer} selects keys, and layers attend to all: add a word such as sel16")
 

@@ -22,7 +22,7 @@ from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
-from ..cases.server_variants import big_pool_cases, variant_cases
+from ..cases.server_variants import big_index_pool_cases, big_pool_cases, variant_cases
 from ..contract import Capabilities, ForwardMode
 from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
@@ -41,10 +41,12 @@ from .options_together import options_together_cases
 from .page_counts import page_count_cases
 from .pair_array import layout_array_cases, pair_array_cases
 from .pool_layouts import pool_layout_cases
+from .qq_bias import qq_bias_cases
 from .randomly_combined import randomly_combined, randomly_varied
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
+from .spans import span_cases
 from .state_cases import state_cases, two_requests_with_states
 from .uniform_batches import uniform_batch_cases
 
@@ -172,11 +174,14 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from many_request_cases(declared, base)
         yield from local_chunk_cases(declared, base)
         yield from alibi_cases(declared, base)
+        yield from span_cases(declared, base)
+        yield from qq_bias_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))
     if tier != "smoke":
         yield from seldom_cases(declared, base)
+        yield from big_index_pool_cases(declared, base, tier)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

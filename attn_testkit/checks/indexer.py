@@ -10,6 +10,7 @@ from ..contract.index_pool import INDEX_PAGE, INDEX_WIDTH, index_scales, keys_of
 from ..contract.sparse import INDEX_SUMS
 from ..results.finding import Finding
 from ..steps.index_data import index_layers, index_memory, make_index_data, scale_of
+from ..steps.kv_groups import slot_in_pool
 from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number
@@ -85,8 +86,7 @@ def index_stored(comparison: Comparison, case: Case) -> list[Finding]:
                 Finding(
                     "index-stored",
                     f"the index pool does not hold the {which} of a token of this step",
-                    where=f"{_token(comparison, layer, row)}, slot {int(slots[row])} "
-                    f"(page {int(slots[row]) // INDEX_PAGE}, token {int(slots[row]) % INDEX_PAGE}): {value}",
+                    where=f"{_token(comparison, layer, row)}, {_slot(comparison, int(slots[row]))}: {value}",
                     spread=f"tokens that are wrong: {int(wrong.sum())} of {len(slots)}",
                     hint=_of_storage(comparison, after, place, layer, slots),
                     step=observed.label,
@@ -123,13 +123,18 @@ def _elsewhere(comparison: Comparison, before: torch.Tensor, after: torch.Tensor
         Finding(
             "index-stored",
             f"the index pool is wrong after the step: the {which} of another token was overwritten",
-            where=f"{case.layers.name(layer)}, slot {slot} (page {slot // INDEX_PAGE}, token {slot % INDEX_PAGE}), "
-            f"of {whose}",
+            where=f"{case.layers.name(layer)}, {_slot(comparison, slot)}, of {whose}",
             spread=f"slots that are wrong: {int(wrong.sum())}",
             hint="store only the rows of live requests, and padded rows in the slot of out_cache_loc",
             step=observed.label,
         )
     ]
+
+
+def _slot(comparison: Comparison, slot: int) -> str:
+    """Name of a slot of the schedule, as the pool has it."""
+    slot = slot_in_pool(comparison.observed.schedule, 0, slot)
+    return f"slot {slot} (page {slot // INDEX_PAGE}, token {slot % INDEX_PAGE})"
 
 
 def _token(comparison: Comparison, layer: int, row: int) -> str:

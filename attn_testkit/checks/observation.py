@@ -242,7 +242,7 @@ class Observation:
             want = inputs.packed if kind == "packed" else data.of_layer(kind, int(layer))
             if maps and kind != "packed":
                 want = maps[int(layer)].q_part(want) if kind == "q" else maps[int(layer)].kv_part(want)
-            said = "the packed q, k, v" if kind == "packed" else f"{kind} of {layers.name(int(layer))}"
+            said = "the tensor that holds q, k and v" if kind == "packed" else f"{kind} of {layers.name(int(layer))}"
             found.append((said, want, now))
         return found
 

@@ -11,6 +11,7 @@ from ..contract.index_pool import INDEX_WIDTH, keys_of, scales_of
 from ..families.sparse.index_scores import RowScores, row_scores
 from ..steps.data import StepData
 from ..steps.index_data import IndexData, index_layers, make_index_data
+from ..steps.kv_groups import slots_of_schedule
 from .observation import Observation
 
 __all__ = ["Selected", "consistent", "hint_of"]
@@ -54,7 +55,11 @@ class Selected:
         raw = {int(name): keys for name, keys in group.items()}
         selection = observed.schedule.case.selection
         assert selection is not None
-        places = {layer: _places(keys.long(), data, index, slots=selection.slots) for layer, keys in raw.items()}
+        own = {
+            layer: slots_of_schedule(observed.schedule, keys.long()) if selection.slots else keys.long()
+            for layer, keys in raw.items()
+        }
+        places = {layer: _places(keys, data, index, slots=selection.slots) for layer, keys in own.items()}
         seen = data.visible.sum(-1)[data.row_request, data.row_offset]
         return cls(observed, data, index, raw, places, seen, memory)
 

@@ -232,7 +232,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
                     record.add(result)
                     _warn(record)
                 if limit and sum(r.status in BAD for r in results) - carried >= limit:
-                    click.echo(f"stopped after {limit} failures", err=True)
+                    click.echo(f"stopped after {limit} failure{'s' if limit > 1 else ''}", err=True)
                     break
     except KeyboardInterrupt:
         interrupted, problems = True, []

@@ -19,5 +19,7 @@ def ray_module() -> Any:
         ray = importlib.import_module("ray")
         importlib.import_module("ray.util.scheduling_strategies")
     except ImportError as error:
-        raise UsageError(f"--ray needs Ray, and {error}; pip install 'attn-testkit[ray]' on every node") from error
+        raise UsageError(
+            f"--ray needs Ray, and {error}; pip install 'PATH_OF_THE_CHECKOUT[ray]' on every node"
+        ) from error
     return ray

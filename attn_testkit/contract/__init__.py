@@ -17,6 +17,7 @@ from .modes import Execution, ForwardMode
 from .requires import Requires
 from .row_format import LATENT_FORMATS, ROW_FORMATS, PackedRows, RowFormat
 from .server_conventions import DIALECTS, SGLANG, VLLM, Dialect, ServerConventions
+from .spans import Spans
 from .sparse import INDEX_SCALES, INDEX_SPACES, Indexer, Sparse
 from .state import State
 from .state_backend import StateBackend
@@ -67,6 +68,7 @@ __all__ = [
     "RowFormat",
     "ServerConventions",
     "Snapshot",
+    "Spans",
     "Sparse",
     "SpecInput",
     "State",

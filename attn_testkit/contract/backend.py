@@ -77,6 +77,8 @@ class BackendContext:
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
+    max_spans: int = 0
+    """Most bidirectional spans of a request in any batch; 0 if no layer has spans."""
     kv_splits: tuple[KVSplit, ...] = ()
     """KV splits for which each layer calls ``forward_return_lse``, in this order, instead of ``forward``. Empty:
     ``forward`` is called."""
@@ -87,6 +89,9 @@ class BackendContext:
     which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
     ``kv_groups``, and with ``kv_splits``."""
 
+    qq_bias: str = "none"
+    """``own`` or ``shared``: each batch has ``ForwardBatch.qq_bias``, of each request or the same for all. ``none``: no
+    batch has one."""
     state: StateContext | None = None
     """Layers that keep a recurrent state, and the pool of states. None: no layer does."""
 
@@ -180,8 +185,16 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          _windows_agree(capabilities, context)),
         ("chunked-local layers in", ", ".join(sorted(context.modes - capabilities.windows.chunked)),
          context.modes <= capabilities.windows.chunked or not any(layer.attention_chunk_size for layer in own)),
+        ("bidirectional spans in", ", ".join(sorted(context.modes - capabilities.spans.modes)),
+         context.modes <= capabilities.spans.modes or not any(layer.bidirectional_spans for layer in own)),
+        ("layers with and layers without bidirectional spans,", len(own),
+         capabilities.spans.by_layer or len({layer.bidirectional_spans for layer in own}) <= 1),
         ("ALiBi in", ", ".join(sorted(context.modes - capabilities.alibi)),
          context.modes <= capabilities.alibi or all(layer.alibi_slopes is None for layer in context.layers)),
+        ("an additive bias in", ", ".join(sorted(context.modes - capabilities.qq_bias)),
+         context.qq_bias == "none" or context.modes <= capabilities.qq_bias),
+        ("an additive bias for each request:", context.qq_bias,
+         context.qq_bias != "own" or not capabilities.shared_qq_bias),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),

@@ -150,7 +150,9 @@ class ForwardBatch:
     ``group_cache_locs``               [G, T], only with groups      the same                the same
     ``num_padding``                    B - R                         absent                  absent
     ``actual_forward_mode``            ``forward_mode``              absent                  absent
+    ``mm_prefix_range*``               [B], only with spans          absent                  absent
     ``extend_*``, ``extras``           absent                        absent                  absent
+    ``qq_bias``                        [B * N, W], only with a bias  absent                  absent
     ================================== ============================= ======================= =========================
 
     So ``input_ids.shape[0] // batch_size`` is not the width of a draft-extend: take S + 1 or N from the context.
@@ -158,6 +160,7 @@ class ForwardBatch:
     The view of an extend has every attribute of its eager batch except ``extras``, for B requests and for P rows, the
     token count that the graph was captured with: ``input_ids``, ``positions`` and ``out_cache_loc`` are [P], the others
     [B] long. It has ``actual_forward_mode`` as well, ``num_padding`` is B - R, and ``extend_num_tokens`` is T.
+    With a bias it has ``qq_bias`` [P, W].
 
     The view of a draft-decode has the attributes of a decode's. It describes the first forward: ``input_ids`` and
     ``positions`` are [B * K], ``out_cache_loc`` [R * K]; ``spec_info.out_cache_loc`` is [R * K * S].
@@ -244,6 +247,24 @@ class ForwardBatch:
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
+    mm_prefix_range: list[list[tuple[int, int]]] | None = None
+    """Bidirectional spans of each of ``batch_size`` requests, on the host: first and last position of each, both
+    included, counted from the request's first token. Padded requests have none. None, and absent from a replay's view,
+    if no layer has spans (``Capabilities.spans``)."""
+    mm_prefix_range_tensor: torch.Tensor | None = None
+    """[bs, R, 2] int32: ``mm_prefix_range`` on the device, followed by (0, 0) where a request has fewer than R. In
+    eager R is the largest number of the batch, and None stands for a batch without any. In a graph R is
+    ``BackendContext.max_spans``; it is captured without any span."""
+    qq_bias: torch.Tensor | None = None
+    """[T, W] float32, if ``BackendContext.qq_bias`` asks for it; else None, and absent from a replay's view. Column c
+    of row t is its bias on row c of its request, both rows of this step. It is added to the logit in natural units,
+    after scaling and soft cap, in all layers and heads. Keys of the prefix have no bias. A row that may not see another
+    (later rows, other branches of a tree) has -inf there. All numbers are exact in bf16. W is N in target-verify, and
+    ``BackendContext.max_extend_tokens`` in extend.
+
+    ``stride(0)`` is more than W, and memory between the rows holds NaN. Columns behind the rows of a request, and
+    padded rows, hold any finite numbers. In graphs the server changes the numbers between replays, and the address
+    stays that of the capture, when they are 0."""
     state: StateInput | None = None
     """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)

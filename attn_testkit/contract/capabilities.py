@@ -16,6 +16,7 @@ from .modes import Execution, ForwardMode
 from .requires import Requires, written_requires
 from .row_format import ROW_FORMATS
 from .server_conventions import ServerConventions
+from .spans import Spans
 from .sparse import Sparse
 from .state import State
 from .windows import Windows
@@ -147,6 +148,16 @@ class Capabilities(Declared):
     alibi: Set[ForwardMode] = frozenset()
     """Modes in which the kernel honors ``AttentionLayer.alibi_slopes``, of any values: a rank has the slopes of its own
     heads."""
+    spans: Spans = field(default_factory=Spans)
+    """Bidirectional spans that the backend honors, as rows of an image have. A set of modes is short for
+    ``Spans(modes)``."""
+    qq_bias: Set[ForwardMode] = frozenset()
+    """Modes, of extend and target-verify, in which the kernel adds ``ForwardBatch.qq_bias``: a tensor of biases among
+    the rows of the step (``qq_bias`` of vLLM's ``unified_attention``)."""
+    shared_qq_bias: bool = False
+    """True: the kernel takes one bias for all requests, as vLLM's does. The biases of all requests in a batch are then
+    equal: row j of any request has the numbers of row j of the first. Drafts with a bias are chains. False: each
+    request may have its own."""
     sparse: Sparse | None = None
     """Selections of keys that the backend takes (DSA). A backend that declares one always gets one. Without it a row
     attends to all keys that it may see."""
@@ -226,10 +237,15 @@ class Capabilities(Declared):
                 f"Capabilities.q_scale is {self.q_scale!r}, and matmul_dtype='model' says that queries are not rounded "
                 "to FP8; write matmul_dtype='fp8_e4m3', or leave q_scale out"
             )
-        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal", "alibi")
-        causal = sorted(self.non_causal - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
-        if causal:
-            raise ValueError(f"Capabilities.non_causal may hold only extend and target-verify, got {', '.join(causal)}")
+        self._check_modes("eager", "graph", "new_rows_as_given", "non_causal", "alibi", "qq_bias")
+        for name in ("non_causal", "qq_bias"):
+            others = sorted(getattr(self, name) - {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+            if others:
+                raise ValueError(f"Capabilities.{name} may hold only extend and target-verify, got {', '.join(others)}")
+        if self.shared_qq_bias and not self.qq_bias:
+            raise ValueError(
+                "Capabilities declare shared_qq_bias without qq_bias; declare its modes: qq_bias={'target-verify'}"
+            )
         of_pool = (("kv_dtypes", KV_DTYPES), ("finite_page_tails", KV_DTYPES), ("kv_layouts", KV_LAYOUTS))
         for name, known in (("families", tuple(HEAD_LAYOUTS)), ("dtypes", DTYPES), *of_pool):
             self._check_words(name, known)
@@ -282,7 +298,8 @@ class Capabilities(Declared):
     def _check_sparse(self) -> None:
         parts = self.lse is not None and bool(self.lse.prefix | self.lse.pages | self.lse.tokens)
         together = {
-            "windows": bool(self.windows.modes), "non_causal": bool(self.non_causal), "KV splits but whole": parts,
+            "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
+            "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
             "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
@@ -348,7 +365,11 @@ class Capabilities(Declared):
         return super().with_changes(**changes)
 
 
-_RECORDS: Mapping[str, type[Windows | ServerConventions]] = {"windows": Windows, "server": ServerConventions}
+_RECORDS: Mapping[str, type[Windows | Spans | ServerConventions]] = {
+    "windows": Windows,
+    "spans": Spans,
+    "server": ServerConventions,
+}
 MOVED: Mapping[str, tuple[str, str]] = {
     "sliding_window": ("windows", "modes"),
     "min_window": ("windows", "smallest"),

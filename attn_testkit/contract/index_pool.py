@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -47,14 +47,23 @@ class IndexPool:
     is its 128 numbers times its scale. Slot s is token s % 64 of page s // 64, and slots are those of the KV pool.
     """
 
-    def __init__(self, slots: int, layer_ids: Sequence[int], scale: str, device: torch.device) -> None:
-        """Allocate the pages of ``slots`` slots for each of ``layer_ids``."""
+    def __init__(
+        self,
+        slots: int,
+        layer_ids: Sequence[int],
+        scale: str,
+        device: torch.device,
+        make: Callable[..., torch.Tensor] = torch.zeros,
+    ) -> None:
+        """Allocate the pages of ``slots`` slots for each of ``layer_ids``. ``make``: allocates the memory, as
+        ``torch.zeros(shape, dtype=, device=)`` does.
+        """
         pages = -(-slots // INDEX_PAGE)
         self.scale = scale
         """One of ``INDEX_SCALES``."""
         self.layer_ids = tuple(layer_ids)
         """Layers that have index keys."""
-        self.memory = torch.zeros(len(layer_ids), pages, _PAGE_BYTES, dtype=torch.uint8, device=device)
+        self.memory = make((len(layer_ids), pages, _PAGE_BYTES), dtype=torch.uint8, device=device)
         """[layers, pages, 64 * 132] uint8, in the order of ``layer_ids``."""
 
     def get_index_buffer(self, layer_id: int) -> torch.Tensor:

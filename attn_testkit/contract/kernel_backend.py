@@ -94,7 +94,11 @@ class KernelBackend(AttentionBackend):
             if context.dialect.verify_lens == "prefix":
                 seq_lens = seq_lens + cu_seqlens_q.diff()
             mask = _draft_mask(context, batch, (seq_lens - width).clamp(min=0).long(), width)
-        self._kit_step = KernelStep(table, seq_lens, cu_seqlens_q, width, mask, context.page_size)
+        spans = batch.mm_prefix_range_tensor if context.max_spans else None
+        bias = None if context.qq_bias == "none" else batch.qq_bias
+        self._kit_step = KernelStep(
+            table, seq_lens, cu_seqlens_q, width, mask, context.page_size, spans=spans, qq_bias=bias
+        )
         others = context.groups[1:]
         self._kit_steps_of_others = tuple(replace(self._kit_step, table=each.req_to_token[requests]) for each in others)
 

@@ -28,6 +28,8 @@ class KernelStep:
     draft: DraftDecodeInput | None = None
     draft_prefixes: torch.Tensor | None = None
     """Draft-decode: [requests] int64, keys before the draft."""
+    spans: torch.Tensor | None = None
+    qq_bias: torch.Tensor | None = None
 
     @cached_property
     def slot_table(self) -> torch.Tensor:
@@ -142,6 +144,20 @@ class KernelPlan:
         ``layer.causal`` is False.
         """
         return self.step.mask
+
+    @property
+    def spans(self) -> torch.Tensor | None:
+        """[bs, R, 2] int32: first and last position of each bidirectional span, (0, 0) behind a request's last one
+        (``ForwardBatch.mm_prefix_range_tensor``). None if the layer has no spans, or no request of an eager batch has.
+
+        Row j of n has position ``kv_len - n + j``. If it is in a span, it also sees the later keys of that span.
+        """
+        return self.step.spans if self.layer.bidirectional_spans else None
+
+    @property
+    def qq_bias(self) -> torch.Tensor | None:
+        """[T, W] float32: ``ForwardBatch.qq_bias``, bias of each row on the rows of its request; None without one."""
+        return self.step.qq_bias
 
     @property
     def page_size(self) -> int:

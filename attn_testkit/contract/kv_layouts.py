@@ -8,7 +8,7 @@ D]`` of a pool with heads first, and ``[pages, page_size, H, D / 8, 8]`` of one 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -108,34 +108,35 @@ class KVLayer:
         return (self.key,) if self.value is None else (self.key, self.value)
 
 
-def lay_out(spec: KVPoolSpec, layout: str) -> tuple[KVLayer, ...]:
+def lay_out(spec: KVPoolSpec, layout: str, make: Callable[..., torch.Tensor] | None = None) -> tuple[KVLayer, ...]:
     """Allocate memory in a layout that has a name: one piece for all layers with the same head shape.
 
+    ``make``: allocates each piece, as ``torch.zeros(shape, dtype=, device=)`` does.
     Raises ``ValueError`` for an unknown name.
     """
     if layout not in _ORDERS:
         raise ValueError(f"no KV layout is called {layout!r}; there are: {', '.join(_ORDERS)}")
+    make = make or (torch.zeros if spec.cleared else torch.empty)
     if any(len(set(spec.part_widths(layer))) > 1 for layer in spec.layers):
         if layout != "nhd":
             raise ValueError(f"the KV layout {layout!r} has K and V of one width; keys wider than values take 'nhd'")
-        return _apart(spec)
+        return _apart(spec, make)
     found: dict[int, KVLayer] = {}
     for shape in dict.fromkeys((layer.tp_k_head_num, layer.head_dim) for layer in spec.layers):
         alike = [layer for layer in spec.layers if (layer.tp_k_head_num, layer.head_dim) == shape]
         own, order = replace(spec, layers=tuple(alike)), _ORDERS[layout]
-        laid = _lay_out(own, order, spec.row_width(alike[0]))
+        laid = _lay_out(own, order, spec.row_width(alike[0]), make)
         if apart := spec.width_apart(alike[0]):
             laid = [
                 replace(rows, scales=scales.parts)
-                for rows, scales in zip(laid, _lay_out(own, order, apart), strict=True)
+                for rows, scales in zip(laid, _lay_out(own, order, apart, make), strict=True)
             ]
         found.update(zip((layer.layer_id for layer in alike), laid, strict=True))
     return tuple(found[layer.layer_id] for layer in spec.layers)
 
 
-def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
+def _apart(spec: KVPoolSpec, make: Callable[..., torch.Tensor]) -> tuple[KVLayer, ...]:
     """Allocate K and V of each layer by themselves, as pools of servers do whose values have their own width."""
-    make = torch.zeros if spec.cleared else torch.empty
 
     def part(layer: AttentionLayer, width: int) -> torch.Tensor:
         shape = spec.pages, spec.page_size, layer.tp_k_head_num, width
@@ -148,7 +149,7 @@ def _apart(spec: KVPoolSpec) -> tuple[KVLayer, ...]:
     return tuple(found)
 
 
-def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int) -> list[KVLayer]:
+def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int, make: Callable[..., torch.Tensor]) -> list[KVLayer]:
     """Allocate layers of one shape, with rows of ``width`` elements."""
     first = spec.layers[0]
     sizes = {
@@ -161,7 +162,7 @@ def _lay_out(spec: KVPoolSpec, order: Sequence[str], width: int) -> list[KVLayer
             end += sizes["head"] * sizes["dim"]
         else:
             strides[axis], end = end, end * sizes[axis]
-    memory = (torch.zeros if spec.cleared else torch.empty)(end, dtype=spec.dtype, device=spec.device)
+    memory = make(end, dtype=spec.dtype, device=spec.device)
 
     def view(axes: Sequence[str], first: int) -> torch.Tensor:
         return memory.as_strided([sizes[axis] for axis in axes], [strides[axis] for axis in axes], first)

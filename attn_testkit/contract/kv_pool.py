@@ -65,13 +65,15 @@ class KVPool:
         *,
         cleared: bool = True,
         row_format: str = "",
+        make: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """Allocate memory, zeroed unless ``cleared`` is False.
 
         ``size`` is in slots and a multiple of ``page_size``, and ``layout`` is a name of the table, else
         ``ValueError``; for keys wider than values it is ``nhd``. If ``layout`` is ``custom``, the function ``own``
         allocates; its result is checked, and ``ValueError`` says what is wrong with it. ``row_format``: a name of
-        ``ROW_FORMATS``, with ``dtype`` uint8; empty for rows of numbers.
+        ``ROW_FORMATS``, with ``dtype`` uint8; empty for rows of numbers. ``make``: allocates memory of named
+        layouts, as ``torch.zeros(shape, dtype=, device=)`` does.
         """
         if size % page_size:
             raise ValueError(f"a KV pool of {size} slots is not a whole number of {page_size}-slot pages")
@@ -89,7 +91,7 @@ class KVPool:
                 raise ValueError("the backend lays out a pool of layout 'custom': give its lay_out_kv_pool as `own`")
             found = refuse_layers(spec, own(spec))
         else:
-            found = lay_out(spec, layout)
+            found = lay_out(spec, layout, make)
         self.memory = _ById(zip((layer.layer_id for layer in layers), found, strict=True))
         """Layer id -> views of its K and V, in the order of ``layers``."""
         # Made at the first request; a server gives the same buffers at every call.

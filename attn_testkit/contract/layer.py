@@ -73,6 +73,9 @@ class AttentionLayer(OfHeadLayout):
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
     in all layers of a model."""
+    bidirectional_spans: bool = False
+    """True: rows of a span of ``ForwardBatch.mm_prefix_range`` see each other in both directions in this layer. False:
+    the layer is causal, whatever spans the batch has. Layers differ only with ``Spans.by_layer``."""
     topk: int = 0
     """Keys that each row selects at most, and the width of ``selected``. 0: rows attend to all visible keys."""
     index_heads: int = 0

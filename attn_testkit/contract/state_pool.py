@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -38,12 +39,14 @@ class StatePool:
         drafts: tuple[int, int] = (0, 0),
         more_columns: int = 0,
         cleared: bool = True,
+        make: Callable[..., torch.Tensor] | None = None,
     ) -> None:
         """Allocate memory, zeroed unless ``cleared`` is False. ``num_slots``: slot 0 included. ``dtype``: of the
         recurrent state.
 
         ``drafts``: requests of a batch and nodes of a draft that the scratch of target-verify has room for.
-        ``more_columns``: columns of a window beyond W - 1, if there is a convolution.
+        ``more_columns``: columns of a window beyond W - 1, if there is a convolution. ``make``: allocates the
+        memory, as ``torch.zeros(shape, dtype=, device=)`` does.
         """
         self.more_columns = more_columns
         self.num_slots, self.layers, self.order, self.strided = num_slots, layers, order, strided
@@ -53,7 +56,8 @@ class StatePool:
         sizes = [_aligned(_count(shape) * kind.itemsize) for _, shape, kind in shapes]
         stride = sum(sizes) + _GUARD * len(sizes)
         total = _GUARD + (stride * num_slots if strided else sum(num_slots * size + _GUARD for size in sizes))
-        self.memory = (torch.zeros if cleared else torch.empty)(total, dtype=torch.uint8, device=self.device)
+        make = make or (torch.zeros if cleared else torch.empty)
+        self.memory = make(total, dtype=torch.uint8, device=self.device)
         """All memory, [bytes] uint8."""
         for (layer, shape, kind), size in zip(shapes, sizes, strict=True):
             step = stride if strided else _count(shape) * kind.itemsize

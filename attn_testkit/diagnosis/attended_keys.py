@@ -154,15 +154,15 @@ def ranges(keys: Sequence[int]) -> str:
 def find_attended(
     rerunner: Rerunner, schedule: Schedule, comparison: Comparison, *, in_graph: bool
 ) -> AttendedKeys | None:
-    """Find the KV tokens that a wrong row attended to. None if the backend raises or gives NaN, and
-    with ALiBi.
+    """Find the KV tokens that a wrong row attended to. None if the backend raises or gives NaN, with
+    ALiBi, and with a bias among rows.
 
     The request of the headline is examined; another one if that has hardly any KV token, or attended to the right ones.
     ``in_graph``: true if only the graph is wrong, so that the graph is run.
     """
     found: AttendedKeys | None = None
-    if schedule.case.alibi:
-        # Equal queries give keys other weights by their distance, and a probe takes a weight for a count.
+    if schedule.case.alibi or schedule.case.qq_bias != "none":
+        # Equal queries give keys other weights by their bias, and a probe takes a weight for a count.
         return None
     for place in _places_to_ask(schedule, comparison):
         answer = _counted_at(rerunner, schedule, comparison, place, in_graph)

@@ -11,12 +11,13 @@ from dataclasses import replace
 from functools import cached_property
 
 from ..cases.case import Case
+from ..cases.derived_parameters import address_varies
 from ..cases.layers import PERIOD, Layers
 from ..checks import Comparison
 from ..contract import ForwardMode
 from ..families.expected import expect
 from ..steps.numerics import Numerics
-from ..steps.schedule import Schedule, make_schedule
+from ..steps.schedule import Schedule, Step, make_schedule
 from .rerun import Rerunner
 
 __all__ = ["FEATURES", "ChangedCases", "most_rows", "with_keys_up_to"]
@@ -80,6 +81,14 @@ class ChangedCases:
         except ValueError:
             return False  # such a case does not exist
         return without != case and self.lasting and self._all_are(without, right=True)
+
+    def right_elsewhere(self, step: Step) -> bool:
+        """True if the pool lies across a multiple of 4 GiB, and ``step`` is wrong there and right elsewhere."""
+        own = self._schedule
+        if not address_varies(own.case) or not own.case.derived("pool-address"):
+            return False
+        runs = [self._rerunner.eager(own, step, pools_anywhere=each) for each in (True, False)]
+        return [bool(run and Comparison(run, expect(own, step)).right) for run in runs] == [True, False]
 
     @cached_property
     def right_with_fewer(self) -> bool:

@@ -50,12 +50,18 @@ class Rerunner:
         pattern: str | None = None,
         contiguous_heads: bool = False,
         most_programs: tuple[int, int] | None = None,
+        pools_anywhere: bool = False,
         fill: int = POISON,
     ) -> Observation | None:
         """Run one eager step; None if it raised, or if the mode does not run eagerly."""
         if not self.runs_eagerly(schedule):
             return None
-        options = RunOptions(pattern=pattern, contiguous_heads=contiguous_heads, most_programs=most_programs)
+        options = RunOptions(
+            pattern=pattern,
+            contiguous_heads=contiguous_heads,
+            most_programs=most_programs,
+            pools_anywhere=pools_anywhere,
+        )
         request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
         return None if answer is None else answer[1][0]

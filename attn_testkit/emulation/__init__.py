@@ -35,6 +35,7 @@ from attn_testkit.emulation.streams import orderly_stream
 from attn_testkit.emulation.tags import DEVICE
 from attn_testkit.emulation.triton_races import scratch
 
+add_device_memory = DEVICE.add
 peak_above = DEVICE.peak_above
 
 __all__ = [
@@ -46,6 +47,7 @@ __all__ = [
     "Policy",
     "RaceError",
     "StrayAccessError",
+    "add_device_memory",
     "compiled_regions_run",
     "emulated_cuda",
     "is_active",

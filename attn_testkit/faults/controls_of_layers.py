@@ -5,10 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
+from ..contract import ForwardBatch
 from .by_layer import ByLayerBackend
 from .catalogue import control
-from .dense import DenseBackend
+from .dense import DenseBackend, Visibility
 from .g_alibi import AlibiBackend
+from .g_qq_bias import QQBiasBackend
 from .grouped import GroupedBackend
 from .i_wider_keys import WIDER_KEYS, WiderKeysBackend
 from .parent import PlannedBackend
@@ -64,3 +66,33 @@ class AlibiFromTheEndOfARequest(AlibiBackend):
     @override
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens[:, None, None]).expand(-1, self.position.shape[1], -1)
+
+
+@control("qq-bias")
+class QQBias(QQBiasBackend):
+    """A bias of each request among its rows, added to capped logits."""
+
+
+@control("qq-bias-is-the-mask")
+class QQBiasIsTheMask(QQBiasBackend):
+    """Rows of a request see each other as far as -inf of the bias lets them (vLLM's tree attention): no other mask."""
+
+    @override
+    def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
+        position, key, visible = super().visibility(batch, counts, offset)
+        if self.context.qq_bias == "none":
+            return position, key, visible
+        held = self.key < self.kv_lens[:, None, None]
+        return position, key, held.expand(-1, len(offset), -1)
+
+
+@control("qq-bias-of-all-requests")
+class QQBiasOfAllRequests(QQBiasBackend):
+    """One matrix for all requests, that of the longest one's rows (vLLM's ``unified_attention``)."""
+
+    capabilities = QQBiasBackend.capabilities.with_changes(shared_qq_bias=True)
+
+    @override
+    def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
+        row = self.starts[self.counts.argmax()[None]] + torch.arange(self.row.shape[1], device=bias.device)
+        return bias[row.clamp(max=len(bias) - 1)][None].expand(len(self.counts), -1, -1)

@@ -1,4 +1,4 @@
-"""Class R: pools of states in which an element's place takes more than 31 bits."""
+"""Class R: places of states that are computed with too few bits, in large pools and across a multiple of 4 GiB."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode
 from .catalogue import fault
+from .pool_addresses import without_carry
 from .states import StateParent
 
 
@@ -25,3 +26,18 @@ class OffsetOfASlotIn32Bits(StateParent):
         states = self.pools(self.states.layers[0])[1]
         stride, slots = states[0].numel(), super().slots(batch)
         return (slots * stride).to(torch.int32).long() // stride % len(states)
+
+
+@fault(
+    slug="state-address-without-carry",
+    source="general; aiter #3824 (of a KV pool)",
+    modes=[ForwardMode.DECODE, ForwardMode.EXTEND],
+    checks=("reads-own-state", "state-matches-oracle", "matches-oracle", "finite"),
+    modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
+)
+class StateAddressWithoutCarry(StateParent):
+    """The offset of a slot is added to the lower word of the address of a layer's states, and the carry is lost."""
+
+    @override
+    def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
+        return super().loaded(pool, without_carry(pool, index), begun)

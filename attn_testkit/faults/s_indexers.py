@@ -8,9 +8,16 @@ from typing_extensions import override
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
 from .catalogue import fault
 from .indexer import INDEX_MODES, FusedIndexer, IndexerParent
+from .pool_addresses import without_carry
 
 _GRAPH = ("graph",)
 _STORED, _FORM, _BEST = "index-stored", "selection-well-formed", "selects-best"
+_PAGE_BYTES = 64 * 132
+
+
+def _page_in_32_bits(page: torch.Tensor, pages: int) -> torch.Tensor:
+    """Pages that are addressed instead of ``page`` if the byte at which one begins has 32 bits."""
+    return (page.to(torch.int32) * _PAGE_BYTES).long().div(_PAGE_BYTES, rounding_mode="floor") % pages
 
 
 @fault(
@@ -391,3 +398,53 @@ class FusedIndexerStoresAfterItReads(FusedIndexer):
     @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return plan.prefix_lens[self.request_of_row(rows, plan)].clamp(min=1).long()
+
+
+@fault(
+    slug="index-page-offset-in-32-bits",
+    source="sglang #34725",
+    modes=INDEX_MODES,
+    checks=(_BEST, _FORM, "reads-own-kv", "finite"),
+    hint="beyond 2",
+    modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
+)
+class IndexPageOffsetIn32Bits(IndexerParent):
+    """The byte at which a page of index keys begins is a product of 32-bit integers."""
+
+    @override
+    def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        page = _page_in_32_bits(slots // 64, len(self.key_plane(layer_id)))
+        return super().gathered(page * 64 + slots % 64, layer_id)
+
+
+@fault(
+    slug="index-store-offset-in-32-bits",
+    source="sglang #34725 (in the kernel that stores)",
+    modes=INDEX_MODES,
+    checks=(_STORED,),
+    modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
+)
+class IndexStoreOffsetIn32Bits(IndexerParent):
+    """New index keys beyond 2^31 bytes are stored elsewhere."""
+
+    @override
+    def put(
+        self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
+    ) -> None:
+        super().put(keys, scales, _page_in_32_bits(page, len(self.key_plane(layer_id))), place, layer_id)
+
+
+@fault(
+    slug="index-address-without-carry",
+    source="general; aiter #3824 (of a KV pool)",
+    modes=INDEX_MODES,
+    checks=(_BEST, _FORM, "reads-own-kv", "finite"),
+    modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
+)
+class IndexAddressWithoutCarry(IndexerParent):
+    """The offset of a page is added to the lower word of the address of a layer's index keys, and the carry is lost."""
+
+    @override
+    def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
+        page = without_carry(self.key_plane(layer_id), slots // 64)
+        return super().gathered(page * 64 + slots % 64, layer_id)

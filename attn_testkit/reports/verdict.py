@@ -262,11 +262,23 @@ def _why_nothing(header: RunHeader, rows: Sequence[CaseResult]) -> str:
     if lacking:
         beside = f"; not runnable here: {reasons}" if reasons else ""
         return f"no backend declares what the selected cases need; {', '.join(lacking)}{beside}"
-    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
     undeclared = sum(row.status is Status.UNSUPPORTED for row in rows)
+    if header.selection.of and not absent:
+        named = {_mode_named(text) for text in header.selection.by}
+        asked = dict.fromkeys(row.mode for row in rows if row.status is Status.UNSUPPORTED and row.mode in named)
+        so = f"not declared: {', '.join(asked)}" if asked else "without it, `--collect-only` lists them"
+        return f"none of {header.selection.of} planned case-runs is selected by {', '.join(header.selection.by)}; {so}"
+    pairs = len(header.backends) * len(MODES) * len(EXECUTIONS)
     counts = [
         (undeclared, "not declared"),
         (len(absent), "not runnable here" + (f" ({reasons})" if reasons else "")),
         (pairs - undeclared - len(absent), "not selected"),
     ]
     return f"of {pairs} pairs of mode and execution " + ", ".join(f"{n} {why}" for n, why in counts if n > 0)
+
+
+def _mode_named(selected_by: str) -> str:
+    """The mode of a selection by a mode or by a case's id; empty if it names none."""
+    what = selected_by.removeprefix("mode ")
+    of_case = [mode for mode in MODES if selected_by.startswith(f"case '{mode}-")]
+    return what if what in MODES else max(of_case, key=len, default="")

@@ -30,6 +30,7 @@ from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
 from .packed_rows import with_one_packing
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
+from .query_bias import make_query_bias
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
 from .schedule import Ints, Schedule, Step
 
@@ -135,6 +136,11 @@ class StepData:
     """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
     row_format: PackedRows | None = None
     """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
+    spans: bool = False
+    """True if ``visible`` has bidirectional spans: in layers without them, rows see no later key."""
+    qq_bias: torch.Tensor | None = None
+    """[1, T, C] float32: bias of each row on the rows of its request, of which the longest has C. -inf where it does
+    not see them. None: no bias. Diagnosis may have one for each layer, [L, T, C]."""
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
@@ -217,6 +223,8 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
         if rows is None:
             visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_) if variant_of(case).causal else True
             query_positions[b, :new] = np.arange(prefix, prefix + new)
+            for first, last in request.spans:
+                visible[b, max(0, first - prefix) : max(0, last + 1 - prefix), first : last + 1] = True
         else:
             visible[b, :new, prefix : prefix + new] = rows.visible
             query_positions[b, :new] = prefix + np.asarray(rows.depths)
@@ -384,13 +392,15 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         positions=query_positions[b, torch.from_numpy(row_offset)],
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
         row_format=packed,
+        spans=case.spans is not None,
+        qq_bias=make_query_bias(case, step, visible),
     )
 
 
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
-    layered = {"q", "k", "v", "stored_keys", "stored_values"}
-    named = [each.name for each in fields(StepData) if each.name not in ("kv_scales", "row_format")]
+    layered = {"q", "k", "v", "stored_keys", "stored_values", "qq_bias"}
+    named = [each.name for each in fields(StepData) if each.name not in ("kv_scales", "row_format", "spans")]
     tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
     return replace(data, **cut)
@@ -418,6 +428,8 @@ def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepDa
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
         row_format=data.row_format,
+        spans=data.spans,
+        qq_bias=None if data.qq_bias is None else data.qq_bias[:, mine, :widest],
     )
 
 
@@ -445,6 +457,7 @@ def _chunk(case: Case, data: StepData, whole: Step, step: Step) -> StepData:
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
         row_format=data.row_format,
+        spans=data.spans,
     )
 
 

@@ -11,12 +11,16 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from ..cases.layers import PERIOD
 from ..cases.server_variants import variant_of
+from ..contract import INDEX_WIDTH
 from .schedule import Ints, Schedule, Step
 
-__all__ = ["group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map", "table_of_group"]
+__all__ = [
+    "group_of_place", "outgrown", "pages_in_pool", "slot_in_pool", "slot_map", "slots_of_schedule", "table_of_group",
+]  # fmt: skip
 
 
 def group_of_place(schedule: Schedule, place: int) -> int:
@@ -37,10 +41,23 @@ def slot_map(schedule: Schedule, group: int) -> Ints:
 
 
 def pages_in_pool(schedule: Schedule) -> int:
-    """Pages behind page 0 that the pool has: those of the schedule, or as many as its way asks for."""
+    """Pages behind page 0 that the pool has: those of the schedule, or as many as its way asks for.
+
+    With an indexer the numbers of index keys are as many as those of K, too.
+    """
     case, pages = schedule.case, schedule.num_pages
     _, heads, width = case.head_shape
-    return pages + -(-variant_of(case).pool_elements // (case.page_size * heads * width))
+    least = min(heads * width, INDEX_WIDTH) if case.indexer else heads * width
+    return pages + -(-variant_of(case).pool_elements // (case.page_size * least))
+
+
+def slots_of_schedule(schedule: Schedule, slots: torch.Tensor) -> torch.Tensor:
+    """[...] int64: slots of the pool as the schedule numbers them. Negative ones stay; -2: no slot of the schedule."""
+    if not variant_of(schedule.case).pool_elements:
+        return slots
+    places = torch.from_numpy(slot_map(schedule, 0))
+    found = torch.searchsorted(places, slots).clamp(max=len(places) - 1)
+    return torch.where(slots < 0, slots, torch.where(places[found] == slots, found, -2))
 
 
 def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:

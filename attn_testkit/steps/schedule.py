@@ -23,9 +23,11 @@ import numpy.typing as npt
 
 from ..cases.case import Case
 from ..cases.derived_parameters import DERIVED_PARAMETERS, shallow_depth
+from ..cases.dimensions.spans import spans_in
 from ..cases.draft import Draft
 from ..cases.plan import Plan
 from ..cases.plans import context_len_of, lens_of, make_plans
+from ..cases.spans import Span
 from ..cases.trees import Tree, chain, random_tree
 from ..contract import Capabilities, ForwardMode
 from .cached_prompts import cached_lengths, continued_length
@@ -66,6 +68,8 @@ class Request:
     """Draft-decode: the branches of these rows."""
     columns: Ints | None = None
     """Draft-decode: [columns] int64, KV slot of each column of the request table. None elsewhere: those of tokens."""
+    spans: tuple[Span, ...] = ()
+    """Bidirectional spans: first and last position of each, both included."""
     copies: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """Draft-decode: [K - 1, n] int64, slots that hold the prefix's last n tokens again, for a branch each."""
 
@@ -222,6 +226,13 @@ class Schedule:
     def chunks(self) -> tuple[Step, ...]:
         """Extend: the chunks that come after the first step, in order."""
         return tuple(step for step in self.steps[1:] if step.chunk_of is not None)
+
+    @property
+    def max_spans(self) -> int:
+        """Most bidirectional spans of a request in any step, and 1 or more; 0 if the case has none."""
+        steps = (*self.steps, self.second, self.oversized)
+        most = max((len(request.spans) for step in steps for request in step.requests), default=0)
+        return max(1, most) if self.case.spans else 0
 
     @property
     def idle(self) -> tuple[Step, ...]:
@@ -397,6 +408,7 @@ def _build_step(
             trees[i],
             accepted[i],
             shared[i] * page,
+            spans=spans_in(case, index + i, prefix, new, seed + i),
         )
         for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
     )
@@ -424,8 +436,14 @@ def _chunks(case: Case, plans: Sequence[Plan], sizes: tuple[int, int, int, int])
     steps: list[Step] = []
     for index, plan in enumerate(plans):
         requests = tuple(
-            replace(request, prefix=prefix, new=new, slots=request.slots[: prefix + new])
-            for request, prefix, new in zip(whole.requests, plan.prefixes, plan.new, strict=True)
+            replace(
+                request,
+                prefix=prefix,
+                new=new,
+                slots=request.slots[: prefix + new],
+                spans=spans_in(case, index + i, prefix, new, whole.seed + i),
+            )
+            for i, (request, prefix, new) in enumerate(zip(whole.requests, plan.prefixes, plan.new, strict=True))
         )
         rng = np.random.default_rng((whole.seed + index) % 2**63)
         table = _table(requests, rows, ctx, (num_pages + 1) * case.page_size, rng)

@@ -182,4 +182,4 @@ def test_an_adapter_tells_its_capabilities_without_the_package() -> None:
         [sys.executable, "-W", "error", "-c", _WITHOUT_THE_PACKAGE], capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert "pip install 'attn-testkit[flashinfer]'" in done.stdout
+    assert "pip install 'PATH_OF_THE_CHECKOUT[flashinfer]'" in done.stdout

@@ -56,14 +56,21 @@ def results_of(tmp_path: Path, *options: str) -> list[dict[str, Any]]:
     return [each for each in json.loads(record.read_text())["results"] if each["case"]]
 
 
-def test_a_proof_says_without_a_check_of_the_kit_that_prefill_of_kda_forgets_wrongly() -> None:
-    script = Path(__file__).parent / "proof_sglang_kda.py"
+@pytest.mark.parametrize(
+    ("proof", "said"),
+    [
+        ("kda", "WRONG: what a token wrote"),
+        ("unused_scales", "WRONG: the output is multiplied by a scale that the pool was not divided by"),
+    ],
+)
+def test_a_proof_says_without_a_check_of_the_kit_what_is_wrong(proof: str, said: str) -> None:
+    script = Path(__file__).parent / f"proof_sglang_{proof}.py"
     ran = subprocess.run(
         [sys.executable, "-W", "ignore", script], env={**os.environ, "TRITON_INTERPRET": "1"}, check=False,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert ran.returncode == 1
-    assert ran.stdout.splitlines()[-1].startswith("WRONG: what a token wrote")
+    assert ran.stdout.splitlines()[-1].startswith(said)
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -13,7 +13,8 @@ def came_later(case: Case) -> bool:
     together = len(case.prefixes) == 9 and case.layout == "shared"
     seldom = len(case.prefixes) > 12 and case.prefixes[1] == case.prefixes[0] + 1
     local = case.local_chunk > 0
-    alibi = case.alibi
+    biased = case.alibi or case.qq_bias != "none"
+    spans = case.spans is not None
     loop = case.tree is not None and case.rounds > 0
     alone = not any(case.prefixes) or case.prefixes == (3,)
     return (
@@ -26,6 +27,7 @@ def came_later(case: Case) -> bool:
         or alone
         or seldom
         or local
-        or alibi
+        or biased
+        or spans
         or loop
     )

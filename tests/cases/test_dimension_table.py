@@ -83,7 +83,8 @@ def test_a_case_that_is_combined_keeps_fields_that_no_dimension_takes_at_random(
     kept = {name for each in DIMENSIONS if isinstance(each.combined, Kept) for name in each.combined.names}
     taken = {name for each in DIMENSIONS if isinstance(each.combined, Combined) for name in each.fields}
     assert kept & taken == set()
-    others = {"rope_dim", "layer_windows", "local_chunk", "alibi", "usual_scaling", "multi_mode", "seed"}
+    others = {"rope_dim", "layer_windows", "local_chunk", "alibi", "spans", "qq_bias", "usual_scaling", "multi_mode"}
+    others.add("seed")
     assert DEFAULTS.keys() - kept - taken == others
 
 

@@ -9,17 +9,21 @@ import pytest
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.fields import THINGS
+from attn_testkit.cases.indexing import Indexing
 from attn_testkit.cases.server_variants import SERVER_VARIANTS, variant_of
 from attn_testkit.catalogue.tiers import generate
-from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.contract import Capabilities, ForwardMode, Indexer, Sparse
 from attn_testkit.examples import MinimalBackend
 from attn_testkit.families.expected import expect
+from attn_testkit.faults.indexer import IndexerParent
 from attn_testkit.steps.data import make_step_data, pool_image
 from attn_testkit.steps.kv_groups import pages_in_pool, slot_map
 from attn_testkit.steps.schedule import make_schedule
 
 ALL = TorchNativeBackend.capabilities
 PLAIN = MinimalBackend.capabilities
+DECODE, EXTEND = ForwardMode.DECODE, ForwardMode.EXTEND
+VERIFY, V2 = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2
 
 
 def variants(declared: Capabilities, mode: ForwardMode = ForwardMode.DECODE, tier: str = "core") -> dict[str, Case]:
@@ -79,6 +83,31 @@ def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: For
     assert len(found) == (mode is not ForwardMode.DRAFT_DECODE)
     own = PLAIN.with_changes(kv_layouts={"custom"})
     assert not [case for case in generate(own, mode, "full") if "bigpool" in case.variants]
+
+
+@pytest.mark.parametrize(("tier", "modes"), [("core", {DECODE, EXTEND}), ("full", {DECODE, EXTEND, VERIFY, V2})])
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_backend_with_an_indexer_has_one_case_per_mode_of_an_index_pool_beyond_32_bits(
+    tier: str, modes: set[ForwardMode], fused: bool
+) -> None:
+    declared = IndexerParent.capabilities.with_changes(sparse=Sparse(topk={1, 16}, indexer=Indexer({4}, fused=fused)))
+    for mode in ForwardMode:
+        found = [c for c in generate(declared, mode, tier) if "bigpool" in c.variants and c.indexer]
+        assert len(found) == (mode in modes)
+        for case in found:
+            assert case.selection is not None
+            assert (case.indexer, case.selection.topk) == (Indexing(4, fused=fused), 16)
+            assert sorted(case.prefixes) == [1, 25, 2 * 16 + 2 * case.page_size + 5], "two requests leave keys out"
+            assert pages_in_pool(make_schedule(case)) * case.page_size * 128 > 2**31
+
+
+def test_a_large_pool_of_latent_rows_with_index_keys_is_of_fp8_where_that_is_declared() -> None:
+    latent = IndexerParent.capabilities.with_changes(families={"mla"}, head_dims={512}, gqa_ratios={16})
+    kinds = {}
+    for name, formats in (("narrow", {"same", "fp8_e4m3"}), ("wide", {"same"})):
+        cases = generate(latent.with_changes(kv_dtypes=formats), DECODE, "core")
+        (kinds[name],) = {case.kv_dtype for case in cases if "bigpool" in case.variants and case.indexer}
+    assert kinds == {"narrow": "fp8_e4m3", "wide": "same"}
 
 
 @pytest.mark.parametrize("declared", [PLAIN, ALL])

@@ -144,7 +144,12 @@ def test_an_input_is_modified_by_a_single_bit_and_not_by_holding_nan() -> None:
 
 @pytest.mark.parametrize(
     ("piece", "name"),
-    [("q 0", "q of layer 0"), ("k 1", "k of layer 1"), ("v 1", "v of layer 1"), ("packed 0", "the packed q, k, v")],
+    [
+        ("q 0", "q of layer 0"),
+        ("k 1", "k of layer 1"),
+        ("v 1", "v of layer 1"),
+        ("packed 0", "the tensor that holds q, k and v"),
+    ],
 )
 def test_what_the_model_gave_is_compared_by_layer_and_named(piece: str, name: str) -> None:
     expected = expected_zeros(SCHEDULE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import subprocess
@@ -68,7 +69,7 @@ def command(folder: Path, *args: str) -> list[str]:
 def mutate(folder: Path, *args: str) -> tuple[int, dict[str, str], str]:
     """Run it: exit code, the mutated line -> what became of it, and everything printed."""
     argv = command(folder, "--json", str(folder / "out.json"), *args)
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=600, check=False)
     file = folder / "out.json"
     rows = json.loads(file.read_text())["mutants"] if file.exists() else []
     return done.returncode, {row["becomes"]: row["status"] for row in rows}, done.stdout + done.stderr
@@ -216,8 +217,11 @@ def test_a_mutant_that_never_ends_is_ended_with_all_that_it_started(toy):
     assert found["n += 1"] == found["pass"] == "timed out"
     assert found["while n >= 0:"] == "killed"
     for pid in (folder / "pids").read_text().split():
-        command_line = Path("/proc", pid, "cmdline")
-        assert not command_line.exists() or b"# toy" not in command_line.read_bytes()
+        # It may be gone already, or go while this is read; its number may be another's.
+        command_line = b""
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            command_line = Path("/proc", pid, "cmdline").read_bytes()
+        assert b"# toy" not in command_line
 
 
 def test_verdicts_are_kept_until_a_test_changes(toy):

@@ -35,13 +35,13 @@ def night(tmp_path: Path):
             "PYTHONPATH": f"{site}:{FAKES}",
             "ATTN_PYTHON": sys.executable,
             "ATTN_TIER": "smoke",
-            "ATTN_WORKERS": "1",
+            "ATTN_WORKERS": "0",
             "GITHUB_STEP_SUMMARY": "",
             **more,
         }
         command = ["bash", str(ROOT / "ci" / "nightly.sh"), str(out), *args]
         done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -57,7 +57,7 @@ def test_a_good_night_is_green_and_nothing_of_an_earlier_one_is_left(night):
     for name in ("compare.txt", "audit.html", "audit.json", "audit.txt", "report.html"):
         (night.out / name).write_text("of a night before")
     (night.out / "mine.txt").write_text("not ours")
-    code, printed = night(ATTN_BACKENDS="fake:ok")
+    code, printed = night(ATTN_BACKENDS="fake:ok", ATTN_WORKERS="2")
     assert code == 0, printed
     assert files(night.out) == {"report.json", "report.html", "summary.md", "junit.xml", "mine.txt"}
     assert (night.out / "summary.md").read_text().startswith("### ✅ CONFORMANT: 4 of 4")

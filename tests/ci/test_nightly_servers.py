@@ -50,7 +50,7 @@ def nightly(tmp_path: Path):
             **os.environ,
             "PYTHONPATH": f"{site}:{FAKES}",
             "ATTN_PYTHON": sys.executable,
-            "ATTN_WORKERS": "1",
+            "ATTN_WORKERS": "0",
             "ATTN_SERVERS": " ".join(SERVERS),
             "FAKE_WORDS": "ok,ok,ok",
             "GITHUB_STEP_SUMMARY": "",
@@ -58,7 +58,7 @@ def nightly(tmp_path: Path):
         }
         done = subprocess.run(
             ["bash", str(ci / "nightly_servers.sh"), *args],
-            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,
+            cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         return done.returncode, done.stdout + done.stderr
 

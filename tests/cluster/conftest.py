@@ -43,7 +43,7 @@ class Nodes:
 @pytest.fixture(scope="session")
 def nodes(tmp_path_factory):
     """The cluster, and the file that ``gated`` case-runs wait for."""
-    pytest.importorskip("ray", reason="Ray is not installed: pip install 'attn-testkit[ray]'")
+    pytest.importorskip("ray", reason="Ray is not installed: pip install 'PATH_OF_THE_CHECKOUT[ray]'")
     gate = tmp_path_factory.mktemp("gate") / "open"
     before = dict(os.environ)
     # The nodes and their workers inherit it.

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections import Counter
 
 import pytest
+from alive import alive
 
 from attn_testkit.cli import main
 from attn_testkit.cluster.judge import Cluster
@@ -127,6 +127,6 @@ def test_a_node_that_is_killed_loses_nothing_finished_and_its_shards_run_elsewhe
 def _wait_until_gone(pid: int) -> None:
     """The judge of a shard ends when the worker of Ray ends, and that when it misses its node."""
     end = time.monotonic() + 30
-    while os.path.exists(f"/proc/{pid}"):
+    while alive(pid):
         assert time.monotonic() < end
         time.sleep(0.05)

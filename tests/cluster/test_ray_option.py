@@ -41,7 +41,8 @@ def test_without_ray_the_extra_is_named(capsys, monkeypatch):
     assert main(["run", "-b", "torch_native", "--ray"]) == 4
     error = capsys.readouterr().err
     assert error == (
-        "attn-testkit: --ray needs Ray, and No module named 'ray'; pip install 'attn-testkit[ray]' on every node\n"
+        "attn-testkit: --ray needs Ray, and No module named 'ray'; "
+        "pip install 'PATH_OF_THE_CHECKOUT[ray]' on every node\n"
     )
 
 

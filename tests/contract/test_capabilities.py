@@ -46,7 +46,10 @@ def test_every_earlier_field_is_a_field_or_is_in_the_table() -> None:
     now = {f.name for f in fields(Capabilities)}
     assert {name for name in EARLIER if name not in now} == set(MOVED)
     assert {record for record, _ in MOVED.values()} == {"windows", "server"}
-    later = {"sparse", "state", "kernel_changes_at_keys", "mode_invariant", "alibi", "wider_keys"}
+    later = {"sparse", "state", "kernel_changes_at_keys", "mode_invariant", "alibi", "wider_keys", "spans"} | {
+        "qq_bias",
+        "shared_qq_bias",
+    }
     assert now - set(EARLIER) == {"windows", "server"} | later
     assert set(MOVED.values()) == {
         *(("windows", f.name) for f in fields(Windows)), *(("server", f.name) for f in fields(ServerConventions)),

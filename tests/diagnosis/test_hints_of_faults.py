@@ -48,6 +48,12 @@ def findings(slug: str, case: str, execution: str) -> tuple[Finding, ...]:
 BIG_POOL = "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool"
 TOLD = [
     ("slot-times-stride-in-32-bits", BIG_POOL, "eager", "right if the KV pool is small"),
+    (
+        "bounds-of-lower-words",
+        "decode-gqa2x2-d64-bf16-p16-k40.70.12-shuffled-gauss-b3prod-s12",
+        "eager",
+        "right if the pool lies anywhere, and wrong across a multiple of 4 GiB",
+    ),
     # What the numbers are right for.
     ("sink-swallowed-by-kwargs", LEAN, "eager", "right without sinks"),
     ("sink-scaled-like-a-logit", LEAN, "eager", "right with sinks that are scaled like logits"),

@@ -48,23 +48,22 @@ def shell(tmp_path: Path):
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
-    text, _ = process.communicate(timeout=120)
+    text, _ = process.communicate(timeout=300)
     return process.returncode, text
 
 
 GOOD, BAD = "fake:" + ",".join(["ok"] * 6), "fake:" + ",".join(["ok"] * 5 + ["wrong"])
 
 
-@pytest.mark.parametrize(("words", "code", "word"), [(GOOD, 0, "CONFORMANT: 24 of 24"), (BAD, 1, "NOT CONFORMANT: 4")])
-def test_the_eight_jobs_of_github_and_the_one_that_gathers(shell, tmp_path: Path, words: str, code: int, word: str):
+def test_the_eight_jobs_of_github_and_the_one_that_gathers(shell, tmp_path: Path):
     jobs = loaded(".github/workflows/attention.yml")["jobs"]
     shard, verdict = jobs["shard"], jobs["verdict"]
     (line,) = ours(shard)
     numbers = shard["strategy"]["matrix"]["shard"]
-    started = [shell(_of_matrix(line, number), words) for number in numbers]
+    started = [shell(_of_matrix(line, number), BAD) for number in numbers]
     codes = [ended(each)[0] for each in started]
     assert len(codes) == 8
-    assert max(codes) == code
+    assert set(codes) == {0, 1}, "only those that ran what is wrong fail"
     uploads = [
         _of_matrix(step["with"]["path"], n)
         for n in numbers
@@ -75,15 +74,15 @@ def test_the_eight_jobs_of_github_and_the_one_that_gathers(shell, tmp_path: Path
     assert len(set(uploads)) == 8
     merge, report = ours(verdict)
     assert (verdict["needs"], verdict["if"]) == ("shard", "always()")
-    found, text = ended(shell(merge, words))
-    assert found == code
-    assert text.splitlines()[-1].startswith(word)
+    found, text = ended(shell(merge, BAD))
+    assert found == 1
+    assert text.splitlines()[-1].startswith("NOT CONFORMANT: 4")
     summary = tmp_path / "summary.md"
-    assert ended(shell(report, words, GITHUB_STEP_SUMMARY=str(summary)))[0] == 0
-    assert word.split(":")[0] in summary.read_text()
+    assert ended(shell(report, BAD, GITHUB_STEP_SUMMARY=str(summary)))[0] == 0
+    assert "NOT CONFORMANT" in summary.read_text()
     # A job that left no file is named by the one that gathers.
     (tmp_path / "work" / "shard-7.json").unlink()
-    found, text = ended(shell(merge, words))
+    found, text = ended(shell(merge, BAD))
     assert found == 4
     assert "shard 7/8 is missing" in text
 

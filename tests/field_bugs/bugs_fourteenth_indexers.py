@@ -60,6 +60,21 @@ class BoundOfRequest(OfMode):
 
 
 @bug(
+    "sglang #34725",
+    "decode-mqa4-d128-bf16-p16-k25.69.1-shuffled-gauss-sel16-idx4-layers1from0-b4prod-bigpool",
+    "selects-best",
+)
+class PageOffsetsOf32Bits(IndexerParent):
+    """The byte at which a page of index keys begins is computed in 32 bits."""
+
+    def gathered(self, slots, layer_id):
+        page = slots // 64
+        offset = page.to(torch.int32) * torch.tensor(_PAGE_BYTES, dtype=torch.int32)
+        wrapped = offset.long().div(_PAGE_BYTES, rounding_mode="floor").clamp(min=0)
+        return super().gathered(wrapped * 64 + slots % 64, layer_id)
+
+
+@bug(
     "pypto-lib #592",
     "extend-mla16-d64r32-bf16-p16-k15.16.17-n2a2.3.1-shared-negative-sel16-idx4gauss-b6small",
     "selection-well-formed",

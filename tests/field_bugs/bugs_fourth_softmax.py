@@ -44,7 +44,9 @@ class EmptySplitNaN(Latent):
 
 @bug(
     "imp #1346",
-    "extend-gqa2x2-d128-bf16-p1-k300.70.12-n38a17.64.33-chunks3-shared-shifted-kvfp8e4m3-sink-layers3from0varied-b6prod",
+    "extend-gqa2x2-d128-bf16-p1-k30.7-n4a4.1-shuffled-shifted-kvfp8e4m3-sink-layers1from0-b2prod",
+    of_a_tier="extend-gqa2x2-d128-bf16-p1-k300.70.12-n38a17.64.33-chunks3-shared-shifted-kvfp8e4m3-sink"
+    "-layers3from0varied-b6prod",
 )
 class SinksLostWithFp8(Known):
     """The shared reduction is given no sinks with FP8."""
@@ -57,7 +59,11 @@ class SinksLostWithFp8(Known):
         return super().run(q, kv, plan)
 
 
-@bug("imp #688", "extend-gqa4x2-d64-bf16-p64-k69-n67a67-chunks3-interleaved-rising_logits-cap1.5-b1prod")
+@bug(
+    "imp #688",
+    "extend-gqa4x2-d64-bf16-p64-k9-n5a5-interleaved-rising_logits-cap1.5-b1prod",
+    of_a_tier="extend-gqa4x2-d64-bf16-p64-k69-n67a67-chunks3-interleaved-rising_logits-cap1.5-b1prod",
+)
 class CapLostInPrefill(Known):
     """Prefill of other head dims than 128 takes a path without the cap."""
 

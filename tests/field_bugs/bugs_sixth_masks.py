@@ -20,7 +20,8 @@ _EXTENDS = Varlen.capabilities.with_changes(
 
 @bug(
     "vllm-ascend #3277",
-    "extend-mha2-d128-bf16-p64-k3.133.33.17-n18a1x3.67-chunks3-contiguous-gauss-kvfp8e4m3-sink-b7prod",
+    "extend-mha2-d128-bf16-p64-k3.33.17-n18a1x2.18-contiguous-gauss-kvfp8e4m3-sink-b4prod",
+    of_a_tier="extend-mha2-d128-bf16-p64-k3.133.33.17-n18a1x3.67-chunks3-contiguous-gauss-kvfp8e4m3-sink-b7prod",
 )
 class SeqLensOfDecodes(Varlen):
     """Where decodes stand before prompts, lengths are cut to those of the decodes, and prompts read them too."""

@@ -199,9 +199,10 @@ class MemoizedLoc(Tiled):
 
 @bug(
     "sglang #9675",
-    "decode-mla16-d512r64-bf16-p32-k4096-shuffled-one_hot-b1prod",
+    "decode-mla16-d512r64-bf16-p32-k2080-shuffled-one_hot-layers1from0-b1prod",
     "replay-follows-batch",
     execution="graph",
+    of_a_tier="decode-mla16-d512r64-bf16-p32-k4096-shuffled-one_hot-b1prod",
 )
 class BlocksOfCurrentMax(Latent):
     """A graph's table of blocks is as wide as its capture needs, in runs of 64 pages."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
+from alive import alive
 from fake_runner import known
 
 from attn_testkit.cli import commands, main
@@ -487,15 +487,14 @@ def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, numb
     report = read_report(record)
     assert report.interrupted
     assert not report.finished
-    with pytest.raises(ProcessLookupError):
-        os.kill(child, 0)
+    assert not alive(child)
 
 
 def test_a_reader_that_goes_away_is_no_error(tmp_path):
     (tmp_path / "cli.py").write_text(SCRIPT.format(here=str(HERE)))
     words = ",".join(["ok"] * 5000)
     shell = f"{sys.executable} cli.py list --cases -b fake:{words} | head -n 1"
-    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.stdout == "decode-ok-k0\n"
     assert done.stderr == ""
 

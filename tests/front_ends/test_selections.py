@@ -52,6 +52,25 @@ def test_the_line_names_tier_families_executions_and_what_was_selected():
     assert conclude(HEADER, rows(50)).word == "PARTIAL"
 
 
+EXTENDS = [CaseResult("m:B", m, "eager", "", Status.UNSUPPORTED) for m in ("draft-extend", "draft-extend-v2")]
+
+
+@pytest.mark.parametrize(
+    ("by", "said"),
+    [
+        ("-k 'nosuch'", "without it, `--collect-only` lists them"),
+        ("mode extend", "without it, `--collect-only` lists them"),
+        ("mode draft-extend", "not declared: draft-extend"),
+        ("case 'draft-extend-v2-gqa4x2-k3'", "not declared: draft-extend-v2"),
+        ("case 'decode-*'", "without it, `--collect-only` lists them"),
+    ],
+)
+def test_a_selection_of_nothing_is_named_and_says_what_to_do(by, said):
+    header = replace(HEADER, planned=0, selection=Selection((by,), 388))
+    assert verdict(header, EXTENDS) == f"NOTHING RAN: none of 388 planned case-runs is selected by {by}; {said}"
+    assert conclude(header, EXTENDS).code == 5
+
+
 def test_everything_that_a_tier_plans_is_conformant_and_nothing_less():
     whole = replace(HEADER, planned=50, selection=Selection())
     assert verdict(whole, rows(50)) == "CONFORMANT: 50 of 50 planned case-runs passed"
@@ -192,7 +211,7 @@ def test_the_first_failure_that_stops_a_rest_is_a_new_one(call):
     call("run", "--backend", "fake:ok,wrong", "--mode", "decode", "--json", "a.json")
     code, line, err = call("run", "--backend", "fake:ok,wrong", "--rest-of", "a.json", "-x")
     assert code == 1
-    assert "stopped after 1 failures" in err
+    assert "stopped after 1 failure\n" in err
     assert line.startswith("NOT CONFORMANT: 3 failed of 8 planned case-runs; 2 did not run")
 
 

@@ -44,7 +44,7 @@ def search_for(
         status = Status.FAILED if check else Status.PASSED
         return CaseResult("m:B", case.mode.value, execution, case.id, status, findings)
 
-    values = {"modes": [ForwardMode.DECODE], "executions": list(Execution), "seconds": 60.0, "explain": run, **more}
+    values = {"modes": [ForwardMode.DECODE], "executions": list(Execution), "seconds": 600.0, "explain": run, **more}
     search = Search(declared=declared, run=run, seed=seed, most=most, **values)
     search.begin()
     return search

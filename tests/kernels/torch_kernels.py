@@ -57,12 +57,21 @@ class SDPA(Gathered):
 
 
 class SDPAFloatMask(Gathered):
-    """A mask of -inf in the model's dtype instead."""
+    """A mask of -inf in the model's dtype instead, which holds a bias as well."""
+
+    capabilities = Gathered.capabilities.with_changes(qq_bias={"extend", "target-verify"})
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor, plan: KernelPlan
     ) -> torch.Tensor:
-        mask = torch.zeros(seen.shape, dtype=q.dtype, device=q.device).masked_fill(~seen, -torch.inf)
+        bias = torch.zeros(seen.shape, dtype=q.dtype, device=q.device)
+        if plan.qq_bias is not None:
+            row = torch.arange(len(q), device=q.device)
+            request = (torch.searchsorted(plan.cu_seqlens_q, row, right=True) - 1).clamp(max=len(plan.kv_lens) - 1)
+            column = torch.arange(seen.shape[1], device=q.device) - plan.prefix_lens[request, None]
+            columns = plan.qq_bias.gather(1, column.clamp(0, plan.qq_bias.shape[1] - 1))
+            bias = torch.where((column >= 0) & (column < plan.qq_bias.shape[1]), columns, 0.0).to(q.dtype)
+        mask = bias.masked_fill(~seen, -torch.inf)
         return scaled_dot_product_attention(
             q, k, v, attn_mask=mask[:, None, None], scale=plan.layer.scaling, enable_gqa=True
         )

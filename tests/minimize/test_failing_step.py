@@ -68,11 +68,11 @@ def search_of(fails: set[str], step: str) -> Search:
         status = Status.FAILED if findings else Status.PASSED
         return CaseResult("m:B", case.mode.value, "graph", case.id, status, findings)
 
-    return Search(TorchNativeBackend.capabilities, run, seconds=60.0)
+    return Search(TorchNativeBackend.capabilities, run, seconds=600.0)
 
 
 def test_a_failure_that_needs_the_steps_before_it_says_so() -> None:
-    step = "replay 8 of 10 (long and short), bucket 4, 3 live; also in replays 9"
+    step = "replay 8 of 10 (long and short), bucket 4, 3 live; also in replay 9"
     search = search_of({CASE}, step)
     search.begin(parse_case(CASE))
     search.go_on()

@@ -31,7 +31,7 @@ def search_for(fails: Fails, *, declared: Capabilities = CAPABILITIES, **more: o
         status = Status.FAILED if check else Status.PASSED
         return CaseResult("m:B", case.mode.value, "eager", case.id, status, findings)
 
-    return Search(declared, run, **{"seconds": 60.0, **more})  # type: ignore[arg-type]
+    return Search(declared, run, **{"seconds": 600.0, **more})  # type: ignore[arg-type]
 
 
 def made_small(fails: Fails, name: str, **more: object) -> Search:

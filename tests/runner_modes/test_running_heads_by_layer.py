@@ -153,7 +153,7 @@ def test_a_number_of_a_layer_that_is_modified_is_found(case: str) -> None:
         schedule = make_schedule(parse_case(case + seed))
         harness = ServerHarness(Doubles, [schedule], CUDA)
         seen.update(found_modified(run_eager(harness, schedule, schedule.steps[0], Clock())))
-    assert seen == {"the packed q, k, v", "v of layer 6"}, "as views of one tensor, and as copies"
+    assert seen == {"the tensor that holds q, k and v", "v of layer 6"}, "as views of one tensor, and as copies"
 
 
 def test_all_shapes_are_known_to_the_constructor() -> None:

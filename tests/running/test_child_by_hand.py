@@ -78,10 +78,16 @@ def test_the_time_to_answer_counts_from_the_question_and_what_came_in_time_is_ta
 
 def test_one_that_hangs_is_given_up_when_its_time_is_over_with_its_last_words(started: Any) -> None:
     one = started()
+    one.tell(("late", 600.0, None), AMPLE)
+    while not one.printed():
+        time.sleep(0.02)
     begun = time.monotonic()
-    error = lost(one, ("late", 600.0, None), 1.5)
-    assert 1.5 <= time.monotonic() - begun < 60
-    assert (error.status, error.reason) == (Status.TIMED_OUT, "no result after 1.5 s\n  asleep for 600 s")
+    one.wait_for(0.5)
+    with pytest.raises(ChildLost) as caught:
+        one.answer()
+    assert 0.5 <= time.monotonic() - begun < 60
+    error = caught.value
+    assert (error.status, error.reason) == (Status.TIMED_OUT, "no result after 0.5 s\n  asleep for 600 s")
     assert not alive(one.pid)
 
 

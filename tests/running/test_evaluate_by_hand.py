@@ -374,7 +374,7 @@ def test_a_number_that_no_step_shows_is_not_diagnosed(explained: list[str]) -> N
 def test_other_replays_with_the_same_finding_are_named_once(explained: list[str]) -> None:
     found = outcome(Finding("mode-outputs", "a", step="replay 1 of 7"))
     (reported,) = evaluate._explained(found, None, cause=True)  # type: ignore[arg-type]
-    assert reported.step == "replay 1 of 7; also in replays 3"
+    assert reported.step == "replay 1 of 7; also in replay 3"
     finding = Finding("mode-outputs", "a", step="here")
     assert evaluate._with_other_steps(finding, ["replay 2 of 7 (x), bucket 4"]) == finding
     assert evaluate._with_other_steps(finding, ["here", "an eager step"]) == finding

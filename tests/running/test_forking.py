@@ -100,6 +100,23 @@ def test_what_workers_are_forked_from_is_a_fork_of_the_judge_and_has_none_of_its
     assert not done.stderr
 
 
+LEFT_ALONE = """
+import os, socket
+from multiprocessing import forkserver
+from attn_testkit.running.processes import forking
+forking.fork_off()
+server = forkserver._forkserver
+with socket.socket(socket.AF_UNIX) as asks:
+    asks.connect(server._forkserver_address)
+print(os.waitpid(server._forkserver_pid, 0)[1])
+"""
+
+
+def test_one_who_is_ended_while_it_asks_for_a_worker_leaves_no_traceback_behind() -> None:
+    done = subprocess.run([sys.executable, "-c", LEFT_ALONE], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("0\n", "")
+
+
 UNCOLLECTED = """
 import gc
 gc.disable()

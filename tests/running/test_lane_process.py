@@ -6,7 +6,6 @@ import contextlib
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -180,18 +179,20 @@ def test_the_plan_crosses_once(lane: LaneProcess, plan: Plan, monkeypatch: pytes
 
 
 class Describing:
-    """In the place of ``Child``: describes the backend, or says why it cannot, some seconds after a sign of life."""
+    """In the place of ``Child``: gives a sign of life, and describes the backend, or says why it cannot."""
 
     ended = False
 
-    def __init__(self, after: float, answer: tuple[str, object]) -> None:
+    def __init__(self, *answers: tuple[str, object]) -> None:
         self.connection, self._theirs = multiprocessing.Pipe()
-        self._theirs.send(None)
-        self._timer = threading.Timer(after, self._theirs.send, [answer])
         self.heard: list[object] = []
+        for each in (None, *answers):
+            self.says(each)
 
-    def tell(self, *_: object) -> None:
-        self._timer.start()
+    def says(self, answer: object) -> None:
+        self._theirs.send(answer)
+
+    def tell(self, *_: object) -> None: ...
 
     def wait_until_started(self) -> None: ...
 
@@ -201,31 +202,40 @@ class Describing:
         self.heard.append(self.connection.recv())
         return self.heard[-1]
 
-    def close(self) -> None:
-        self._timer.join()
+    def close(self) -> None: ...
 
 
 @pytest.mark.parametrize(
-    ("after", "answer", "heard_before"),
-    [
-        (0.0, ("described", "it"), [[None, ("described", "it")]]),
-        (0.6, ("described", "it"), [[None]]),
-        (0.0, ("not found", "no module"), []),
-    ],
-    ids=["at once", "a slow import", "cannot be imported"],
+    ("answer", "seen"),
+    [(("described", "it"), [[None, ("described", "it")]]), (("not found", "no module"), [])],
+    ids=["at once", "cannot be imported"],
 )
-def test_others_start_after_the_first_description_or_after_its_head_start(
-    lane: LaneProcess,
-    monkeypatch: pytest.MonkeyPatch,
-    after: float,
-    answer: tuple[str, object],
-    heard_before: list[object],
+def test_others_start_after_the_first_description(
+    lane: LaneProcess, monkeypatch: pytest.MonkeyPatch, answer: tuple[str, object], seen: list[object]
+) -> None:
+    monkeypatch.setattr(lane_process, "_HEAD_START", 60.0)
+    child = Describing(answer)
+    monkeypatch.setattr(lane, "child", child)
+    heard_before: list[object] = []
+    with contextlib.suppress(BackendNotFound):
+        lane.describe(RIGHT, "cpu", lambda: heard_before.append([*child.heard]))
+    assert heard_before == seen
+    assert child.heard[-1] == answer
+
+
+def test_others_start_after_the_head_start_of_one_whose_import_takes_longer(
+    lane: LaneProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lane_process, "_HEAD_START", 0.3)
-    child = Describing(after, answer)
+    child = Describing()
     monkeypatch.setattr(lane, "child", child)
-    seen: list[object] = []
-    with contextlib.suppress(BackendNotFound):
-        lane.describe(RIGHT, "cpu", lambda: seen.append([*child.heard]))
-    assert seen == heard_before
-    assert child.heard[-1] == answer
+    heard_before: list[object] = []
+
+    def others_start() -> None:
+        heard_before.append([*child.heard])
+        child.says(("described", "it"))
+
+    begun = time.monotonic()
+    assert lane.describe(RIGHT, "cpu", others_start) == "it"
+    assert time.monotonic() - begun >= 0.3
+    assert heard_before == [[None]]

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +27,13 @@ def stop() -> Iterator[threading.Event]:
 
 
 @pytest.fixture(autouse=True)
-def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that end are waited for as long as a busy machine needs."""
+    monkeypatch.setattr(left_running, "_GRACE", 60.0)
+
+
+@pytest.fixture
+def impatient(patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(left_running, "_GRACE", 0.1)
 
 
@@ -45,6 +52,7 @@ class Waiter(threading.Thread):
         self.event.wait(60)
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_thread_of_the_backends_own_code_is_said_once(stop: threading.Event) -> None:
     running = Running(OWN)
     assert running.left() == []
@@ -91,6 +99,7 @@ def test_a_thread_that_ends_with_its_instance_is_waited_for() -> None:
     assert running.left() == []
 
 
+@pytest.mark.usefixtures("impatient")
 def test_a_child_is_said_with_its_command_line_and_pools_of_compilers_are_not() -> None:
     running = Running(OWN)
     sleep = "import sys, time; time.sleep(60)"
@@ -107,6 +116,26 @@ def test_a_child_is_said_with_its_command_line_and_pools_of_compilers_are_not() 
         assert running.left() == []
     finally:
         for child in (*children, ended):
+            child.kill()
+            child.wait()
+
+
+def test_a_child_that_ends_while_it_is_looked_at_hides_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is not seen at first would be said as left running later."""
+    children = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]) for _ in "12"]
+    read = Path.read_bytes
+
+    def gone(file: Path) -> bytes:
+        if file == Path(f"/proc/{children[0].pid}/cmdline"):
+            raise ProcessLookupError
+        return read(file)
+
+    try:
+        monkeypatch.setattr(Path, "read_bytes", gone)
+        assert children[1].pid in left_running._children()
+        assert children[0].pid not in left_running._children()
+    finally:
+        for child in children:
             child.kill()
             child.wait()
 

@@ -365,3 +365,17 @@ def test_what_is_too_large_for_a_cpu_is_not_run_there_unless_it_is_named() -> No
         modes=("extend",), tier="full", executions=("eager",), cases=(f"{row.case[:20]}*{row.case[-9:]}",)
     )
     assert [each.case for each in by_glob.preset] == [row.case]
+
+
+def test_spans_run_in_graphs_only_where_that_is_declared() -> None:
+    case = "extend-gqa2x2-d32-fp32-p4-k19.6-n9a9.4-shuffled-gauss-spans-b2prod"
+    both = planned(cases=(case,))
+    assert [item.execution for item in both.items] == ["eager", "graph"]
+    found = planned(cases=(case,), declared=CAPABILITIES.with_changes(spans={"in_graphs": False}))
+    assert [item.execution for item in found.items] == ["eager"]
+    rows = [row for row in found.preset if row.case]
+    assert [(row.execution, row.case, row.reason) for row in rows] == [
+        ("graph", case, "not declared: bidirectional spans in graphs")
+    ]
+    tier = planned(tier="core", modes=("extend",), declared=CAPABILITIES.with_changes(spans={"in_graphs": False}))
+    assert {item.execution for item in tier.items if "-spans" in item.case} == {"eager"}

@@ -146,7 +146,8 @@ def _found(find: Callable[[str], Any], entry: EntryPoint) -> Any:
         return find(entry.path)
     except ImportError as error:
         raise VendorMissing(
-            f"{entry.path.partition(':')[0]} does not import ({error}); pip install 'attn-testkit[{entry.extra}]'"
+            f"{entry.path.partition(':')[0]} does not import ({error}); "
+            f"pip install 'PATH_OF_THE_CHECKOUT[{entry.extra}]'"
         ) from error
     except AttributeError as error:
         raise VendorMismatch(f"the installed package has no {entry.path}: {error}") from error

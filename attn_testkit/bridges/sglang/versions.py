@@ -11,7 +11,7 @@ OLDER = "0.5.12.post1"
 """The last release with a draft-extend v1 worker, and with the older pair of graph hooks."""
 
 _HOW = (
-    f"`bash ci/servers.sh` in a checkout of the kit makes an environment with {CURRENT}; then say "
+    f"`bash ci/servers.sh` in a checkout of the kit makes an environment with {CURRENT}; then run "
     f"`build/servers/sglang-{CURRENT}/bin/attn-testkit run --backend sglang:triton`"
 )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from attn_testkit.contract import VLLM, LogSumExp, Requires, Sparse
+from attn_testkit.contract import VLLM, LogSumExp, Requires, Spans, Sparse
 
 from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
@@ -103,6 +103,14 @@ _LAYERS_DIFFER = (
     Line("heads_by_layer", True, "v1/worker/gpu/attn_utils.py:init_attn_backend"),
 )
 
+_SPANS = Spans({D, X}, of_prefix=True, by_layer=True)
+"""Spans in eager steps: the model runner has them in every step of a request with an image, and graphs have none."""
+_RANGES = "v1/attention/backends/utils.py:compute_mm_prefix_ranges"
+_CLAMPED = (Line("spans", _SPANS, _RANGES), Line("spans.wider_than_window", True, f"{_LAYER}:Attention.__init__"))
+"""``mm_prefix_clamp_sliding_window``, as for Gemma 4."""
+_ALIKE = Line("spans.by_layer", False, f"{_PLANNING}:get_kv_cache_groups")
+"""Layers of one KV cache group share metadata, and so spans."""
+
 _TRITON_LINES = (
     Line("eager", {D, V, V1, V2, X, DD}, f"{_TRITON}:TritonAttentionMetadataBuilder.build"),
     # AttentionCGSupport.ALWAYS; a draft by update_draft_decode_metadata.
@@ -141,16 +149,19 @@ _FLEX_LINES = (
     Line("max_q_rows", 16, f"{_FLEX}:FlexAttentionMetadata"),
     Line("windows.modes", {D, V, V2, X}, f"{_FLEX}:FlexAttentionBackend.supports_sliding_window"),
     Line("non_causal", {V, X}, f"{_FLEX}:FlexAttentionBackend.supports_non_causal"),
+    Line("spans", _SPANS, f"{_FLEX}:FlexAttentionBackend.supports_mm_prefix"),
     # The kernel multiplies values of keys that are masked within a page by 0; vLLM's pool begins as zeros.
     Line("finite_page_tails", {"same"}, "v1/worker/utils.py:allocate_kv_cache"),
     *_RUNNER,
 )
 
 _ALONE: Mapping[str, BridgeCapabilities] = {
-    "triton": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES)),
+    "triton": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES, *_CLAMPED)),
     # The builder takes the bucket that is closest to 128 / KV heads for the threshold of its 3D kernel: with one bucket
     # of a request the kernel of large batches runs in small ones.
-    "triton_2d": BridgeCapabilities("TRITON_ATTN", (*_TRITON_LINES, *_DTYPES), capture_sizes=(1,)),
+    "triton_2d": BridgeCapabilities(
+        "TRITON_ATTN", (*_TRITON_LINES, *_DTYPES, Line("spans", _SPANS, _RANGES)), capture_sizes=(1,)
+    ),
     "triton_invariant": BridgeCapabilities(
         "TRITON_ATTN",
         (
@@ -285,7 +296,7 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
     ),
     "flex_merged": BridgeCapabilities(
         "FLEX_ATTENTION",
-        (*_FLEX_LINES, Line("windows.layers", "one", f"{_PLANNING}:_promote_local_kv_cache_specs")),
+        (*_FLEX_LINES, Line("windows.layers", "one", f"{_PLANNING}:_promote_local_kv_cache_specs"), _ALIKE),
         compiled_kernel=True,
         compiled_store=True,
         one_kv_group=True,

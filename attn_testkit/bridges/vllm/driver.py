@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from typing import Any, ClassVar
 
 import torch
@@ -46,7 +47,8 @@ class VLLMBackend(AttentionBackend):
         super().__init__(context)
         blocks = max(group.kv_pool.num_slots // context.page_size for group in context.groups)
         self.config = make_config(self.declared, context, blocks, pools.layout_of(self.real).name)
-        self.layers = make_layers(self.real, self.config, context)
+        clamp = self.declared.capabilities.spans.wider_than_window
+        self.layers = make_layers(self.real, self.config, context, clamp=clamp)
         self.groups = make_groups(self.config, context, self.layers, blocks)
         self.inputs = Inputs(context, self.groups.of_kit)
 
@@ -124,7 +126,19 @@ class VLLMBackend(AttentionBackend):
             attn_groups=self.groups.builders, kv_cache_config=self.groups.config, causal=self.context.causal,
             **common_arguments(self.inputs, step),
         )  # fmt: skip
+        if step.spans:
+            self._clear_spans(built)
         return built
+
+    def _clear_spans(self, built: dict[str, Any]) -> None:
+        """Clear the ranges of layers without spans, as Gemma 4 does (``_clear_mm_prefix_for_full_attn_layers``)."""
+        kept = {id(built[name_of(layer)]) for layer in self.context.layers if layer.bidirectional_spans}
+        for layer in self.context.layers:
+            if not layer.bidirectional_spans:
+                # In place, because mask functions of FlexAttention read the object; a copy if others share it.
+                metadata = built[name_of(layer)]
+                built[name_of(layer)] = metadata = copy(metadata) if id(metadata) in kept else metadata
+                metadata.mm_prefix_range = metadata.mm_prefix_range_tensor = None
 
 
 class VLLMLatentBackend(VLLMBackend):

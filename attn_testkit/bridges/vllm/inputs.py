@@ -8,7 +8,7 @@ behind the live ones have slot -1.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class Step:
     """[num_reqs] int32: upper bounds of the requests' keys."""
     max_seq_len: int
     for_capture: bool = False
+    spans: dict[int, list[tuple[int, int]]] | None = None
+    """Bidirectional ranges of each request (``compute_mm_prefix_ranges``); None in graphs, and for a causal model."""
 
 
 class Inputs:
@@ -86,7 +88,9 @@ class Inputs:
             table[:bs].copy_(torch.where(has_rows[:, None], blocks, 0))
             slots[:live].copy_(group.cache_loc(batch)[:live])
             slots[live:] = PAD_SLOT_ID
-        return self._known_on_the_host(batch, live, replay)
+        step = self._known_on_the_host(batch, live, replay)
+        ranges = None if replay else batch.mm_prefix_range
+        return step if ranges is None else replace(step, spans=dict(enumerate(ranges)))
 
     def advance(self, batch: ForwardBatch) -> None:
         """Advance to the next forward of a draft, inside its graph: the slots of its rows, and one key more per row."""
@@ -145,4 +149,5 @@ def common_arguments(inputs: Inputs, step: Step) -> dict[str, Any]:
         "slot_mappings": inputs.slot_mappings[:, : step.num_tokens],
         "seq_lens_cpu_upper_bound": step.seq_lens_bound,
         "for_cudagraph_capture": step.for_capture,
+        "mm_req_doc_ranges": step.spans,
     }

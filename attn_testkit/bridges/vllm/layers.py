@@ -24,13 +24,18 @@ def name_of(layer: AttentionLayer) -> str:
     return f"model.layers.{layer.layer_id}.attn"
 
 
-def make_layers(real: Any, config: Any, context: BackendContext) -> dict[str, Any]:
-    """Name -> layer, each bound to its KV cache; ``config`` knows them afterwards."""
+def make_layers(real: Any, config: Any, context: BackendContext, *, clamp: bool = False) -> dict[str, Any]:
+    """Name -> layer, each bound to its KV cache; ``config`` knows them afterwards.
+
+    ``clamp``: windows narrow bidirectional spans, as those of Gemma 4 do.
+    """
     made: dict[str, Any] = {}
     # The loader of a model makes its layers under their device, where implementations make tensors of slopes.
     with set_current_vllm_config(config), torch.device(context.device):
         for layer in context.layers:
-            found = _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer)
+            found = (
+                _latent(real, config, layer, context.device) if layer.is_mla else _attention(real, config, layer, clamp)
+            )
             found.bind_kv_cache(_as_vllm_has_it(context, layer, found))
             _set_scales(found, layer, context.device)
             if found.kv_cache_dtype.endswith("per_token_head"):
@@ -40,14 +45,14 @@ def make_layers(real: Any, config: Any, context: BackendContext) -> dict[str, An
     return made
 
 
-def _attention(real: Any, config: Any, layer: AttentionLayer) -> Any:
+def _attention(real: Any, config: Any, layer: AttentionLayer, clamp: bool) -> Any:
     window = layer.sliding_window_size
     return Attention(
         layer.tp_q_head_num, layer.head_dim, layer.scaling, layer.tp_k_head_num, cache_config=config.cache_config,
         logits_soft_cap=layer.logit_cap or None,
         alibi_slopes=None if layer.alibi_slopes is None else layer.alibi_slopes.tolist(),
         per_layer_sliding_window=None if window < 0 else window + 1,  # it counts the row's own key
-        prefix=name_of(layer), attn_backend=real,
+        prefix=name_of(layer), attn_backend=real, mm_prefix_clamp_sliding_window=clamp,
         **({} if layer.sinks is None else {"sinks": layer.sinks}),
     )  # fmt: skip
 

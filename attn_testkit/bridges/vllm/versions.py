@@ -9,7 +9,7 @@ __all__ = ["SUPPORTED", "supported"]
 SUPPORTED = "0.33.0"
 
 _HOW = (
-    f"`bash ci/servers.sh vllm-{SUPPORTED}` in a checkout of the kit makes an environment with {SUPPORTED}; then say "
+    f"`bash ci/servers.sh vllm-{SUPPORTED}` in a checkout of the kit makes an environment with {SUPPORTED}; then run "
     f"`build/servers/vllm-{SUPPORTED}/bin/attn-testkit run --backend vllm:triton`"
 )
 

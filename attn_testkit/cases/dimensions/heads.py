@@ -99,8 +99,9 @@ def _pattern() -> str:
 
 def _phrase(case: Fields) -> str:
     heads, of_all = case.heads, ", which hold those of all layers" if case.layers.shapes else ""
-    kv_heads = f"{heads.kv_heads} KV head{'s'[: heads.kv_heads - 1]}"
-    return f"{heads.family}: {heads.q_heads} query heads, {kv_heads}{of_all}"
+    many, few = ("value", "key") if heads.layout.has_state else ("query", "KV")
+    fewer = f"{heads.kv_heads} {few} head{'s'[: heads.kv_heads - 1]}"
+    return f"{heads.family}: {heads.q_heads} {many} head{'s'[: heads.q_heads - 1]}, {fewer}{of_all}"
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:

@@ -25,10 +25,10 @@ def _words(case: Fields) -> str:
     each = case.selection
     if each is None:
         return "layers that attend to all keys"
-    more = (" with -1 between them" * each.holes) + (", or none" * each.empty_rows)
-    if each.block > 1:
-        return f"{each.topk} selected blocks of {each.block} keys per row{more}"
-    return f"{each.topk} selected keys a row as {'slots' if each.slots else 'positions'}{more}"
+    more = [" -1 before a key"] * each.holes + [" a row of each layer without a key"] * each.empty_rows
+    what = f"block{'s'[: each.topk - 1]} of {each.block} keys" if each.block > 1 else f"key{'s'[: each.topk - 1]}"
+    where = "" if each.block > 1 else f", as {'slots' if each.slots else 'positions'}"
+    return f"up to {each.topk} selected {what} per row{where}{' with' * bool(more)}{' and'.join(more)}"
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:

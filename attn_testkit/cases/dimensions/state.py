@@ -41,6 +41,28 @@ def _words(case: Fields) -> str:
     return f"{each.dtype} states with keys of {each.k_dim} and {conv} ({each})"
 
 
+_CONVENTIONS = {
+    "null": "padded requests have index 0 and are skipped",
+    "slot0": "padded requests have index 0 and are written",
+    "zeroed": "the server clears slots of fresh requests",
+    "copied": "requests continue states that the server has copied",
+    "source": "requests continue states of other slots",
+    "kv": "states are [Hv, K, V]",
+    "slots": "a slot for each node of a draft",
+    "strided": "slots lie apart",
+    "bigpool": "a pool of more than 2^31 elements",
+}
+"""Word of ``StateShape`` behind its sizes -> the same for a reader."""
+
+
+def _phrase(case: Fields) -> str:
+    if case.state is None:
+        return ""
+    phrases = [phrase for word, phrase in _CONVENTIONS.items() if word in str(case.state).split(".")]
+    chunks = f"states are copied at the ends of chunks of {case.state.snapshots}"
+    return "; ".join([_words(case), *phrases, *([chunks] if case.state.snapshots else [])])
+
+
 def _declared(declared: Capabilities, case: Fields) -> bool:
     state, each = declared.state, case.state
     if state is None or each is None:
@@ -223,7 +245,7 @@ STATE = Dimension(
             ),
         ),
     ),
-    describe=lambda case: {"state": _words(case) if case.state else ""},
+    describe=lambda case: {"state": _phrase(case)},
     declared=(
         Asked(_words, _declared),
         Asked(lambda case: f"a tree that branches, in layers of kind {case.heads.family}", _tree_declared),

@@ -26,6 +26,7 @@ from .padded_requests import PADDED_REQUESTS
 from .padding import PADDING
 from .page_size import PAGE_SIZE
 from .prefixed import PREFIXED
+from .qq_bias import QQ_BIAS
 from .requests import REQUESTS
 from .rows import ROWS
 from .scaling import SCALING
@@ -34,6 +35,7 @@ from .selection import SELECTION
 from .server_variant import SERVER_VARIANT
 from .sinks import SINKS
 from .slot_order import SLOT_ORDER
+from .spans import SPANS
 from .state import STATE
 from .window import WINDOW
 
@@ -41,8 +43,8 @@ __all__ = ["DIMENSIONS", "forgotten"]
 
 DIMENSIONS: tuple[Dimension, ...] = (
     MODE, REQUESTS, HEADS, HEAD_DIM, DTYPE, PAGE_SIZE, KEYS, ROWS, PREFIXED, GREEDY_LOOP, CHUNKS, SLOT_ORDER,
-    DATA_PATTERN, KV_DTYPE, KV_LAYOUT, WINDOW, LOCAL_CHUNK, ALIBI, SCALING, LOGIT_CAP, SINKS, SELECTION, INDEXER, STATE,
-    LAYERS, KV_SPLITS, PADDED_REQUESTS, PADDING, MULTI_MODE, SERVER_VARIANT, SEED, CONTEXT,
+    DATA_PATTERN, KV_DTYPE, KV_LAYOUT, WINDOW, LOCAL_CHUNK, ALIBI, SPANS, QQ_BIAS, SCALING, LOGIT_CAP, SINKS, SELECTION,
+    INDEXER, STATE, LAYERS, KV_SPLITS, PADDED_REQUESTS, PADDING, MULTI_MODE, SERVER_VARIANT, SEED, CONTEXT,
 )  # fmt: skip
 
 

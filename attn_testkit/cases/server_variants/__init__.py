@@ -11,7 +11,7 @@ from functools import lru_cache
 from ...contract import DIALECTS, Capabilities, Dialect
 from ..fields import THINGS, C, Fields
 from ..plan import Plan
-from .big_pool import BIG_POOL, big_pool_cases
+from .big_pool import BIG_POOL, big_index_pool_cases, big_pool_cases
 from .context_of_prefixes import CONTEXT_OF_PREFIXES
 from .empty_batches import EMPTY_BATCHES
 from .large_max_context_len import LARGE_MAX_CONTEXT_LEN
@@ -32,6 +32,7 @@ __all__ = [
     "SERVER_VARIANTS",
     "ServerVariant",
     "all_fit",
+    "big_index_pool_cases",
     "big_pool_cases",
     "dialect_of",
     "excluded",

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...contract import ROW_FORMATS, Capabilities, ForwardMode
+from ...contract import INDEX_WIDTH, ROW_FORMATS, Capabilities, ForwardMode
 from ...contract.kv_layouts import OWN
 from ..dimensions.kv_layout import usual_layout
 from ..fields import C
+from ..indexing import Indexing
 from ..layers import Layers
+from ..selection import Selection
 from .variant import ServerVariant
 
-__all__ = ["BIG_POOL", "big_pool_cases"]
+__all__ = ["BIG_POOL", "big_index_pool_cases", "big_pool_cases"]
 
 _ELEMENTS = 1 << 31
 """The first that a product of 32-bit integers, slot or page by stride, does not reach (vLLM #47671, #50427; aiter
 #4474)."""
 _MOST_WIDTH = 128
+_FEW_HEADS = 8
 _NARROWEST = ("bf16", "fp16", "fp32")
 _APART = frozenset(name for name, form in ROW_FORMATS.items() if form.apart)
 
@@ -59,15 +62,42 @@ def _case(declared: Capabilities, small: C) -> Iterator[C]:
     yield one.of_requests(lens, padded=1)
 
 
+def big_index_pool_cases(declared: Capabilities, small: C, tier: str) -> Iterator[C]:
+    """Cases with an indexer whose keys lie at both ends of more than 2^31 bytes (sglang #34725), made of ``small``.
+
+    Core has decode and extend, full each mode with an indexer. They take 9 to 20 GB of a GPU.
+    """
+    sparse = declared.sparse
+    modes = _CORE if tier == "core" else (*_CORE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
+    if sparse is None or sparse.indexer is None or small.mode not in modes or usual_layout(declared) == OWN:
+        return
+    indexer, topk = sparse.indexer, min(sparse.topk, key=lambda each: (each == 1, each))
+    selection = Selection(topk, sparse.index_space == "slots")
+    wide = small.heads.layout.wide_rows
+    dims = [dim for dim in sorted(declared.head_dims) if dim * small.heads.kv_heads >= INDEX_WIDTH]
+    one = small.with_changes(
+        head_dim=small.head_dim if wide or not dims else dims[0],
+        dtype=min(declared.dtypes, key=_NARROWEST.index),
+        kv_dtype="fp8_e4m3" if wide and "fp8_e4m3" in declared.kv_dtypes else small.kv_dtype,
+        layers=Layers(1),
+        layout="shuffled",
+        data="gauss",
+        variants=frozenset({"bigpool"}),
+        selection=selection,
+        indexer=Indexing(max((each for each in indexer.heads if each <= _FEW_HEADS), default=min(indexer.heads)),
+                         indexer.scale == "power_of_two", indexer.fused),
+    )  # fmt: skip
+    yield one.of_requests((topk + 9, 2 * topk + 2 * small.page_size + 5, 1), padded=1)
+
+
 BIG_POOL = ServerVariant(
     "bigpool",
-    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it",
+    "the KV pool has elements beyond 2^31, and requests have pages at both ends of it, as have their index keys",
     "decode and extend; in full every mode but draft-decode",
     _cases,
     needs_no_capability=True,
     pool_elements=_ELEMENTS,
     excludes={
-        "indexer": "an index pool of as many slots would be larger than the KV pool",
         "scales of the pool that lie apart": "a slot of such a pool lies in two places",
     },
 )

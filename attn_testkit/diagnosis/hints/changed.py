@@ -30,6 +30,17 @@ def beyond_32_bits(e: Evidence) -> str:
     )
 
 
+@hint(Level.CAUSE)
+def across_4_gib(e: Evidence) -> str:
+    """The step is right with a pool at another address."""
+    if e.changed is None or not e.changed.right_elsewhere(e.comparison.observed.step):
+        return ""
+    return (
+        "an address of the pool is computed with 32 bits (an offset added to its lower word, a sign that is extended, "
+        "a bound of lower words): right if the pool lies anywhere, and wrong across a multiple of 4 GiB"
+    )
+
+
 @hint(Level.SHOWN, silences=("some_heads", "elsewhere", "read_twice", "later_requests", "last_page"))
 def right_with_other_layers(e: Evidence) -> str:
     """The case is right if layers do not differ in heads, KV group or window, whatever was attended to."""

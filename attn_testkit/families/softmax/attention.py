@@ -41,7 +41,11 @@ class Attention:
 
 
 def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
-    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row."""
+    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row; in a layer
+    without bidirectional spans, if others have them, to those that are not later.
+    """
+    if data.spans and not layer.bidirectional_spans:
+        visible = visible & (data.key_positions[:, None, :] <= data.query_positions[:, :, None])
     chunk = layer.attention_chunk_size
     if not chunk:
         return windowed(visible, data, layer.sliding_window_size)
@@ -135,6 +139,8 @@ def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
         query_positions=data.query_positions[one],
         row_request=torch.zeros_like(data.row_request[rows]),
         row_offset=data.row_offset[rows],
+        row_key=data.row_key[rows],
+        qq_bias=None if data.qq_bias is None else data.qq_bias[:, rows],
     )
 
 
@@ -148,6 +154,7 @@ def _layer(data: StepData, layer: int) -> StepData:
         stored_values=None if data.stored_values is None else data.stored_values[this],
         kv_scales=data.kv_scales[:, this],
         allowed=None if data.allowed is None else data.allowed[this],
+        qq_bias=data.qq_bias if data.qq_bias is None or len(data.qq_bias) == 1 else data.qq_bias[this],
     )
 
 
@@ -197,6 +204,11 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     for index, layer in enumerate(layers):
         if layer.logit_cap:
             logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
+    if data.qq_bias is not None:
+        among_rows = _qq_bias(data, data.qq_bias, visible)
+        logits.add_(among_rows)
+        # The sum rounds as its terms are large; -inf is exact.
+        noise = noise + among_rows.abs().nan_to_num_(posinf=0.0).amax(-1, keepdim=True)
     seen = _seen(data, visible, layers)
     logit_error = None
     if asked.query_rounding is not None:
@@ -243,6 +255,19 @@ def _bias(data: StepData, layers: Sequence[AttentionLayer], kv_heads: int) -> to
     distance = data.key_positions[:, None, :] - data.query_positions[:, :, None]
     # Behind a request's last key, and of rows that there are not, any distance does.
     return stacked.view(len(layers), 1, kv_heads, -1, 1, 1) * distance.clamp(max=0)[None, :, None, None]
+
+
+def _qq_bias(data: StepData, bias: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """[L or 1, B, 1, 1, Tmax, S] float64: ``bias`` [L or 1, T, C] at the keys of this step, and 0 elsewhere."""
+    placed = torch.zeros(len(bias), *visible.shape, dtype=torch.float64)
+    for request in range(len(visible)):
+        mine = data.row_request == request
+        count = int(mine.sum())
+        if count:
+            first = int(data.row_key[mine][0] - data.row_offset[mine][0])
+            keys = slice(first, min(first + count, visible.shape[-1]))
+            placed[:, request, :count, keys] = bias[:, mine, : keys.stop - first].double()
+    return placed[:, :, None, None]
 
 
 def _softmax(
@@ -301,7 +326,7 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
-    kinds = {(layer.sliding_window_size, layer.attention_chunk_size) for layer in layers}
+    kinds = {(layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans) for layer in layers}
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
     every = torch.stack(seen)
     if data.allowed is not None:

@@ -35,6 +35,7 @@ from ...runner_modes.harness import ServerHarness, what_alternates
 from ...runner_modes.hook_answers import kernels_of
 from ...runner_modes.memory_bounded import memory_bounded
 from ...runner_modes.messages import Rerun, RunCase, RunRecord, StepRecord
+from ...runner_modes.pool_address import pools_anywhere
 from ...runner_modes.verify_loop import run_verify_loop
 from ...steps.data import DTYPES
 from ...steps.greedy_loop import Loop, loop_modes, make_loop
@@ -240,6 +241,8 @@ _GIVEN_UP = (
     "torch.compile runs a function uncompiled, since it recompiled it more often than "
     "torch._dynamo.config.recompile_limit allows; TORCH_LOGS=recompiles shows the reasons"
 )
+_INDEX_BYTES = 132
+"""Bytes of an index key and its scale."""
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies
 it is right and slow, and takes all of it."""
@@ -257,7 +260,8 @@ def _room_for(schedule: Schedule, environment: Environment) -> contextlib.Abstra
     case, (_, heads, width) = schedule.case, schedule.case.head_shape
     parts, size = case.heads.layout.pool_rows, DTYPES[case.dtype].itemsize
     pool = case.layers.count * parts * (pages_in_pool(schedule) + 1) * case.page_size * heads * width * size
-    return no_more_than(pool + _BESIDE_A_BIG_POOL)
+    index = _INDEX_BYTES * (pages_in_pool(schedule) + 1) * case.page_size if case.indexer else 0
+    return no_more_than(pool + index + _BESIDE_A_BIG_POOL)
 
 
 def _gradient_modes() -> str:
@@ -416,6 +420,7 @@ def rerun(
             environment.active(request.fill, controlled=True, last_first=last_first),
             launch_grids(request.options.most_programs) as grids,
             gradients_off(schedule.case),
+            pools_anywhere(request.options.pools_anywhere),
         ):
             harness = ServerHarness(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned

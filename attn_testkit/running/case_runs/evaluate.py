@@ -435,10 +435,11 @@ def _of_variant(finding: Finding, case: Case) -> Finding:
 
 
 def _with_other_steps(finding: Finding, labels: Sequence[str]) -> Finding:
-    others = [label.split(" of ")[0].removeprefix("replay ") for label in labels[1:] if label.startswith("replay ")]
+    replays = [label.split(" of ")[0].removeprefix("replay ") for label in labels[1:] if label.startswith("replay ")]
+    others = [*dict.fromkeys(replays)]
     if not others:
         return finding
-    return replace(finding, step=f"{finding.step}; also in replays {', '.join(dict.fromkeys(others))}")
+    return replace(finding, step=f"{finding.step}; also in replay{'s'[: len(others) - 1]} {', '.join(others)}")
 
 
 def _result(

@@ -101,11 +101,19 @@ def _children() -> dict[int, str]:
 
 def _living() -> Iterator[tuple[int, str]]:
     for listed in Path("/proc/self/task").glob("*/children"):
+        pids = ""
         with contextlib.suppress(OSError):
-            for pid in map(int, listed.read_text().split()):
-                command = (
-                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-                )
-                # One that has ended and was not waited for has no command line.
-                if command and not any(part in command for part in _POOLS):
-                    yield pid, command
+            pids = listed.read_text()
+        for pid in map(int, pids.split()):
+            # One that has ended and was not waited for has no command line.
+            command = _command_line(pid)
+            if command and not any(part in command for part in _POOLS):
+                yield pid, command
+
+
+def _command_line(pid: int) -> str:
+    """Empty for a process that ends meanwhile: others in the list are looked at all the same."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""

@@ -185,6 +185,12 @@ def _of_mode(
         large = [case.id for case in found if case.id not in named and too_large_for_a_cpu(case)]
         found = [case for case in found if case.id not in large]
         rows += [_row(spec, mode, execution, Status.NOT_RUN_HERE, _TOO_LARGE, case_id) for case_id in large]
+    if execution is Execution.GRAPH and not declared.spans.in_graphs:
+        rows += [
+            _row(spec, mode, execution, Status.UNSUPPORTED, "not declared: bidirectional spans in graphs", case.id)
+            for case in exact if case.mode is mode and case.spans
+        ]  # fmt: skip
+        found = [case for case in found if not case.spans]
     # Not on a real device: what is not declared may crash it, and with it the other case-runs.
     probe = environment.emulated and execution is Execution.EAGER and mode not in declared.graph
     return [

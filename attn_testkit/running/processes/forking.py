@@ -90,7 +90,8 @@ def _carry_out(code: str, kept: Sequence[int]) -> NoReturn:
             os.closerange(first, last)
         exec(code, {})
         status = 0
-    except SystemExit:
+    except (SystemExit, EOFError):
+        # An end of file: whoever asked for a worker was ended before it had sent its files, as after ``-x``.
         status = 0
     except BaseException:
         traceback.print_exc()

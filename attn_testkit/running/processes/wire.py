@@ -20,6 +20,7 @@ _ALLOWED = {
     "attn_testkit.contract.modes": {"ForwardMode"},
     "attn_testkit.contract.requires": {"Requires"},
     "attn_testkit.contract.server_conventions": {"ServerConventions"},
+    "attn_testkit.contract.spans": {"Spans"},
     "attn_testkit.contract.sparse": {"Indexer", "Sparse"},
     "attn_testkit.contract.state": {"State"},
     "attn_testkit.contract.windows": {"Windows"},

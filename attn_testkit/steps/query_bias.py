@@ -1,0 +1,37 @@
+"""The numbers of a bias among the rows of a step (``ForwardBatch.qq_bias``)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..cases.fields import Fields
+from .schedule import Step
+
+__all__ = ["BEHIND_ROWS", "make_query_bias"]
+
+BEHIND_ROWS = 24.0
+"""Number in columns behind the rows of a request: a logit with it takes all weight."""
+_PARTS, _MOST = 8, 4
+
+
+def make_query_bias(case: Fields, step: Step, visible: torch.Tensor) -> torch.Tensor | None:
+    """[1, T, C] float32, with C rows of the longest request; None if the case has no bias.
+
+    ``visible`` [B, C, S] bool, without windows: where a row does not see another, the bias is -inf. Others are
+    multiples of 1/8 of at most 4, which bf16 holds exactly. They are drawn apart from all other numbers.
+    """
+    if case.qq_bias == "none":
+        return None
+    widest = visible.shape[1]
+    rng = np.random.default_rng(step.seed ^ 0xB1A5)
+    biases = step.bs if case.qq_bias == "own" else 1
+    drawn = rng.integers(-_PARTS * _MOST, _PARTS * _MOST + 1, (biases, widest, widest)) / _PARTS
+    rows = []
+    for index, request in enumerate(step.requests):
+        own = torch.from_numpy(drawn[index % biases]).float()[: request.new].clone()
+        own[:, request.new :] = BEHIND_ROWS
+        seen = visible[index, : request.new, request.prefix : request.prefix + request.new]
+        own[:, : request.new].masked_fill_(~seen, -torch.inf)
+        rows.append(own)
+    return torch.cat(rows)[None]

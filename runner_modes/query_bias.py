@@ -1,0 +1,64 @@
+"""The bias among rows as a server gives it: a view of a wider buffer, filled in place between replays."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from attn_testkit.cases.case import Case
+from attn_testkit.contract import BackendContext, ForwardMode
+from attn_testkit.steps.data import StepData
+from attn_testkit.steps.query_bias import BEHIND_ROWS
+
+__all__ = ["bias_of_rows", "bias_stride", "clear_bias", "fill_bias", "of_buffer", "padded_bias"]
+
+_BEHIND = 3
+"""Columns of the buffer behind those of a row: no batch has such a width."""
+
+
+def _width(context: BackendContext, case: Case) -> int:
+    return context.max_extend_tokens if case.mode is ForwardMode.EXTEND else case.width
+
+
+def bias_stride(context: BackendContext, case: Case) -> int:
+    """Columns of the buffer; 0 if batches have no bias."""
+    return 0 if context.qq_bias == "none" else _width(context, case) + _BEHIND
+
+
+def of_buffer(buffer: torch.Tensor) -> torch.Tensor:
+    """``ForwardBatch.qq_bias`` [rows, W], a view of ``buffer`` [rows, stride]."""
+    return buffer[:, :-_BEHIND]
+
+
+def bias_of_rows(context: BackendContext, case: Case, buffer: torch.Tensor, rows: int) -> torch.Tensor | None:
+    """``ForwardBatch.qq_bias`` [rows, W], a view of the flat ``buffer``; None if batches have no bias."""
+    stride = bias_stride(context, case)
+    return of_buffer(buffer.view(-1, stride)[:rows]) if stride else None
+
+
+def clear_bias(buffer: npt.NDArray[np.float32]) -> None:
+    """Fill ``buffer`` [rows, stride] as for a capture: zeros, and NaN behind the columns of the bias."""
+    buffer[:] = 0
+    buffer[:, -_BEHIND:] = math.nan
+
+
+def fill_bias(buffer: npt.NDArray[np.float32], data: StepData) -> None:
+    """Write a step's bias into ``buffer`` [rows, stride]. Padded rows keep what an earlier step left."""
+    if data.qq_bias is not None:
+        rows, columns = data.qq_bias.shape[1:]
+        buffer[:rows, :-_BEHIND] = BEHIND_ROWS
+        buffer[:rows, :columns] = data.qq_bias[0].numpy()
+
+
+def padded_bias(context: BackendContext, case: Case, data: StepData) -> torch.Tensor | None:
+    """[T, stride] float32, host: the buffer of an eager step; None if batches have no bias."""
+    stride = bias_stride(context, case)
+    if not stride:
+        return None
+    buffer = np.empty((len(data.positions), stride), np.float32)
+    clear_bias(buffer)
+    fill_bias(buffer, data)
+    return torch.from_numpy(buffer)
