@@ -87,7 +87,7 @@ class PaddedRequestsKeepSlots(SlotsParent):
 @bug(
     "vllm-ascend #9720",
     "extend-mamba4x2-d64-bf16-p16-k0.3.0-n16a15.16.17-shuffled-no_decay-k64w4s32-layers3from5-b3nan",
-    "output-written",
+    "reads-own-state",
 )
 class WindowsOfSlots(StateParent):
     """If no request of a prefill has a state, its convolution begins with the windows that the slots hold."""
