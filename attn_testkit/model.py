@@ -218,6 +218,11 @@ class Model:
             for parts in self._parts
         )
         """Places of q, k and v in a token's row, per layer."""
+        self.encoder_kv: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Place of a cross-attention layer -> k and v [E, Hk, D] of the encoder tokens that the step stores; empty if
+        there are none."""
+        self.has_encoder: torch.Tensor | None = None
+        """[T]: 0 for a row of a request without an encoder, 1 for others; None if all have one, as in graphs."""
         self.contiguous = case.derived("qkv-memory") == CONTIGUOUS
         """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
@@ -282,6 +287,8 @@ class Model:
                 trace.dense += [q, k, v]
             if layer.parts:
                 q, k, v = (each if each.shape[-1] else cast(torch.Tensor, None) for each in (q, k, v))
+            if layer.is_cross_attention:
+                k, v = self.encoder_kv.get(index, cast(tuple[torch.Tensor, torch.Tensor], (None, None)))
             if none_kv and index == 0:
                 # None contradicts the contract's types, so only backends that declare it get it.
                 k = v = cast(torch.Tensor, None)
@@ -295,14 +302,22 @@ class Model:
             trace.raw.append(out)
             look(trace)
             if at_once:
-                trace.attention.append(_copy(out))
-            q_k_v = around.before(index + 1, out)
+                trace.attention.append(_copy(self._masked(index, out)))
+            q_k_v = around.before(index + 1, self._masked(index, out))
         if not at_once:
-            trace.attention += [_copy(out) for out in trace.raw]
+            trace.attention += [_copy(self._masked(index, out)) for index, out in enumerate(trace.raw)]
         # Copies of the present values, in contiguous memory.
         trace.dense = [each.contiguous() for each in trace.dense]
         trace.hidden = around.hidden[:rows]
         return trace
+
+    def _masked(self, index: int, out: torch.Tensor) -> torch.Tensor:
+        """The output of a cross-attention layer, times 0 in rows of requests without an encoder, as mllama has it
+        (``full_text_row_masked_out_mask``): any finite number is right there, and NaN is not.
+        """
+        if self.has_encoder is None or not self.layers[index].is_cross_attention:
+            return out
+        return out * self.has_encoder.view(-1, *[1] * (out.dim() - 1))
 
     def inputs(self, packed: torch.Tensor, index: int, *, contiguous: bool) -> list[torch.Tensor]:
         """q, k and v [rows, heads, dim] of one layer from ``packed`` [rows, L, width]."""

@@ -42,7 +42,7 @@ def seq_lens_of(harness: ServerHarness, mode: ForwardMode, staged: StagedStep) -
     of_prefixes = mode is ForwardMode.TARGET_VERIFY and harness.context.dialect.verify_lens == "prefix"
     if of_prefixes or mode is ForwardMode.DRAFT_DECODE:
         return [r.prefix for r in staged.step.requests]
-    return staged.step.lens
+    return [r.decoder_prefix + r.new for r in staged.step.requests]
 
 
 def query_starts_of(staged: StagedStep) -> npt.NDArray[np.int32]:
@@ -82,6 +82,7 @@ def eager_batch(
         **_eager_spans(harness, staged),
         "state": eager_states(harness.context, staged),
         "qq_bias": padded_bias(harness.context, staged.schedule.case, data),
+        **_encoder_fields(harness, staged),
     }
     return ForwardBatch(**{**fields, **extends})
 
@@ -102,6 +103,20 @@ def _eager_spans(harness: ServerHarness, staged: StagedStep) -> dict[str, Any]:
 def spans_of(staged: StagedStep, padded: int = 0) -> list[list[Span]]:
     """Bidirectional spans of each live request of a step, and none of so many padded ones."""
     return [list(request.spans) for request in staged.step.requests] + [[] for _ in range(padded)]
+
+
+def _encoder_fields(harness: ServerHarness, staged: StagedStep) -> dict[str, Any]:
+    """Fields ``encoder_*`` of an eager batch, on the host."""
+    encoder = staged.data.encoder
+    if encoder is None:
+        return {}
+    # The last KV group is that of the cross-attention layers, if they have one.
+    slots = harness.in_groups(staged.schedule, encoder.slots.numpy())[-1]
+    return {
+        "encoder_lens": encoder.lens.clone(),
+        "encoder_lens_cpu": encoder.lens.tolist() if harness.capabilities.needs_cpu_seq_lens else None,
+        "encoder_out_cache_loc": torch.from_numpy(slots) if len(slots) else None,
+    }
 
 
 def _by_group(harness: ServerHarness, staged: StagedStep) -> torch.Tensor | None:
@@ -172,7 +187,7 @@ def _host_tensors(owner: Any) -> dict[str, torch.Tensor]:
 _OF_BATCH = (
     *("input_ids", "req_pool_indices", "seq_lens", "out_cache_loc", "group_cache_locs", "positions"),
     *("extend_seq_lens", "extend_prefix_lens", "extend_start_loc", "query_start_loc", "mm_prefix_range_tensor"),
-    "qq_bias",
+    *("qq_bias", "encoder_lens", "encoder_out_cache_loc"),
 )
 _OF_SPEC = (
     *("positions", "num_accept_tokens", "num_correct_drafts", "hidden_states", "extend_seq_lens_tensor"),
@@ -221,8 +236,20 @@ def captured_batch(
         ),
         "state": captured_states(harness.context, static, mode, bs),
         "qq_bias": bias_of_rows(harness.context, static.schedule.case, static.qq_bias, tokens),
+        **_captured_encoder_fields(harness, static, bs),
     }
     return ForwardBatch(**{**fields, **extends})
+
+
+def _captured_encoder_fields(harness: ServerHarness, static: StaticInputs, bs: int) -> dict[str, Any]:
+    """Fields ``encoder_*`` of a graph's batch, those of padded requests too."""
+    if not harness.context.max_encoder_len:
+        return {}
+    lens = static.host["encoder_lens"][:bs].tolist()
+    return {
+        "encoder_lens": static.encoder_lens[:bs],
+        "encoder_lens_cpu": lens if harness.capabilities.needs_cpu_seq_lens else None,
+    }
 
 
 def replay_view(
@@ -269,5 +296,5 @@ def replay_view(
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live
         view.actual_forward_mode = mode
-    vars(view).update(extends)
+    vars(view).update(_captured_encoder_fields(harness, static, bs) | dict(extends))
     return cast(ForwardBatch, view)

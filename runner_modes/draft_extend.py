@@ -39,7 +39,7 @@ def extend_fields(harness: ServerHarness, staged: StagedStep) -> Mapping[str, An
     """Fields ``extend_*`` of an eager draft-extend: [bs] int32, and lists if the backend needs them on the host."""
     requests = staged.step.requests
     lens = torch.tensor([r.new for r in requests], dtype=torch.int32)
-    prefixes = torch.tensor([r.prefix for r in requests], dtype=torch.int32)
+    prefixes = torch.tensor([r.decoder_prefix for r in requests], dtype=torch.int32)
     mirrors = harness.capabilities.needs_cpu_seq_lens
     return {
         "extend_num_tokens": staged.step.tokens,
@@ -64,9 +64,12 @@ def _eager_spec(harness: ServerHarness, staged: StagedStep) -> DraftExtendInput:
 
 def captured_width(harness: ServerHarness, width: int) -> int:
     """Value of ``num_tokens_per_req`` at capture: the width, or unset as in older servers if ``takes_unset_width``."""
-    if not harness.capabilities.server.takes_unset_width:
+    case = harness.case
+    # A verify that is captured for its bits shares the instance of an extend, which says nothing of widths.
+    drafts = case.mode.is_speculative() or case.multi_mode or case.rounds
+    if not harness.capabilities.server.takes_unset_width or not drafts:
         return width
-    return -1 if harness.case.derived("num-tokens-per-req") else 0
+    return -1 if case.derived("num-tokens-per-req") else 0
 
 
 def captured_draft_spec(harness: ServerHarness, static: StaticInputs, bs: int, width: int) -> DraftExtendInput:

@@ -27,7 +27,7 @@ def _eager_extends(harness: ServerHarness, staged: StagedStep) -> Mapping[str, A
     requests = staged.step.requests
     lists = {
         "extend_seq_lens_cpu": [request.new for request in requests],
-        "extend_prefix_lens_cpu": [request.prefix for request in requests],
+        "extend_prefix_lens_cpu": [request.decoder_prefix for request in requests],
     }
     return {**extend_fields(harness, staged), **lists}
 
@@ -80,14 +80,17 @@ def _replay_extends(
 ) -> Mapping[str, Any]:
     requests, padded = staged.step.requests, bs - staged.step.bs
     lens = [request.new for request in requests] + [0] * padded
-    prefixes = [request.prefix for request in requests] + [fill] * padded
+    prefixes = [request.decoder_prefix for request in requests] + [fill] * padded
     return _fields(static, bs, staged.step.tokens, lens, prefixes)
 
 
 def _finish(harness: ServerHarness, trace: Trace, batch: ForwardBatch, topk: int) -> None:
-    """Prune to the last row of each request, then run the head, inside the graph."""
+    """Prune to the last row of each request, then run the head, inside the graph.
+
+    A request without rows takes the one before it, and row 0 if there is none.
+    """
     assert batch.extend_seq_lens is not None
-    last = batch.extend_seq_lens.cumsum(0) - 1
+    last = (batch.extend_seq_lens.cumsum(0) - 1).clamp(min=0)
     trace.hidden = trace.hidden[last]
     trace.logits = harness.model.logits(trace.hidden)
 

@@ -26,7 +26,7 @@ from .memory_bounded import memory_bounded
 from .options import RunOptions
 from .replay import fill_static, replay, view_of
 
-__all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "run_graphs"]
+__all__ = ["AllocatedInCapture", "GraphRun", "in_graphs", "last_live", "replay_once", "run_graphs"]
 
 _OVERSIZED_AFTER = 1
 """The replay after which an eager batch larger than any graph is run."""
@@ -142,6 +142,18 @@ def run_graphs(
         memory=memory,
         unbounded=unbounded,
     )
+
+
+def replay_once(
+    harness: ServerHarness, schedules: Sequence[Schedule], steps: Sequence[tuple[Schedule, Step]], clock: Clock
+) -> list[Observation]:
+    """Capture all buckets of ``schedules`` on an instance that has run eager steps, and replay ``steps`` once each.
+
+    Raises ``RunError`` for whatever the backend raises.
+    """
+    graphs = capture_schedules(harness, schedules, torch.cuda.graph_pool_handle(), clock)
+    of = {id(each.schedule): each for each in graphs}
+    return [replay(of[id(each)], step, Canaries([]), clock, RunOptions()).observed for each, step in steps]
 
 
 _Observed = list[tuple[Schedule, Observation]]

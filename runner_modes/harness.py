@@ -138,6 +138,7 @@ def context_for(
         num_draft_tokens=max([1] + [s.case.width for s in spec]),
         speculative_num_steps=max(s.spec_steps for s in schedules),
         topk=max([0] + [s.case.topk for s in verify]),
+        max_encoder_len=_largest(schedules, "max_encoder_len"),
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
@@ -282,7 +283,10 @@ class ServerHarness:
         if len(self.context.groups) == 1:
             return self.in_groups(schedule, step.req_to_token)
         windows = [layer.sliding_window_size for layer in self.context.layers]
-        tables = (table_of_group(schedule, step, windows[group.index]) for group in self.context.groups)
+        crosses = [layer.is_cross_attention for layer in self.context.layers]
+        tables = (
+            table_of_group(schedule, step, windows[group.index], crosses[group.index]) for group in self.context.groups
+        )
         maps = (slot_map(schedule, group.index).astype(step.req_to_token.dtype) for group in self.context.groups)
         return np.stack([found[table] for found, table in zip(maps, tables, strict=True)])
 
@@ -296,6 +300,8 @@ class ServerHarness:
         self.pool.clear()
         self._tables.clear_requests()
         self.model.select_first_keys()
+        self.model.encoder_kv.clear()
+        self.model.has_encoder = None
         load_head_scales(self.context.layers, None)
         if self.index:
             self.index.clear()
@@ -352,5 +358,22 @@ class ServerHarness:
         load_head_scales(self.context.layers, data.kv_scales)
         if self.index and schedule.case.indexer:
             self.index.load(schedule, step)
+        self._load_encoder(data)
         slots = (schedule.num_pages + 1) * schedule.case.page_size
         return StagedStep(schedule, step, given, slots, due, due_on_device, table, rows)
+
+    def _load_encoder(self, data: StepData) -> None:
+        """Give the model k and v of the encoder tokens that cross-attention layers store in the step."""
+        self.model.encoder_kv.clear()
+        self.model.has_encoder = None
+        if data.encoder is None:
+            return
+        has_encoder = data.encoder.lens[data.row_request] > 0
+        if not has_encoder.all():
+            self.model.has_encoder = upload(has_encoder.to(data.q.dtype), self.device)
+        if not len(data.encoder.slots):
+            return
+        for place in data.encoder.crosses.nonzero()[:, 0].tolist():
+            rows = data.encoder.k[place], data.encoder.v[place]
+            k, v = (upload(each.contiguous(), self.device) for each in rows)
+            self.model.encoder_kv[place] = k, v

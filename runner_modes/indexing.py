@@ -67,8 +67,8 @@ def index_pool_for(
 
 def _planes(memory: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys [layers, pages, 64, 128] and scales [layers, pages, 64, 4] of ``memory``, bytes: views."""
-    keys, scales = torch.split(memory, [INDEX_PAGE * INDEX_WIDTH, memory.shape[2] - INDEX_PAGE * INDEX_WIDTH], 2)
-    return keys.unflatten(2, (INDEX_PAGE, -1)), scales.unflatten(2, (INDEX_PAGE, -1))
+    by_token, end = (*memory.shape[:2], INDEX_PAGE, -1), INDEX_PAGE * INDEX_WIDTH
+    return memory[..., :end].view(by_token), memory[..., end:].view(by_token)
 
 
 def _copy_slots(source: torch.Tensor, slots: torch.Tensor, target: torch.Tensor, places: torch.Tensor) -> None:

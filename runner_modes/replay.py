@@ -215,6 +215,11 @@ def fill_static(graphs: ScheduleGraphs, staged: StagedStep) -> None:
         by_group[:, :tokens] = harness.in_groups(staged.schedule, data.out_cache_loc.numpy())
     host["req_pool_indices"][:live] = [request.pool_row for request in step.requests]
     host["seq_lens"][:live] = seq_lens_of(harness, case.mode, staged)
+    if data.encoder is not None:
+        host["encoder_lens"][:live] = data.encoder.lens.numpy()
+        # SGLang leaves what an earlier replay had (``PaddingPolicy.FILL_ONCE``), and vLLM writes 0.
+        if step.index % 2:
+            host["encoder_lens"][live:] = 0
     static.pad(step, tokens, harness.model.nan_row)
     starts = query_starts_of(staged)
     host["query_start_loc"][:] = starts[-1]

@@ -77,6 +77,8 @@ class StaticInputs:
     """Slots of copies, [max_bs] int64. Empty, likewise."""
     qq_bias: torch.Tensor
     """Bias among rows, flat [max_bs * N * stride] float32 (``query_bias.py``). Empty if batches have none."""
+    encoder_lens: torch.Tensor
+    """Encoder keys, [max_bs] int64. Empty without cross-attention layers."""
     custom_mask: torch.Tensor
     """Flat bool mask buffer of the runner, for the captured batch if the backend has none. It is never updated."""
     seq_lens_cpu: torch.Tensor
@@ -147,8 +149,9 @@ class StaticInputs:
 class _Buffer(NamedTuple):
     dtype: torch.dtype
     by: Literal[
-        "request", "token", "slot", "token of each group", "span", "state", "state list", "source", "copy", "bias"
-    ]
+        "request", "token", "slot", "token of each group", "span", "state", "state list", "source", "copy", "bias",
+        "encoder",
+    ]  # fmt: skip
     """Unit that it has an entry for; slot: of a draft."""
     watched: str
     """Name in messages; empty if a step may write it."""
@@ -181,6 +184,7 @@ _BUFFERS: Mapping[str, _Buffer] = {
     "snapshot_rows": _Buffer(torch.int32, "copy", "batch.state.snapshot.rows"),
     "has_initial_state": _Buffer(torch.bool, "state", "batch.state.has_initial_state"),
     "qq_bias": _Buffer(torch.float32, "bias", "batch.qq_bias"),
+    "encoder_lens": _Buffer(torch.int64, "encoder", "batch.encoder_lens"),
 }
 """Buffers in the order in which messages name them."""
 
@@ -203,6 +207,7 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "source": 1 if context.state and context.state.continues == "source" else 0,
         "copy": 1 if context.state and context.state.snapshots else 0,
         "bias": width * bias_stride(context, case),
+        "encoder": 1 if context.max_encoder_len else 0,
     }
     counts = {name: each[buffer.by] for name, buffer in _BUFFERS.items()}
     packing = pack_places(
@@ -219,6 +224,7 @@ def make_static_inputs(harness: ServerHarness, schedule: Schedule, fill: int, li
         "group_cache_locs": padding,
         "draft_slots": padding,
         "seq_lens": fill,
+        "encoder_lens": context.max_encoder_len,
         "num_accept_tokens": width,
         "num_correct_drafts": width - 1,
         "extend_seq_lens": width,

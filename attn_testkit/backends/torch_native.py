@@ -18,6 +18,7 @@ from ..contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    CrossAttention,
     DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
@@ -85,6 +86,7 @@ class TorchNativeBackend(AttentionBackend):
             takes_strided_heads=True,
             takes_unset_width=True,
             takes_empty_batches=True,
+            takes_requests_without_rows=True,
             takes_bare_chains=True,
             takes_out=True,
             finite_padding=True,
@@ -97,6 +99,7 @@ class TorchNativeBackend(AttentionBackend):
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
+        cross_attention=CrossAttention({ForwardMode.DECODE, ForwardMode.EXTEND}, {"first", "own_group"}),
         kv_groups=True,
         heads_by_layer=True,
         deterministic=True,
@@ -137,12 +140,14 @@ class TorchNativeBackend(AttentionBackend):
         row = torch.arange(tokens, device=starts.device)
         request = torch.searchsorted(starts, row, right=True) - 1
         self._place = request * width + (row - starts[request]).clamp(max=width - 1)
-        self._slots = tuple(self._key_slots(batch, each.req_to_token) for each in self.context.groups)
-        self._keys_at = tuple(map(self._index, self._slots))
+        kinds = dict.fromkeys(map(self._keys_of, self.context.layers))
+        self._slots = {keys: self._key_slots(batch, *keys) for keys in kinds}
+        self._keys_at = {keys: self._index(slots) for keys, slots in self._slots.items()}
         kv_lens = self._kv_lens(batch, counts)
         self._prefix = (kv_lens - counts).clamp(min=0)
         self._last_key = (kv_lens - 1).clamp(min=0)[:, None]
-        self._seen: dict[tuple[int, int, bool, int], _Seen] = {}
+        self._seen: dict[tuple[object, ...], _Seen] = {}
+        self._encoder_lens = batch.encoder_lens[: batch.batch_size] if batch.encoder_lens is not None else None
         self._position, self._key_position, self._visible = self._visibility(batch, counts, offset)
         # An empty batch, and one whose layers have no spans, lack the attribute or have None.
         self._spans = getattr(batch, "mm_prefix_range_tensor", None)
@@ -166,9 +171,18 @@ class TorchNativeBackend(AttentionBackend):
         """[B] int64: first query row of each request."""
         return counts.cumsum(0) - counts
 
-    def _key_slots(self, batch: ForwardBatch, req_to_token: torch.Tensor) -> torch.Tensor:
+    def _keys_of(self, layer: AttentionLayer) -> tuple[int, bool]:
+        """KV group of a layer, and whether its keys are those of an encoder."""
+        return self.context.group_of(layer).index, layer.is_cross_attention
+
+    def _key_slots(self, batch: ForwardBatch, group: int, of_encoder: bool) -> torch.Tensor:
         """[B, C] int64: KV slot of each key, by the request table of a KV group."""
-        table = req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
+        table = self.context.groups[group].req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
+        if self.context.max_encoder_len and not self.context.kv_groups and not of_encoder:
+            # The first columns are those of the encoder.
+            assert batch.encoder_lens is not None
+            column = batch.encoder_lens[: batch.batch_size, None] + self._key
+            return table.gather(1, column.clamp(max=len(self._key) - 1)).long()
         if isinstance(batch.spec_info, DraftDecodeInput):
             lens = batch.seq_lens[: batch.batch_size]
             table = batch.spec_info.key_slots(table, lens, self.context.page_size, self._key)
@@ -232,8 +246,9 @@ class TorchNativeBackend(AttentionBackend):
         if not batch.batch_size:
             return q.new_empty(0, layer.tp_q_head_num, layer.v_head_dim) if out is None else out
         self._store(k, v, layer, batch, save_kv_cache)
-        group = self.context.group_of(layer).index
-        place = layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans, group
+        place = (
+            layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans, self._keys_of(layer)
+        )  # fmt: skip
         if place not in self._seen:
             self._seen[place] = self._seen_by(self._in_window(layer), layer)
         result, _ = self._attend(q, layer, self._seen[place])
@@ -271,9 +286,12 @@ class TorchNativeBackend(AttentionBackend):
     def _store(
         self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
     ) -> None:
-        if save_kv_cache:
+        group = self.context.group_of(layer)
+        if layer.is_cross_attention:
+            if batch.encoder_out_cache_loc is not None:
+                group.kv_pool.set_kv_buffer(layer, batch.encoder_out_cache_loc, k, v)
+        elif save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            group = self.context.group_of(layer)
             group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(self, q: torch.Tensor, layer: AttentionLayer, seen: _Seen) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,7 +312,7 @@ class TorchNativeBackend(AttentionBackend):
 
     def _keys(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, Hk, C, D] float32, not yet multiplied by an FP8 pool's scale."""
-        return _gather(self._buffers(layer)[0], self._keys_at[self.context.group_of(layer).index])
+        return _gather(self._buffers(layer)[0], self._keys_at[self._keys_of(layer)])
 
     def _values(self, layer: AttentionLayer, seen: _Seen) -> torch.Tensor:
         """[B, Hk, C, Dv] float32, not yet multiplied by an FP8 pool's scale."""
@@ -322,6 +340,9 @@ class TorchNativeBackend(AttentionBackend):
 
     def _in_window(self, layer: AttentionLayer) -> torch.Tensor:
         """[B, W, C]: True for visible keys inside the layer's window, or in the row's chunk."""
+        if layer.is_cross_attention:
+            assert self._encoder_lens is not None
+            return (self._key < self._encoder_lens[:, None, None]).expand(-1, self._position.shape[1], -1)
         visible = self._visible
         if layer.bidirectional_spans and self._spans is not None:
             visible = visible | self._in_spans(self._spans)
@@ -341,9 +362,13 @@ class TorchNativeBackend(AttentionBackend):
 
     def _seen_by(self, seen: torch.Tensor, layer: AttentionLayer) -> _Seen:
         """Masks and values that follow from ``seen`` [B, W, C]."""
-        slots = self._slots[self.context.group_of(layer).index]
+        slots = self._slots[self._keys_of(layer)]
         # Slots that no row may see hold anything, NaN included, and 0 * NaN is NaN.
-        values = torch.where(seen.any(1), slots, slots.gather(1, self._last_key))
+        last = self._last_key
+        if layer.is_cross_attention:
+            assert self._encoder_lens is not None
+            last = (self._encoder_lens - 1).clamp(min=0)[:, None]
+        values = torch.where(seen.any(1), slots, slots.gather(1, last))
         return _Seen(~seen[:, None, None], ~seen.any(2)[:, :, None, None, None], self._index(values))
 
     def _masked(self, logits: torch.Tensor, seen: _Seen, layer: AttentionLayer) -> torch.Tensor:

@@ -34,7 +34,7 @@ class TorchNativeFormatsBackend(TorchNativeBackend):
         """[B, Hk, C, D] float32, not yet multiplied by ``layer.k_scale``."""
         if not self._is_packed:
             return super()._keys(layer)
-        return self._numbers(self._rows(0, self._keys_at[self.context.group_of(layer).index], layer), 0, layer)
+        return self._numbers(self._rows(0, self._keys_at[self._keys_of(layer)], layer), 0, layer)
 
     def _values(self, layer: AttentionLayer, seen: _Seen) -> torch.Tensor:
         """[B, Hk, C, Dv] float32, not yet multiplied by ``layer.v_scale``."""

@@ -13,6 +13,7 @@ from ..contract import (
     Capabilities,
     ForwardBatch,
     ForwardMode,
+    ServerConventions,
     State,
     StateBackend,
     StateInput,
@@ -49,6 +50,7 @@ class TorchNativeStateBackend(StateBackend):
             continues=frozenset(CONTINUES),
         ),
         needs_cpu_seq_lens=False,
+        server=ServerConventions(takes_requests_without_rows=True),
         deterministic=True,
     )  # fmt: skip
 

@@ -25,6 +25,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    CrossAttention,
     DraftDecodeInput,
     DraftExtendInput,
     ForwardBatch,
@@ -59,7 +60,8 @@ class _Plan:
     requests: torch.Tensor
     """[bs] int64: row of ``table``."""
     kv_lens: torch.Tensor
-    """[forwards, bs] int32: keys, this step's included. Only draft-decode has several forwards."""
+    """[forwards, bs] int32: keys, this step's included. Only draft-decode has several forwards. With cross-attention
+    layers [2, bs]: keys of the decoder, and of the encoder."""
     cu_seqlens_q: torch.Tensor
     """[bs + 1] int32: first query row of each request."""
     mask: torch.Tensor | None
@@ -102,6 +104,7 @@ class TritonBackend(AttentionBackend):
             takes_strided_heads=True,
             takes_unset_width=True,
             takes_empty_batches=True,
+            takes_requests_without_rows=True,
             takes_bare_chains=True,
             takes_out=True,
             finite_padding=True,
@@ -114,6 +117,7 @@ class TritonBackend(AttentionBackend):
             narrower_widths=frozenset(ForwardMode) - {ForwardMode.DECODE, ForwardMode.EXTEND},
         ),
         non_causal=frozenset({ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}),
+        cross_attention=CrossAttention({ForwardMode.DECODE, ForwardMode.EXTEND}, {"own_group"}),
         kv_groups=True,
         heads_by_layer=True,
         deterministic=True,
@@ -153,7 +157,12 @@ class TritonBackend(AttentionBackend):
         self._static = _Plan(
             table=torch.zeros(branches, context.req_to_token.shape[1], dtype=torch.int32, device=device),
             requests=torch.zeros(rows, dtype=torch.int64, device=device),
-            kv_lens=torch.zeros(max(1, context.speculative_num_steps - 1), rows, dtype=torch.int32, device=device),
+            kv_lens=torch.zeros(
+                max(2 if context.max_encoder_len else 1, context.speculative_num_steps - 1),
+                rows,
+                dtype=torch.int32,
+                device=device,
+            ),
             cu_seqlens_q=torch.zeros(rows + 1, dtype=torch.int32, device=device),
             mask=mask,
             max_q_len=0,
@@ -210,9 +219,16 @@ class TritonBackend(AttentionBackend):
             cu_seqlens_q = _offsets(batch.extend_seq_lens)
             # Any request of a replay may have all rows of its bucket, and other requests must not affect its tiles.
             longest = min(batch.input_ids.shape[0], context.max_extend_tokens)
-            kv_lens, most = seq_lens.to(torch.int32)[None], context.max_extend_tokens
+            kv_lens, most = self._kv_lens(batch, seq_lens), context.max_extend_tokens
             return _Plan(table, requests, kv_lens, cu_seqlens_q, None, longest, most)
-        return _Plan(table, requests, seq_lens.to(torch.int32)[None], cu_seqlens_q, mask, n, n)
+        return _Plan(table, requests, self._kv_lens(batch, seq_lens), cu_seqlens_q, mask, n, n)
+
+    def _kv_lens(self, batch: ForwardBatch, seq_lens: torch.Tensor) -> torch.Tensor:
+        """``_Plan.kv_lens`` of a step with one forward."""
+        if not self.context.max_encoder_len:
+            return seq_lens.to(torch.int32)[None]
+        assert batch.encoder_lens is not None
+        return torch.stack([seq_lens, batch.encoder_lens[: len(seq_lens)]]).to(torch.int32)
 
     def _plan_branches(self, spec: DraftDecodeInput, rows: torch.Tensor, seq_lens: torch.Tensor) -> _Plan:
         """All forwards of a draft. ``rows`` [bs, max_context_len]: of ``req_to_token``; ``seq_lens`` [bs] int64."""
@@ -260,9 +276,12 @@ class TritonBackend(AttentionBackend):
     def _store(
         self, k: torch.Tensor, v: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch, save_kv_cache: bool
     ) -> None:
-        if save_kv_cache:
+        group = self.context.group_of(layer)
+        if layer.is_cross_attention:
+            if batch.encoder_out_cache_loc is not None:
+                group.kv_pool.set_kv_buffer(layer, batch.encoder_out_cache_loc, k, v)
+        elif save_kv_cache:
             # Padding of slot -1 goes where other padding goes: page 0.
-            group = self.context.group_of(layer)
             group.kv_pool.set_kv_buffer(layer, group.cache_loc(batch).clamp(min=0), k, v)
 
     def _attend(
@@ -283,7 +302,8 @@ class TritonBackend(AttentionBackend):
         key, value = kv_group.kv_pool.get_kv_pages(layer.layer_id)
         k_page, k_slot, *_ = key.stride()
         heads, group, dim = layer.tp_q_head_num, layer.q_per_kv, layer.head_dim
-        kv_lens = plan.kv_lens[batch.spec_info.step if isinstance(batch.spec_info, DraftDecodeInput) else 0]
+        draft = isinstance(batch.spec_info, DraftDecodeInput)
+        kv_lens = plan.kv_lens[batch.spec_info.step if draft else int(layer.is_cross_attention)]
         bs, splits = len(kv_lens), self._splits if plan.tile_rows == 1 else 1
         # Rows behind the last request (ragged modes in a graph) are of no request; zeros travel better than garbage.
         # The interpreter would cut a bfloat16 off instead of rounding it, so there the result is rounded at the end.

@@ -14,7 +14,15 @@ import torch
 import triton
 import triton.language as tl
 
-from attn_testkit.contract import Capabilities, ForwardMode, KernelBackend, KernelPlan, Requires, Sparse
+from attn_testkit.contract import (
+    Capabilities,
+    ForwardMode,
+    KernelBackend,
+    KernelPlan,
+    Requires,
+    ServerConventions,
+    Sparse,
+)
 
 __all__ = ["TritonSparseBackend", "TritonSparseSlotsBackend"]
 
@@ -102,6 +110,7 @@ class TritonSparseBackend(KernelBackend):
         max_topk=1,
         max_draft_branches=4,
         needs_cpu_seq_lens=False,
+        server=ServerConventions(takes_requests_without_rows=True),
         deterministic=True,
         batch_invariant=True,
         requires=Requires(packages=("triton",)),

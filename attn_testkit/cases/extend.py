@@ -93,4 +93,8 @@ def _new_of(case: Fields, plan: Plan, before: Plan, rng: np.random.Generator) ->
         wanted = (1, int(rng.integers(1, case.most_new + 1)), case.most_new)[int(rng.integers(3))]
         lens.append(min(wanted, left + 1))
         left -= lens[-1] - 1
+    if 0 in case.new:
+        # Every second one from the middle on, so that most batches have one between others.
+        lens = [0 if i % 2 == count // 2 % 2 and count > 1 and prefix else n
+                for i, (n, prefix) in enumerate(zip(lens, plan.prefixes, strict=True))]  # fmt: skip
     return tuple(lens)

@@ -103,6 +103,7 @@ class Fields:
     window = _Of[int]("options")
     layer_windows = _Of[str]("options")
     local_chunk = _Of[int]("options")
+    encoder_len = _Of[int]("options")
     alibi = _Of[bool]("options")
     spans = _Of[SpanShape | None]("options")
     qq_bias = _Of[str]("options")
@@ -138,6 +139,8 @@ class Fields:
             raise ValueError(f"{rows.new}: counts must be one per request, and there are {self.bs} requests")
         if isinstance(rows, Extend) and sum(rows.new) > self.bucket * rows.room:
             raise ValueError(f"{sum(rows.new)} new tokens are more than the {self.bucket} x {rows.room} of their graph")
+        if self.state and isinstance(rows, Extend) and (0, 0) in zip(self.prefixes, rows.new, strict=True):
+            raise ValueError("a request without rows and without tokens before the step has no state to keep")
         if self.with_prefix and 0 in self.prefixes:
             raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
         for one, other, why in _EXCLUSIVE:
@@ -298,6 +301,8 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "usual scaling": lambda case: case.usual_scaling,
     "sliding window": lambda case: case.window >= 0,
     "chunked-local layers": lambda case: case.local_chunk > 0,
+    "requests without rows": lambda case: case.mode is ForwardMode.EXTEND and 0 in case.new,
+    "cross-attention layers": lambda case: case.encoder_len > 0,
     "ALiBi": lambda case: case.alibi,
     "bidirectional spans": lambda case: case.spans is not None,
     "additive bias": lambda case: case.qq_bias != "none",
@@ -325,6 +330,9 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "hybrid layers": lambda case: case.layers.hybrid,
     "rows of a draft model": lambda case: case.mode in _OF_DRAFT_MODELS,
     "layer options": lambda case: case.options != LayerOptions(),
+    "layers of one kind": lambda case: case.layers.count < PERIOD,
+    "shared prefixes": lambda case: case.layout == "shared",
+    "server variants": lambda case: bool(case.variants),
 }
 """Things that some cases have. Name -> whether a case has it."""
 _EXCLUSIVE = (
@@ -341,6 +349,24 @@ _EXCLUSIVE = (
     ("loop", "branching trees", "a loop of target-verify verifies chains; that of draft-decode has branches"),
     ("loop", "snapshots of states", "no prefix cache takes part in a loop"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
+    ("cross-attention layers", "layers of one kind", "the decoder has layers of its own keys between them"),
+    ("cross-attention layers", "sliding window", "SGLang's backends refuse them together, and no model has both"),
+    ("cross-attention layers", "chunked-local layers", "no model has both"),
+    ("cross-attention layers", "ALiBi", "an encoder key has no place in the order of the decoder's keys"),
+    ("cross-attention layers", "bidirectional spans", "images go to the encoder or into the prompt"),
+    ("cross-attention layers", "additive bias", "encoder keys have no bias, and are no rows of the step"),
+    ("cross-attention layers", "requests without rows", "a request begins with a row"),
+    ("cross-attention layers", "sinks", "no model has both"),
+    ("cross-attention layers", "selected keys", "an index is a place among the keys of the decoder"),
+    ("cross-attention layers", "KV splits", "parts are those of the keys that all layers see"),
+    ("cross-attention layers", "packed rows", "no model has both"),
+    ("cross-attention layers", "heads with their own scaling", "no model has both"),
+    ("cross-attention layers", "heads by layer", "no model has both"),
+    ("cross-attention layers", "multi-mode instance", "target-verify and drafts have no encoder"),
+    ("cross-attention layers", "loop", "the model of a loop has no encoder"),
+    ("cross-attention layers", "chunks", "encoder keys are those of requests that begin"),
+    ("cross-attention layers", "shared prefixes", "requests share no encoder"),
+    ("cross-attention layers", "server variants", "conventions of servers are tried in models without an encoder"),
     ("ALiBi", "soft cap", "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit"),
     ("ALiBi", "sinks", "a bias may be given up to a constant of the row, and a sink is compared with it"),
     ("ALiBi", "KV splits", "a bias may be given up to a constant of the row, and a log-sum-exp has it"),

@@ -24,6 +24,8 @@ class Plan:
     """Extend: new tokens of each request. Empty elsewhere."""
     follows: bool = False
     """Extend: the next chunk of the step before it: the same requests, whose prefix is what they had and were given."""
+    encoder_lens: tuple[int, ...] = ()
+    """Encoder keys of each request, the first of its prefix. Empty without cross-attention layers."""
     layout: str = ""
     """Order of its slots. Empty: that of its turn (``steps/variety.py``), here and in ``padding`` and ``data``."""
     padding: str = ""

@@ -114,6 +114,8 @@ class LayerOptions:
     window."""
     local_chunk: int = 0
     """Positions of a chunk of chunked-local layers, every second one; 0: no layer is."""
+    encoder_len: int = 0
+    """Most encoder keys of a request in cross-attention layers, every second one; 0: no layer is."""
     alibi: bool = False
     """All layers have ALiBi slopes, one a query head."""
     spans: SpanShape | None = None

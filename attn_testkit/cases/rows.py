@@ -120,9 +120,10 @@ class Accepted(_Listed):
 
 @dataclass(frozen=True)
 class Extend(_Listed):
-    """Extend: new tokens of each request. Raises ``ValueError`` for a request without any, and for fewer than 1 chunk.
+    """Extend: new tokens of each request. Raises ``ValueError`` for a batch without any, and for fewer than 1 chunk.
 
-    A graph of B requests has room for B * ``room`` tokens, and a step shares them out.
+    A graph of B requests has room for B * ``room`` tokens, and a step shares them out. A request may have 0 tokens next
+    to others that have some (``ServerConventions.takes_requests_without_rows``).
     """
 
     mode: ClassVar = ForwardMode.EXTEND
@@ -131,8 +132,8 @@ class Extend(_Listed):
     """Steps in which the prompts of the case's own batch come; it is the first of them."""
 
     def __post_init__(self) -> None:
-        if min(self.new, default=1) < 1:
-            raise ValueError(f"new tokens {self.new} must be one or more per request")
+        if min(self.new, default=0) < 0 or (self.new and not any(self.new)):
+            raise ValueError(f"new tokens {self.new} must be 0 or more per request, and one or more in all")
         if self.chunks < 1:
             raise ValueError(f"{self.chunks} chunks: prompts come in one or more")
 

@@ -55,6 +55,8 @@ _MANY_CHUNKS = {"core": 5 * _CHUNK + 1, "full": 32 * _CHUNK + 1}
 """Tokens of a prompt whose first tokens no state shows any longer. A backend in torch takes a minute for those of full
 on a CPU.
 """
+_WITHOUT_ROWS = ((9, 30, 0, 64, 9, 70, 0, 5), (0, 3, 20, 0, 0, _CHUNK + 2, 1, 0))
+"""Prompts of which some have no token in this step: the first, the last, and two next to each other."""
 _MIXED = ((0, 60, 25, 0), (70, 1, 1, 1))
 
 
@@ -330,5 +332,7 @@ def _named(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[C
             continue
         yield _with_prompts(declared, case, _LONG)
         yield _with_prompts(declared, case, _MIXED)
+        if declared.server.takes_requests_without_rows:
+            yield _with_prompts(declared, case, _WITHOUT_ROWS)
         for name in ("within the window", "one fresh token"):
             yield _with_prompts(declared, case, _prompts(case.state.conv_width if case.state else 4)[name])

@@ -28,6 +28,7 @@ from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
 from .code_cases import code_cases
 from .covering import covering_array
+from .cross_attention import cross_attention_cases
 from .declared_pairs import declared_pair_cases
 from .extremes import extreme_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
@@ -43,6 +44,7 @@ from .pair_array import layout_array_cases, pair_array_cases
 from .pool_layouts import pool_layout_cases
 from .qq_bias import qq_bias_cases
 from .randomly_combined import randomly_combined, randomly_varied
+from .requests_without_rows import requests_without_rows_cases
 from .row_edges import row_edge_cases
 from .seldom_cases import seldom_cases
 from .shared_prefixes import shared_prefix_cases
@@ -176,6 +178,8 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
         yield from alibi_cases(declared, base)
         yield from span_cases(declared, base)
         yield from qq_bias_cases(declared, base)
+        yield from requests_without_rows_cases(declared, base)
+        yield from cross_attention_cases(declared, base)
     yield from code_cases(declared, tier, base)
     yield from switch_cases(declared, base)
     yield from pool_layout_cases(declared, mode, tier, two_request_case(declared, mode))

@@ -65,14 +65,19 @@ REPORTED_INSTEAD = (
 
 
 def evaluated(
-    declared: Capabilities, execution: Execution, stage: Stage, failed: Collection[str], case: Case | None = None
+    declared: Capabilities,
+    execution: Execution,
+    stage: Stage,
+    failed: Collection[str],
+    case: Case | None = None,
+    not_compared: Collection[str] = (),
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Ids that were evaluated, and ids that apply and could not be evaluated, each in reading order.
 
     ``stage``: how far the case-run came. ``failed``: ids of its findings; each of them counts as evaluated, as do ids
     that this kit does not know. If attention outputs are among them, checks ``behind_outputs`` were not evaluated.
     ``case``: leaves out checks that the case cannot show. Checks that need an eager run are not evaluated in a mode
-    without one.
+    without one. ``not_compared``: ids of checks that had nothing to compare with, and so were not evaluated.
     """
     outputs_wrong = any(check in NUMERIC or check in REPORTED_INSTEAD for check in failed)
     selected_wrong = [BEFORE_OUTPUTS.index(check) for check in failed if check in BEFORE_OUTPUTS]
@@ -85,6 +90,7 @@ def evaluated(
         elif check.applies(declared, execution) and (case is None or check.shown_by(case)):
             no_eager = case is not None and case.mode not in declared.eager
             wrong = outputs_wrong or bool(behind)
-            hidden = check.id in behind or (check.behind_outputs and wrong) or (check.against_eager and no_eager)
+            alone = check.id in not_compared or (check.against_eager and no_eager)
+            hidden = check.id in behind or (check.behind_outputs and wrong) or alone
             (done if stage >= check.evaluated_from and not hidden else not_done).append(check.id)
     return (*done, *sorted(set(failed) - CHECKS.keys())), tuple(not_done)

@@ -155,6 +155,8 @@ def _where_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, n
 def _group_alone(observed: Observation, got: torch.Tensor, want: torch.Tensor, new: torch.Tensor) -> str:
     """Name the KV group, after the first, if exactly its layers have wrong new rows."""
     schedule = observed.schedule
+    if schedule.case.encoder_len:
+        return ""  # groups store rows of their own, which differ in number
     wrong = (got != want)[:, :, new].flatten(1).any(-1).tolist()
     groups = [group_of_place(schedule, layer) for layer in range(len(got))]
     found = {group for group, bad in zip(groups, wrong, strict=True) if bad}
@@ -232,7 +234,7 @@ def owners(observed: Observation, slots: int) -> torch.Tensor:
     """Owners [slots] int64: 0 none, 1 a token of this step, 2 an earlier token of a live request."""
     owner = torch.zeros(slots, dtype=torch.int64)
     for request in observed.step.requests:
-        owner[torch.from_numpy(request.slots[: request.prefix])] = 2
+        owner[torch.from_numpy(request.slots[: request.prefix])] = 1 if request.stores_encoder else 2
         owner[torch.from_numpy(request.copies).flatten()] = 2
         owner[torch.from_numpy(request.slots[request.prefix :])] = 1
     return owner
@@ -245,5 +247,8 @@ def owner_text(observed: Observation, slot: int) -> str:
         if len(found):
             position = int(found[0])
             kind = "new" if position >= request.prefix else "earlier"
+            if position < request.encoder_len:
+                return f"encoder key {position} of request {i}, which only cross-attention layers store"
+            position -= request.encoder_len
             return f"{kind} token at position {position} of request {i}"
     return "owned by no live request"

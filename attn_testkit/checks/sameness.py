@@ -63,12 +63,21 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
     return []
 
 
-def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]:
-    """Check that rows of another mode give the same bits as the last rows of an extend (``steps/last_rows.py``).
+_OF_MODES = "probably another kernel, tile size or split count in one of the modes"
+_OF_GRAPHS = (
+    "probably a kernel, tile size or split count that is chosen at capture: by the bucket, by padded requests, or by a "
+    "maximum length of the capture; if case-runs of this mode in graphs fail too, read those first"
+)
 
-    At most one finding, for the first request that does not.
+
+def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]:
+    """Check that rows of another mode give the same bits as the last rows of an eager extend (``steps/last_rows.py``).
+
+    ``last_rows``: an eager step or a replay; of extend, only a replay. At most one finding, for the first request that
+    does not.
     """
-    mode = last_rows.schedule.case.mode
+    mode = str(last_rows.schedule.case.mode)
+    where = f"a replay of {mode} in bucket {last_rows.step.bucket}" if last_rows.replay else mode
     end = own = 0
     for index, (request, few) in enumerate(zip(extend.step.requests, last_rows.step.requests, strict=True)):
         end, own = end + request.new, own + few.new
@@ -79,9 +88,9 @@ def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]
                 return [
                     Finding(
                         "mode-invariant",
-                        f"request {index} gives other bits in {mode} than the same rows with the same keys in extend",
+                        f"request {index} gives other bits in {where} than the same rows with the same keys in extend",
                         where=f"{extend.schedule.case.layers.name(layer)}: {count} of {whole.numel()} values differ",
-                        hint="probably another kernel, tile size or split count in one of the modes",
+                        hint=_OF_GRAPHS if last_rows.replay else _OF_MODES,
                         step=last_rows.label,
                     )
                 ]
@@ -111,11 +120,14 @@ CHECKS = (
     ),
     Check(
         "mode-invariant",
-        "If declared: a row of decode or of a verified chain gives the same bits as a row of extend with its keys.",
-        "Another kernel for verify, a split count of decode only, tiles by the rows of a request.",
+        "If declared: a row of decode or of a verified chain gives the same bits as a row of extend with its keys, in "
+        "eager mode and in replays.",
+        "Another kernel for verify, a split count of decode only or by the bucket of a graph, tiles by the rows of a "
+        "request.",
         "general; servers that train on what they generate",
-        "The last rows of an extend ran again in decode and as a chain, on the same instance and in the same slots: "
-        "look for what depends on the mode or on the rows of a request.",
+        "The last rows of an eager extend ran again in decode and as a chain, on the same instance and in the same "
+        "slots, and were replayed where these modes have graphs: look for what depends on the mode, on the rows of a "
+        "request or on the capture.",
         evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: declared.mode_invariant and execution is Execution.EAGER,
         shown_by=has_last_rows,

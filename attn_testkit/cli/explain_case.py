@@ -67,7 +67,8 @@ def _in_words(step: Step, case: Case) -> str:
     padding = f", padding {step.padding}" if step.bucket > step.bs else ""
     if not step.requests:
         return f'"{step.label}"{padding}'
-    return f'"{step.label}": keys {listed(step.lens)}{accepted}{rows}; {step.layout}, {step.data}{padding}'
+    encoder = f"; {listed([r.encoder_len for r in step.requests])} of an encoder" if case.encoder_len else ""
+    return f'"{step.label}": keys {listed(step.lens)}{encoder}{accepted}{rows}; {step.layout}, {step.data}{padding}'
 
 
 def _derived_parameters(case: Case) -> Iterator[tuple[str, str]]:

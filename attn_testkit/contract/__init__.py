@@ -4,6 +4,7 @@ kit."""
 from .backend import AttentionBackend, BackendContext, LegacyGraphHooks, refuse_undeclared
 from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, VerifyInput, VerifyMask
 from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
+from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .draft_decode import DraftDecodeInput
 from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool
 from .kernel_backend import KernelBackend
@@ -28,6 +29,7 @@ from .windows import LAYER_WINDOWS, Windows
 __all__ = [
     "DIALECTS",
     "DTYPES",
+    "ENCODER_SLOTS",
     "FAMILIES",
     "FP8_PRODUCTS",
     "INDEX_PAGE",
@@ -45,6 +47,7 @@ __all__ = [
     "AttentionLayer",
     "BackendContext",
     "Capabilities",
+    "CrossAttention",
     "Dialect",
     "DraftDecodeInput",
     "DraftExtendInput",

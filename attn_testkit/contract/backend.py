@@ -68,6 +68,8 @@ class BackendContext:
     """Index keys of the layers that select keys; None without an indexer."""
     max_extend_tokens: int = 0
     """Most new tokens of one request in extend (a server's ``chunked_prefill_size`` bounds it); 0 without extend."""
+    max_encoder_len: int = 0
+    """Most encoder keys of one request; 0 without cross-attention layers. Graphs are captured with it."""
     draft_branches: int = 0
     """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
     draft_widths: tuple[int, ...] = ()
@@ -115,8 +117,8 @@ class BackendContext:
 
     @property
     def causal(self) -> bool:
-        """``AttentionLayer.causal`` of all layers."""
-        return self.layers[0].causal
+        """``AttentionLayer.causal`` of all layers but the cross-attention layers."""
+        return next((each.causal for each in self.layers if not each.is_cross_attention), True)
 
     @cached_property
     def sliding_window_size(self) -> int:
@@ -195,6 +197,10 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
          context.qq_bias == "none" or context.modes <= capabilities.qq_bias),
         ("an additive bias for each request:", context.qq_bias,
          context.qq_bias != "own" or not capabilities.shared_qq_bias),
+        ("cross-attention layers in", ", ".join(sorted(context.modes - capabilities.cross_attention.modes)),
+         context.modes <= capabilities.cross_attention.modes or not any(each.is_cross_attention for each in own)),
+        ("encoder keys in slots", _encoder_slots(context),
+         _encoder_slots(context) in capabilities.cross_attention.encoder_slots | {"none"}),
         ("layers that are not causal in", ", ".join(sorted(context.modes - capabilities.non_causal)),
          context.causal or context.modes <= capabilities.non_causal),
         ("a window of layers that are not causal,", narrowest, context.causal or not windowed),
@@ -217,6 +223,13 @@ def refuse_undeclared(capabilities: Capabilities, context: BackendContext) -> No
     for what, value, fine in checks:
         if not fine:
             raise Unsupported(f"{what} {value} is not declared")
+
+
+def _encoder_slots(context: BackendContext) -> str:
+    """One of ``ENCODER_SLOTS``; ``none`` without cross-attention layers."""
+    if not any(layer.is_cross_attention for layer in context.layers):
+        return "none"
+    return "own_group" if context.kv_groups else "first"
 
 
 def _kv_dtype(context: BackendContext) -> str:
@@ -403,6 +416,8 @@ class AttentionBackend(ABC):
         Returns [T, Hq, Dv] (or [T, Hq * Dv]) in the model's dtype. The tensor stays valid until the next ``forward``,
         or longer: see ``output_lifetime``. With ``takes_out`` there is one more argument, ``out=None``; if it is given,
         ``forward`` writes to it and returns it.
+        In a cross-attention layer k and v are those of E encoder tokens, to store in ``batch.encoder_out_cache_loc``,
+        or None if the step stores none (``CrossAttention``).
         With ``sparse`` there is ``selected``, [T, topk] int32, by name: the keys of each row (``Sparse``). Only they
         are attended and may be read; every other key of the request may hold NaN.
         Rows of padded requests may hold anything, NaN included: those of the output, and those of ``q``, ``k`` and

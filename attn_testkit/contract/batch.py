@@ -265,6 +265,16 @@ class ForwardBatch:
     ``stride(0)`` is more than W, and memory between the rows holds NaN. Columns behind the rows of a request, and
     padded rows, hold any finite numbers. In graphs the server changes the numbers between replays, and the address
     stays that of the capture, when they are 0."""
+    encoder_lens: torch.Tensor | None = None
+    """[bs] int64: keys of the encoder of each request, which cross-attention layers see; ``seq_lens`` does not count
+    them. They are 0 for a request without an encoder input, which is eager only; its row may hold any finite numbers,
+    since the model multiplies it by 0. In padding: the longest length at capture (``BackendContext.max_encoder_len``),
+    then 0 or those of an earlier replay. None, and absent from a replay's view, without cross-attention layers."""
+    encoder_lens_cpu: list[int] | None = None
+    """Host copy of ``encoder_lens``; None when the backend does not need CPU lengths."""
+    encoder_out_cache_loc: torch.Tensor | None = None
+    """[E] int64: slots of the encoder tokens that this step stores, request by request, in the pool of the
+    cross-attention layers: those of requests whose first rows these are. None if there are none, and in decode."""
     state: StateInput | None = None
     """States of the requests, for layers that keep one; None, and absent from a replay's view, if no layer does."""
     extras: dict[str, object] = field(default_factory=dict)

@@ -8,6 +8,7 @@ from typing import Any, Self
 
 from typing_extensions import override
 
+from .cross_attention import CrossAttention
 from .declared import Declared, is_whole, mode_named, spelled
 from .head_layout import HEAD_LAYOUTS
 from .kv_layouts import KV_LAYOUTS
@@ -168,6 +169,9 @@ class Capabilities(Declared):
     then sees all keys of its request. A verify comes without a tree, with ``custom_mask`` and ``retrieve_*`` None, as
     in draft blocks."""
 
+    cross_attention: CrossAttention = field(default_factory=CrossAttention)
+    """Cross-attention layers of encoder-decoder models, next to layers of the decoder's own keys."""
+
     # Bounds. A larger number declares more.
     max_q_rows: int = 1
     """Most query rows of one request: N in target-verify and draft-extend-v2, S + 1 in draft-extend."""
@@ -201,7 +205,8 @@ class Capabilities(Declared):
     """True: a request gives the same bits whatever else is in the batch (``batch-invariant``)."""
     mode_invariant: bool = False
     """True: a row of decode or of a verified chain gives the same bits as a row of extend with the same keys
-    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded."""
+    (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded. It holds
+    in eager mode and in replays, in each bucket and with padded requests. The kit compares with an eager extend."""
     lse: LogSumExp | None = None
     """Form of the log-sum-exp that ``forward_return_lse`` returns, and the KV splits for which it does. None: it
     returns none."""
@@ -269,6 +274,11 @@ class Capabilities(Declared):
         if self.sparse is not None:
             self._check_sparse()
         self._check_state()
+        if "own_group" in self.cross_attention.encoder_slots and not self.kv_groups:
+            raise ValueError(
+                "Capabilities declare encoder_slots 'own_group' without kv_groups, and these are two KV groups; write "
+                "kv_groups=True, or leave 'own_group' out"
+            )
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(
@@ -301,6 +311,7 @@ class Capabilities(Declared):
             "windows": bool(self.windows.modes), "spans": bool(self.spans.modes),
             "non_causal": bool(self.non_causal), "KV splits but whole": parts,
             "kv_groups": self.kv_groups, "heads_by_layer": self.heads_by_layer, "max_topk above 1": self.max_topk > 1,
+            "cross_attention": bool(self.cross_attention.modes),
             "lse with a fused indexer": self.lse is not None and self._selects_in_forward(),
         }  # fmt: skip
         for name in (name for name, declared in together.items() if declared):
@@ -365,10 +376,11 @@ class Capabilities(Declared):
         return super().with_changes(**changes)
 
 
-_RECORDS: Mapping[str, type[Windows | Spans | ServerConventions]] = {
+_RECORDS: Mapping[str, type[Windows | Spans | ServerConventions | CrossAttention]] = {
     "windows": Windows,
     "spans": Spans,
     "server": ServerConventions,
+    "cross_attention": CrossAttention,
 }
 MOVED: Mapping[str, tuple[str, str]] = {
     "sliding_window": ("windows", "modes"),

@@ -101,6 +101,15 @@ class KernelBackend(AttentionBackend):
         )
         others = context.groups[1:]
         self._kit_steps_of_others = tuple(replace(self._kit_step, table=each.req_to_token[requests]) for each in others)
+        if context.max_encoder_len:
+            assert batch.encoder_lens is not None
+            encoder_lens = batch.encoder_lens[:bs]
+            whole = context.groups[-1].req_to_token[requests]
+            self._kit_encoder_step = replace(self._kit_step, table=whole, kv_lens=encoder_lens.to(torch.int32))
+            if not context.kv_groups:
+                behind = encoder_lens[:, None] + torch.arange(table.shape[1], device=context.device)
+                own = table.gather(1, behind.clamp(max=table.shape[1] - 1))
+                self._kit_step = replace(self._kit_step, table=own)
 
     def forward(
         self,
@@ -235,8 +244,16 @@ def _stored(
     """Store the new rows of a layer and return its plan."""
     context = backend.context
     group = context.group_of(layer)
-    new = rows if save_kv_cache else (None, None)
     most = context.req_to_token.shape[1]
+    if layer.is_cross_attention:
+        slots = batch.encoder_out_cache_loc
+        none = torch.empty(0, dtype=torch.int64, device=context.device)
+        plan = KernelPlan(backend._kit_encoder_step, layer, none if slots is None else slots, most, slots is not None)
+        if slots is not None:
+            plan = replace(plan, k=rows[0], v=rows[1])
+            backend.write_kv(*rows, plan)
+        return plan
+    new = rows if save_kv_cache else (None, None)
     step = backend._kit_steps_of_others[group.index - 1] if group.index else backend._kit_step
     plan = KernelPlan(step, layer, group.cache_loc(batch), most, save_kv_cache, *new)
     if save_kv_cache:

@@ -97,7 +97,9 @@ class KernelPlan:
     layer: AttentionLayer
     """Scale, window, soft cap, sinks, FP8 scales."""
     out_cache_loc: torch.Tensor
-    """[T] int64: KV slot of each row of this step; in a graph replay 0 for padding."""
+    """[T] int64: KV slot of each row of this step; in a graph replay 0 for padding. In a cross-attention layer [E]: of
+    each encoder token that the step stores. There ``k`` and ``v`` have E rows, ``kv_lens`` counts encoder keys, and
+    ``save_kv_cache`` is False if there are none to store."""
     max_kv_len: int
     """Upper bound of ``kv_lens`` that holds for every replay."""
     save_kv_cache: bool = True

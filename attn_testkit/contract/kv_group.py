@@ -18,6 +18,8 @@ class KVGroup:
 
     Request rows, lengths and offsets are those of the batch, for all groups. A group of windowed layers has freed the
     pages that no row of the step sees: the request table still names them, and they hold finite numbers of any request.
+    Cross-attention layers may be a group, too (``CrossAttention``): its table has the encoder keys of each request, and
+    ``ForwardBatch.encoder_lens`` their number.
     Such a page may have been reused as a later page of the same request; then the row has it twice (vLLM #30915).
     """
 

@@ -72,7 +72,10 @@ class AttentionLayer(OfHeadLayout):
     causal: bool = True
     """True: a row sees the step's rows up to its own. False: it sees all keys of its request, later rows of the step
     included, as in draft blocks (DFlash) and encoders; then there is neither a window nor a tree. The value is the same
-    in all layers of a model."""
+    in all layers of a model but the cross-attention layers, which are never causal."""
+    is_cross_attention: bool = False
+    """True: a row sees the ``ForwardBatch.encoder_lens`` keys of its request's encoder and no other, as
+    ``CrossAttention`` says."""
     bidirectional_spans: bool = False
     """True: rows of a span of ``ForwardBatch.mm_prefix_range`` see each other in both directions in this layer. False:
     the layer is causal, whatever spans the batch has. Layers differ only with ``Spans.by_layer``."""

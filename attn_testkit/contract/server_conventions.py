@@ -65,6 +65,10 @@ class ServerConventions(Declared):
     takes_empty_batches: bool = False
     """True: an eager batch may have no request, as on a rank without work; each forward then returns [0, Hq, Dv]. A
     replay may have no live request whatever the backend declares."""
+    takes_requests_without_rows: bool = False
+    """True: a request of an extend may have no new row between others that have some: its offsets of queries are equal.
+    Nothing is stored for it, and its state stays as it is. A rank of prefill context parallelism gets none of a short
+    request's tokens (vllm-ascend #11807). False: only padded requests behind the live ones have no rows."""
     takes_bare_chains: bool = False
     """True: a chain may be verified without tree tensors: ``custom_mask`` and ``retrieve_*`` are None, and a row sees
     the prefix, the rows before it and itself. False: a chain has all of them."""

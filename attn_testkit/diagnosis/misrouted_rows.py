@@ -143,7 +143,12 @@ def _keys_of(
     data, case = comparison.expected.data, schedule.case
     bs, longest = data.stored_keys.shape[1:3]
     own, offset = _place(data, row)
-    lens = [int(data.visible[b].any(0).nonzero().amax()) + 1 for b in range(bs)]
+    requests = comparison.observed.step.requests
+    # A request without rows sees nothing, and has keys before the step all the same.
+    lens = [
+        int(data.visible[b].any(0).nonzero().amax()) + 1 if request.new else request.prefix
+        for b, request in enumerate(requests)
+    ]
     mine = int(data.visible[own, offset].nonzero().amax()) + 1
     near = [range(max(1, n - case.most_new), n + 1) for n in lens]
     ends = [sorted({*near[b], *(n for n in (mine, lens[own]) if n <= lens[b])}) for b in range(bs)]
@@ -193,6 +198,7 @@ def _query_of(
         query_positions=data.query_positions[one, offset : offset + 1].expand(-1, asked),
         row_request=torch.zeros(asked, dtype=torch.int64),
         row_offset=torch.arange(asked),
+        encoder=data.encoder and data.encoder.part((own,)),
     )
     result, limit = attend_with_limit(schedule, supposed)
     like = _like(out, result.out[layers], limit[layers], comparison.exists[layers])

@@ -260,6 +260,36 @@ class ModeInvariantBackend(BatchInvariantBackend):
             super().partials(of_logits, of_seen, values, of_acc, of_lse)
 
 
+class SplitsOfFixedTokensBackend(ModeInvariantBackend):
+    """Splits hold a fixed number of tokens in each mode and bucket, so graphs give the bits of eager mode.
+
+    Its own promise is only that of modes: nothing compares its replays with eager runs bit for bit but
+    ``mode-invariant``.
+    """
+
+    capabilities = ModeInvariantBackend.capabilities.with_changes(
+        batch_invariant=False,
+        eager={"decode", "extend", "target-verify"},
+        graph={"decode", "target-verify"},
+        max_topk=1,
+        logit_cap=False,
+        sinks=False,
+    )
+    max_splits = 4
+    split_tokens = 16
+    """Tokens of each split; the last one has the rest."""
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return torch.full_like(lens, self.split_tokens)
+
+    @override
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        chunk = meta.chunk.long()[:, None].clamp(min=1)
+        split = (self.index[: self.pages * self.context.page_size] // chunk).clamp(max=self.max_splits - 1)
+        return split[:, None] == self.index[: self.max_splits, None]
+
+
 def _singly(rows: torch.Tensor) -> list[torch.Tensor]:
     """Views of one row each, which keep their first dimension."""
     return [rows[i : i + 1] for i in range(len(rows))]

@@ -15,6 +15,7 @@ from .builds import (
     KeptPlansBackend,
     ModeInvariantBackend,
     RegisterRowsBackend,
+    SplitsOfFixedTokensBackend,
     TiledBackend,
     WorkListBackend,
 )
@@ -177,3 +178,8 @@ class ModeInvariant(ModeInvariantBackend):
     capabilities = ModeInvariantBackend.capabilities.with_changes(
         graph=(), eager={"decode", "extend", "target-verify"}, logit_cap=False, sinks=False
     )
+
+
+@control("mode-invariant-in-graphs")
+class ModeInvariantInGraphs(SplitsOfFixedTokensBackend):
+    """KV splits of a fixed number of tokens give the bits of eager mode in graphs too (vLLM's batch-invariant mode)."""

@@ -9,6 +9,7 @@ from ..contract import ForwardBatch
 from .by_layer import ByLayerBackend
 from .catalogue import control
 from .dense import DenseBackend, Visibility
+from .encoder_decoder import EncoderDecoderBackend, EncoderInItsOwnGroup
 from .g_alibi import AlibiBackend
 from .g_qq_bias import QQBiasBackend
 from .grouped import GroupedBackend
@@ -96,3 +97,13 @@ class QQBiasOfAllRequests(QQBiasBackend):
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         row = self.starts[self.counts.argmax()[None]] + torch.arange(self.row.shape[1], device=bias.device)
         return bias[row.clamp(max=len(bias) - 1)][None].expand(len(self.counts), -1, -1)
+
+
+@control("encoder-keys-first")
+class EncoderKeysFirst(EncoderDecoderBackend):
+    """Encoder keys have the first columns of the request table, those of the decoder the next ones (SGLang)."""
+
+
+@control("encoder-in-its-own-group")
+class EncoderKeysInTheirOwnGroup(EncoderInItsOwnGroup):
+    """Cross-attention layers are a KV group, with a pool and a request table of their own (vLLM)."""

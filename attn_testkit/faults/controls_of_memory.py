@@ -1,4 +1,4 @@
-"""Healthy controls whose device memory grows, up to a limit."""
+"""Healthy controls whose device memory grows, up to a limit, or that read it by addresses."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing_extensions import override
 from ..contract import BackendContext, ForwardBatch
 from .catalogue import control
 from .parent import Metadata, PlannedBackend
+from .pool_addresses import ReadsByAddress
 
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
 
@@ -51,3 +52,8 @@ class WorkspacesByShape(PlannedBackend):
             self.by_shape[shape] = self.new_workspace(64 * shape[1])
         self.recent.append(super().plan(batch))
         return self.recent[-1]
+
+
+@control("rows-by-addresses-of-64-bits")
+class RowsByAddressesOf64Bits(ReadsByAddress):
+    """The address of each row of K and of V is computed by itself, as kernels with tables of pointers do."""

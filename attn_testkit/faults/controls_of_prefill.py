@@ -100,3 +100,27 @@ class DecodesSortedToTheFront(PlannedBackend):
                            meta.max_q_len)  # fmt: skip
         out = super().attend(q[came_from], layer, by_kind)
         return torch.empty_like(out).index_copy_(0, came_from, out)
+
+
+@control("requests-without-rows-left-out")
+class RequestsWithoutRowsLeftOut(PlannedBackend):
+    """The plan of an extend leaves out requests without rows, with all that belongs to them (vLLM's Ascend plugin)."""
+
+    capabilities = LEAN.with_changes(
+        graph=(), server={"takes_requests_without_rows": True, "eager_without_waits": False}
+    )
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        whole, counts = super().plan(batch), batch.extend_seq_lens_cpu or ()
+        device = self.context.device
+        kept = torch.tensor([i for i, rows in enumerate(counts) if rows], dtype=torch.int64).to(device)
+        return Metadata(
+            page_table=whole.page_table[kept],
+            kv_lens=whole.kv_lens[kept],
+            cu_seqlens_q=torch.cat([whole.cu_seqlens_q[:1], whole.cu_seqlens_q[1:][kept]]),
+            chunk=whole.chunk[kept],
+            slots=whole.slots,
+            mask=None,
+            max_q_len=whole.max_q_len,
+        )

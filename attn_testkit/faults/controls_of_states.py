@@ -22,6 +22,7 @@ __all__ = [
     "StatesInTrees",
     "StatesOfAPrefixCache",
     "StatesOfPaddingUnwritten",
+    "StatesOfRequestsThatHaveRows",
     "StatesWithSnapshots",
 ]
 
@@ -117,3 +118,21 @@ class HybridAsItIs(HybridParent):
 @control("hybrid-by-slots")
 class HybridBySlots(HybridBySlotsParent):
     """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""
+
+
+@control("states-of-requests-that-have-rows")
+class StatesOfRequestsThatHaveRows(StateParent):
+    """Requests without rows are left out of an extend, with their slots and flags, so their states stay."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        eager={"extend"}, graph=(), max_topk=0, max_q_rows=1,
+        server={"takes_requests_without_rows": True, "eager_without_waits": False},
+    )  # fmt: skip
+
+    @override
+    def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
+        super().init_forward_metadata_in_graph(batch)
+        counts = batch.extend_seq_lens_cpu or ()
+        kept = torch.tensor([i for i, rows in enumerate(counts) if rows], dtype=torch.int64).to(self.index.device)
+        self.index, self.live, self.begun = self.index[kept], self.live[kept], self.begun[kept]
+        self.counts = self.counts[kept]

@@ -9,25 +9,10 @@ from ..contract import AttentionLayer, ForwardMode
 from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
-from .pool_addresses import LOWER, addresses_of, reached, without_carry
+from .pool_addresses import LOWER, ReadsByAddress, addresses_of, reached, without_carry
 
 _MODES = tuple(mode for mode in ForwardMode if mode is not ForwardMode.DRAFT_DECODE)
 _READS = ("reads-own-kv", "matches-oracle", "finite")
-
-
-class _ReadsByAddress(PlannedBackend):
-    """A right backend that looks up rows of K and of V each by itself."""
-
-    capabilities = LEAN
-
-    def rows(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of ``view`` [slots, Hk, D] that are read for ``slots``."""
-        return reached(view, addresses_of(view, slots))
-
-    @override
-    def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
-        return super().gather(layer, self.rows(keys, slots))[0], super().gather(layer, self.rows(values, slots))[1]
 
 
 @fault(
@@ -38,7 +23,7 @@ class _ReadsByAddress(PlannedBackend):
     hint="4 GiB",
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
-class PoolAddressWithoutCarry(_ReadsByAddress):
+class PoolAddressWithoutCarry(ReadsByAddress):
     """An offset is added to the lower word of the pool's address, and the carry to the upper word is lost."""
 
     @override
@@ -54,7 +39,7 @@ class PoolAddressWithoutCarry(_ReadsByAddress):
     hint="4 GiB",
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
-class LowerWordSignExtended(_ReadsByAddress):
+class LowerWordSignExtended(ReadsByAddress):
     """An address is an aligned base and 32 bits, which are extended with their sign."""
 
     @override
@@ -70,7 +55,7 @@ class LowerWordSignExtended(_ReadsByAddress):
     checks=("reads-own-kv", "matches-oracle"),
     hint="4 GiB",
 )
-class BoundsOfLowerWords(_ReadsByAddress):
+class BoundsOfLowerWords(ReadsByAddress):
     """A row whose lower word is not below that of the pool's end is behind the pool, and loads give zeros."""
 
     @override

@@ -1,10 +1,15 @@
-"""Rows of a pool by their addresses, for bugs of kernels that compute addresses with 32 bits."""
+"""Rows of a pool by their addresses, and a right backend that reads them so: bugs compute addresses with 32 bits."""
 
 from __future__ import annotations
 
 import torch
+from typing_extensions import override
 
-__all__ = ["LOWER", "addresses_of", "reached", "without_carry"]
+from ..contract import AttentionLayer
+from .b_empty_batches import LEAN
+from .parent import PlannedBackend
+
+__all__ = ["LOWER", "ReadsByAddress", "addresses_of", "reached", "without_carry"]
 
 LOWER = (1 << 32) - 1
 """The lower word of an address."""
@@ -24,3 +29,18 @@ def without_carry(view: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Rows [...] that are used for ``rows`` if an offset is added to the lower word of an address only."""
     upper = view.data_ptr() & ~LOWER
     return reached(view, upper + (addresses_of(view, rows) & LOWER))
+
+
+class ReadsByAddress(PlannedBackend):
+    """A right backend that looks up rows of K and of V each by itself."""
+
+    capabilities = LEAN
+
+    def rows(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        """Rows of ``view`` [slots, Hk, D] that are read for ``slots``."""
+        return reached(view, addresses_of(view, slots))
+
+    @override
+    def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
+        return super().gather(layer, self.rows(keys, slots))[0], super().gather(layer, self.rows(values, slots))[1]

@@ -27,7 +27,7 @@ def failing_step(case: Case, result: CaseResult) -> Step | None:
 def case_of_step(case: Case, step: Step) -> Case | None:
     """``case`` with the requests, rows, slots, padding and data of ``step``; None if no id can say it."""
     changes: dict[str, Any] = {
-        "prefixes": tuple(request.prefix for request in step.requests),
+        "prefixes": tuple(request.decoder_prefix for request in step.requests),
         "bucket": step.bucket,
         "layout": step.layout,
         "padding": step.padding if step.bs < step.bucket else "prod",

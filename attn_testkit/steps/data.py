@@ -26,13 +26,14 @@ from ..cases.normals import normals
 from ..cases.server_variants import variant_of
 from ..contract import FP8_PRODUCTS, ROW_FORMATS, AttentionLayer, ForwardMode, HeadShape, PackedRows
 from ..contract.row_format import ALL_NAN
+from .encoder import EncoderKeys, encoder_keys
 from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
 from .packed_rows import with_one_packing
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_bias import make_query_bias
 from .query_scales import LARGEST_FP8, held_queries, large_or_small
-from .schedule import Ints, Schedule, Step
+from .schedule import Ints, Request, Schedule, Step
 
 __all__ = [
     "DTYPES",
@@ -134,6 +135,8 @@ class StepData:
     """[L, B, Tmax, S] bool: the visible keys that the rows of a layer attend. None: all of them."""
     selected: torch.Tensor | None = None
     """[L, T, topk] int32: indices of the keys that each row attends, as the backend gets them. None: no selection."""
+    encoder: EncoderKeys | None = None
+    """Encoder keys, which lie first along S; None without cross-attention layers."""
     row_format: PackedRows | None = None
     """Format of the rows of ``stored_keys`` and ``stored_values``, which are bytes then. None: rows of numbers."""
     spans: bool = False
@@ -217,12 +220,12 @@ def _visibility(case: Case, step: Step, widest: int, longest: int) -> tuple[torc
     key_positions = np.tile(np.arange(longest), (bs, 1))
     query_positions = np.zeros((bs, widest), np.int64)
     for b, request in enumerate(step.requests):
-        prefix, new = request.prefix, request.new
+        prefix, new, encoder = request.prefix, request.new, request.encoder_len
         visible[b, :new, :prefix] = True
         rows = request.draft or (request.tree if variant_of(case).causal else None)
         if rows is None:
             visible[b, :new, prefix : prefix + new] = np.tri(new, dtype=np.bool_) if variant_of(case).causal else True
-            query_positions[b, :new] = np.arange(prefix, prefix + new)
+            query_positions[b, :new] = np.arange(prefix, prefix + new) - encoder
             for first, last in request.spans:
                 visible[b, max(0, first - prefix) : max(0, last + 1 - prefix), first : last + 1] = True
         else:
@@ -391,6 +394,7 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
         row_key=at,
         positions=query_positions[b, torch.from_numpy(row_offset)],
         out_cache_loc=torch.from_numpy(np.concatenate([r.slots[r.prefix :] for r in step.requests])),
+        encoder=encoder_keys(step, layers, k, v),
         row_format=packed,
         spans=case.spans is not None,
         qq_bias=make_query_bias(case, step, visible),
@@ -400,10 +404,11 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
     layered = {"q", "k", "v", "stored_keys", "stored_values", "qq_bias"}
-    named = [each.name for each in fields(StepData) if each.name not in ("kv_scales", "row_format", "spans")]
+    whole = ("kv_scales", "encoder", "row_format", "spans")
+    named = [each.name for each in fields(StepData) if each.name not in whole]
     tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}
-    return replace(data, **cut)
+    return replace(data, encoder=data.encoder and data.encoder.part(()), **cut)
 
 
 def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepData:
@@ -427,6 +432,7 @@ def _some_requests(data: StepData, step: Step, indices: Sequence[int]) -> StepDa
         row_key=data.row_key[mine],
         positions=data.positions[mine],
         out_cache_loc=data.out_cache_loc[mine],
+        encoder=data.encoder and data.encoder.part(chosen),
         row_format=data.row_format,
         spans=data.spans,
         qq_bias=None if data.qq_bias is None else data.qq_bias[:, mine, :widest],
@@ -500,15 +506,28 @@ def pool_image(
     for layer, each in enumerate(schedule.case.head_maps):
         # Heads and dims that a layer lacks are zeros here too, whatever its slots hold.
         image[layer] = each.kv_whole(each.kv_part(image[layer]))
-    owned, rows = stored_kv(schedule, step, data, after=after)
+    owned, rows = stored_kv(schedule, step, data, after=after, unowned=unowned)
     raw = image.view(torch.uint8).numpy()
     raw.reshape(*raw.shape[:3], -1)[:, :, owned] = rows
     return image.view(dtype)
 
 
-def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArray[np.uint8]]:
-    """Return ``held_kv`` with large finite numbers in pages that a windowed KV group has freed."""
+def stored_kv(
+    schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
+) -> tuple[Ints, npt.NDArray[np.uint8]]:
+    """Return ``held_kv`` with large finite numbers in pages that a windowed KV group has freed, and ``unowned`` where a
+    layer does not store a key: encoder keys are those of cross-attention layers only.
+    """
     slots, rows = held_kv(step, data, after=after)
+    if data.encoder:
+        lens = [(len(_held(request, after)), request.encoder_len) for request in step.requests]
+        of_encoder = np.concatenate([np.empty(0, np.bool_), *(np.arange(count) < first for count, first in lens)])
+        number = _unowned(data.stored_keys.dtype, unowned).view(1).view(torch.uint8).numpy()
+        # Padded requests have encoder keys in page 0, which no cross-attention layer writes after a pool of zeros.
+        page = schedule.case.page_size
+        slots, of_encoder = np.append(slots, np.arange(page)), np.append(of_encoder, np.ones(page, np.bool_))
+        rows = np.pad(rows, ((0, 0), (0, 0), (0, page), (0, 0)))
+        rows = data.encoder.unowned_elsewhere(rows, of_encoder, np.tile(number, rows.shape[-1] // len(number)))
     windows = tuple(layer.sliding_window_size for layer in make_layers(schedule.case))
     for layers, gone in outgrown(schedule, step, windows):
         # By hand: a first np.isin imports a package.
@@ -517,6 +536,20 @@ def stored_kv(schedule: Schedule, step: Step, data: StepData, *, after: bool) ->
         filler = _filler(data.stored_keys.dtype).view(1).view(torch.uint8).numpy()
         rows[layers, :, lost[slots]] = np.tile(filler, rows.shape[-1] // len(filler))
     return slots, rows
+
+
+def _held(request: Request, after: bool) -> Ints:
+    """Slots of the keys that the pool holds before or ``after`` a step, in the order of the request."""
+    if after:
+        return request.slots[: request.prefix + request.new]
+    return request.slots[: 0 if request.stores_encoder else request.prefix]
+
+
+def _unowned(dtype: torch.dtype, number: float) -> torch.Tensor:
+    """NaN, or a number where a pool has a dtype of its own and 0 where it has bytes."""
+    if math.isnan(number):
+        return nan_of(dtype)
+    return torch.full((), number if dtype.itemsize > 1 else 0.0, dtype=dtype)
 
 
 def nan_of(dtype: torch.dtype) -> torch.Tensor:
@@ -552,7 +585,7 @@ def held_kv(step: Step, data: StepData, *, after: bool) -> tuple[Ints, npt.NDArr
     """
     runs: list[tuple[int, int, Ints]] = []
     for b, request in enumerate(step.requests):
-        runs.append((b, 0, request.slots[: request.prefix + (request.new if after else 0)]))
+        runs.append((b, 0, _held(request, after)))
         runs += [(b, request.prefix - len(copy), copy) for copy in request.copies]
     slots = np.concatenate([np.empty(0, np.int64), *(run for _, _, run in runs)])
     parts = [part.view(torch.uint8).numpy() for part in stored_parts(data)]
@@ -572,11 +605,18 @@ def forget_data() -> None:
 
 
 def new_kv(data: StepData) -> tuple[torch.Tensor, torch.Tensor]:
-    """New slots of a step [n] int64, ascending, and their values [L, 2 or 1, n, Hk, Dqk] in the pool's dtype."""
-    b, at = data.row_request, data.row_key
+    """New slots of a step [n] int64, ascending, and their values [L, 2 or 1, n, Hk, Dqk] in the pool's dtype: NaN where
+    a layer does not store them."""
+    b, at, slots = data.row_request, data.row_key, data.out_cache_loc
+    if data.encoder:
+        b, at = torch.cat([b, data.encoder.request]), torch.cat([at, data.encoder.place])
+        slots = torch.cat([slots, data.encoder.slots])
     stored = stored_parts(data)
     rows = torch.stack([_bytes_if_fp8(source)[:, b, at] for source in stored], 1)
-    slots, order = data.out_cache_loc.sort()
+    if data.encoder:
+        of_encoder = np.arange(len(slots)) >= len(data.out_cache_loc)
+        rows = data.encoder.unowned_elsewhere(rows, of_encoder, _bytes_if_fp8(nan_of(data.stored_keys.dtype)))
+    slots, order = slots.sort()
     return slots, rows[:, :, order].view(data.stored_keys.dtype)
 
 

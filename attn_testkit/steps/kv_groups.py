@@ -65,13 +65,21 @@ def slot_in_pool(schedule: Schedule, place: int, slot: int) -> int:
     return int(slot_map(schedule, group_of_place(schedule, place))[slot])
 
 
-def table_of_group(schedule: Schedule, step: Step, window: int) -> npt.NDArray[np.int32]:
+def table_of_group(schedule: Schedule, step: Step, window: int, crosses: bool = False) -> npt.NDArray[np.int32]:
     """[rows, max_context_len] of a group with this window: slots as the schedule numbers them.
+
+    ``crosses``: of a group of cross-attention layers. That of the other layers has no encoder keys, which lie behind.
 
     Every second request owns a page that it has freed once more, as a pool gives pages back to the request that freed
     them (vLLM #30915).
     """
     table, page = step.req_to_token, schedule.case.page_size
+    if schedule.case.encoder_len and not crosses:
+        table = table.copy()
+        for request in step.requests:
+            own = request.slots
+            table[request.pool_row, : len(own)] = [*own[request.encoder_len :], *own[: request.encoder_len]]
+        return table
     if window < 0:
         return table
     table = table.copy()

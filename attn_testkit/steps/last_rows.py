@@ -1,11 +1,12 @@
 """The last rows of an extend step as steps of other modes: the same tokens with the same keys, in the same slots.
 
 A server that trains on what it generates scores tokens in a prefill that it has decoded or verified before, and the two
-have to agree in every bit (``Capabilities.mode_invariant``).
+have to agree in every bit (``Capabilities.mode_invariant``). It decodes in graphs, so they are replayed too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 
@@ -16,22 +17,26 @@ from ..cases.server_variants import variant_of
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
 from .numerics import numerics_of
-from .schedule import Schedule, make_schedule
+from .schedule import Request, Schedule, Step, make_schedule
 
-__all__ = ["LAST_ROWS", "has_last_rows", "last_rows_of"]
+__all__ = ["LAST_ROWS", "captured_for_bits", "has_last_rows", "last_rows_of", "replayed_for_bits"]
 
 LAST_ROWS = "last rows"
-"""Name of their step."""
+"""Name of their step, and the first words of the names of others that only graphs have."""
 _MOST = 4
+_MOST_CAPTURED = 128
+"""Requests of a batch up to which its last rows are captured: captures of a thousand take longer than all else."""
 
 
 def has_last_rows(case: Case) -> bool:
     """True for an extend whose last rows other modes can have: each request has one, and sees only earlier keys.
 
     Not with KV splits, states, selections or other modes on the instance; not for chunks, of which a request may have
-    none in a step, nor in a pool beyond 2^31 elements, in which slots lie by the case's variant.
+    none in a step, nor in a pool beyond 2^31 elements, in which slots lie by the case's variant. With spans a row sees
+    later keys, and a bias belongs to the rows of a step.
     """
-    left_out = case.kv_splits or case.multi_mode or case.state or case.selection or case.chunks > 1
+    biased = case.spans is not None or case.qq_bias != "none"
+    left_out = case.kv_splits or case.multi_mode or case.state or case.selection or case.chunks > 1 or biased
     variant = variant_of(case)
     fits = variant.causal and not variant.pool_elements and not left_out
     return case.mode is ForwardMode.EXTEND and fits and min(case.new, default=0) > 0
@@ -39,9 +44,11 @@ def has_last_rows(case: Case) -> bool:
 
 @lru_cache(maxsize=64)
 def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
-    """A schedule of one step for each mode that has them, of those declared for eager: decode, and a chain to verify.
+    """A schedule for each declared mode that has them: decode, and a chain to verify. The same objects every time.
 
-    They share the instance of ``own``, whose first step has the rows. The same objects every time.
+    They share the instance of ``own``, whose first step has the rows. The first step of each runs in eager mode, where
+    that is declared. Graphs replay all of them: one is in a bucket that the batch fills, the other in the next power of
+    two, unless the case has no padded requests.
     """
     case, first = own.case, own.steps[0]
     if not declared.mode_invariant or not has_last_rows(case):
@@ -53,26 +60,46 @@ def last_rows_of(own: Schedule, declared: Capabilities) -> tuple[Schedule, ...]:
     rows: dict[ForwardMode, Rows] = {ForwardMode.DECODE: Decode()}
     if width > 1:
         rows[ForwardMode.TARGET_VERIFY] = Verify(chain(width))
+    # A row that attends new rows as they were given reads other numbers if there are fewer of them.
     as_given = declared.new_rows_as_given if case.kv_dtype != "same" else frozenset()
     found = []
     for mode, each in rows.items():
         count = 1 if mode is ForwardMode.DECODE else width
         other = case.with_changes(rows=each, variants=frozenset(), instance_of=case)
-        if mode not in declared.eager or not_declared(declared, other) or (mode in as_given) != (case.mode in as_given):
+        if mode not in declared.eager | declared.graph or not_declared(declared, other) or as_given & {mode, case.mode}:
             continue
         requests = tuple(
             replace(request, prefix=request.prefix + request.new - count, new=count, tree=other.tree)
             for request in first.requests
         )
-        step = replace(first, name=LAST_ROWS, label=LAST_ROWS, requests=requests, chunk_of=first)
-        made = make_schedule(other, numerics_of(other, declared))
+        buckets = (first.bs,) if case.padding == "small" else (first.bs, 1 << first.bs.bit_length())
+        steps = tuple(_in_bucket(first, index, bucket, requests) for index, bucket in enumerate(buckets))
         found.append(
             replace(
-                made,
-                steps=(step,),
+                make_schedule(other, numerics_of(other, declared)),
+                buckets=buckets[::-1],
+                steps=steps,
                 num_pages=own.num_pages,
                 pool_rows=own.pool_rows,
                 max_context_len=own.max_context_len,
             )
         )
     return tuple(found)
+
+
+def _in_bucket(first: Step, index: int, bucket: int, requests: tuple[Request, ...]) -> Step:
+    name = LAST_ROWS + ", padded" * (bucket > len(requests))
+    return replace(first, name=name, label=name, index=index, bucket=bucket, requests=requests, chunk_of=first)
+
+
+def captured_for_bits(schedules: Sequence[Schedule], declared: Capabilities) -> list[Schedule]:
+    """Schedules of an eager case-run that it captures after its eager steps, to compare bits: those of last rows, and
+    the extend itself, if their modes are declared for graphs. None without last rows, and none of a very large batch.
+    """
+    rows = [each for each in schedules if each.steps[0].name == LAST_ROWS and each.steps[0].bs <= _MOST_CAPTURED]
+    return [each for each in (schedules[0], *rows) if rows and each.case.mode in declared.graph]
+
+
+def replayed_for_bits(schedule: Schedule) -> tuple[Step, ...]:
+    """Steps of a schedule ``captured_for_bits`` that are replayed: those that have last rows, or the extend's own."""
+    return schedule.steps if schedule.steps[0].name == LAST_ROWS else schedule.steps[:1]

@@ -228,7 +228,7 @@ def draw(pattern: str, q: _Shape, k: _Shape, v: _Shape, rng: np.random.Generator
 def marked_keys(length: int, dim: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
     """The key that each channel carries in ``one_hot`` data: [min(length, dim)] key indices."""
     if length <= dim:
-        return np.roll(np.arange(length), -int(rng.integers(0, length)))
+        return np.roll(np.arange(length), -int(rng.integers(0, max(length, 1))))
     tail, front = np.arange(length - dim // 2, length), np.arange(dim // 4)
     rest = rng.permutation(np.arange(dim // 4, length - dim // 2))[: dim - len(tail) - len(front)]
     return np.concatenate([front, rest, tail])

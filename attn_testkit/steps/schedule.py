@@ -72,6 +72,15 @@ class Request:
     """Bidirectional spans: first and last position of each, both included."""
     copies: Ints = field(default_factory=lambda: np.zeros((0, 0), np.int64))
     """Draft-decode: [K - 1, n] int64, slots that hold the prefix's last n tokens again, for a branch each."""
+    encoder_len: int = 0
+    """First keys of the prefix that are those of an encoder, which only cross-attention layers see."""
+    stores_encoder: bool = False
+    """True if this step stores them: they are not in the pool before it."""
+
+    @property
+    def decoder_prefix(self) -> int:
+        """Tokens of the decoder before this step."""
+        return self.prefix - self.encoder_len
 
     @property
     def table_slots(self) -> Ints:
@@ -263,7 +272,16 @@ class Schedule:
     @property
     def most_rows(self) -> int:
         """Rows of the largest step, all forwards together."""
-        return self.most_requests * self.case.width
+        # Encoder keys that a step stores lie in the same tables as its rows.
+        return self.most_requests * (self.case.width + self.max_encoder_len)
+
+    @property
+    def max_encoder_len(self) -> int:
+        """Most encoder keys of a request; 0 without cross-attention layers."""
+        if not self.case.encoder_len:
+            return 0
+        steps = (*self.steps, self.second, self.oversized)
+        return max(request.encoder_len for step in steps for request in step.requests)
 
     def runs_eagerly(self, step: Step, declared: Capabilities) -> bool:
         """True if an eager run follows the replay of a step, on a backend with these capabilities."""
@@ -397,18 +415,21 @@ def _build_step(
     lens = lens_of(case, replace(plan, new=news))
     shared = _shared_pages(case, plan.prefixes)
     layout = plan.layout or layout_at(case, index)
-    pages = _pages_for(layout, [-(-n // page) for n in lens], num_pages, rng, shared, case.digest)
+    encoders = plan.encoder_lens or (0,) * count
+    pages = _pages_for(layout, _page_counts(case, lens, encoders), num_pages, rng, shared, case.digest)
     pool_rows = rng.permutation(rows)[:count] + 1
     requests = tuple(
         Request(
             prefix,
             new,
             int(pool_rows[i]),
-            (pages[i][:, None] * page + np.arange(page)).reshape(-1)[: lens[i]],
+            _slots_in(pages[i], page, lens[i], encoders[i]),
             trees[i],
             accepted[i],
             shared[i] * page,
             spans=spans_in(case, index + i, prefix, new, seed + i),
+            encoder_len=encoders[i],
+            stores_encoder=case.mode is ForwardMode.EXTEND and 0 < encoders[i] == prefix,
         )
         for i, (prefix, new) in enumerate(zip(plan.prefixes, news, strict=True))
     )
@@ -418,6 +439,19 @@ def _build_step(
     return Step(f"step {index}", index, plan.label, plan.bucket, requests, table, seed, eager_too=plan.eager_too,
                 layout=layout, padding=plan.padding or padding_at(case, index),
                 data=plan.data or data_at(case, index))  # fmt: skip
+
+
+def _page_counts(case: Case, lens: Sequence[int], encoder_lens: Sequence[int]) -> list[int]:
+    """Pages of each request. Encoder keys and those of the decoder lie in pages of their own."""
+    page = case.page_size
+    return [-(-first // page) - (first - length) // page for length, first in zip(lens, encoder_lens, strict=True)]
+
+
+def _slots_in(pages: Ints, page: int, length: int, encoder_len: int) -> Ints:
+    """[length] int64: slots of a request's keys in its pages."""
+    slots = (pages[:, None] * page + np.arange(page)).reshape(-1)
+    first = -(-encoder_len // page) * page
+    return np.concatenate([slots[:encoder_len], slots[first : first + length - encoder_len]])
 
 
 def branched(request: Request, draft: Draft, page: int) -> Request:
@@ -507,14 +541,24 @@ def _after_prompts(case: Case, step: Step, sizes: tuple[int, int, int, int]) -> 
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
     label = _SECOND.values[case.derived(_SECOND.name)].words
-    if label == _SECOND.values[0].words:
+    if label == _SECOND.values[0].words or case.encoder_len:
         own = steps[0].requests
         new = tuple(request.new for request in own) if case.mode is ForwardMode.EXTEND else ()
-        alike = Plan(label, steps[0].bucket, tuple(request.prefix for request in own), rotated=0, new=new)
+        prefixes, encoders = tuple(request.prefix for request in own), ()
+        if case.encoder_len:
+            encoders = _other_encoders([request.encoder_len for request in own])
+            prefixes = tuple(each.decoder_prefix + more for each, more in zip(own, encoders, strict=True))
+        alike = Plan(label, steps[0].bucket, prefixes, rotated=0, new=new, encoder_lens=encoders)
         return _build_step(case, len(steps), alike, sizes, steps[0])
     # Equal lengths have no other order, and "same lengths, other requests" is then the same thing.
     by_label = {step.label: step for step in steps}
     return by_label.get(label, by_label[_SAME_LENGTHS])
+
+
+def _other_encoders(lens: Sequence[int]) -> tuple[int, ...]:
+    """Return the same encoders with other requests; of several, one has none, which only eager steps may have."""
+    turned = [*lens[1:], lens[0]]
+    return (*turned[:-1], 0) if len(turned) > 1 else tuple(turned)
 
 
 def make_schedule(case: Case, numerics: Numerics = MODEL) -> Schedule:
@@ -528,9 +572,10 @@ def make_schedule(case: Case, numerics: Numerics = MODEL) -> Schedule:
 def _made(case: Case, numerics: Numerics) -> Schedule:
     rng = np.random.default_rng(case.digest)
     buckets, plans = make_plans(case, rng)
-    page = case.page_size
     ctx = context_len_of(case, plans)
-    most = max(sum(-(-length // page) for length in lens_of(case, plan)) for plan in plans)
+    most = max(
+        sum(_page_counts(case, lens_of(case, plan), plan.encoder_lens or (0,) * len(plan.prefixes))) for plan in plans
+    )
     num_pages = most + max(3, most // 4)
     rows = len(plans[-1].prefixes) + 3
     depth = _depth(case)
@@ -546,7 +591,7 @@ def _made(case: Case, numerics: Numerics) -> Schedule:
     if continues:
         steps = [_after_prompts(case, step, sizes) for step in steps]
     *replays, last = steps
-    stored = case.state is None and case.derived("second-step-stored") == 1
+    stored = case.state is None and not case.encoder_len and case.derived("second-step-stored") == 1
     other_strides = case.derived("second-step-memory") == 1
     second = replace(_second(case, steps, sizes), name="second", stored=stored, other_strides=other_strides)
     if case.state is not None and case.tree is not None and second.follows is None:

@@ -15,7 +15,9 @@ def came_later(case: Case) -> bool:
     local = case.local_chunk > 0
     biased = case.alibi or case.qq_bias != "none"
     spans = case.spans is not None
+    cross = case.encoder_len > 0
     loop = case.tree is not None and case.rounds > 0
+    without_rows = 0 in case.new
     alone = not any(case.prefixes) or case.prefixes == (3,)
     return (
         numbers
@@ -29,5 +31,7 @@ def came_later(case: Case) -> bool:
         or local
         or biased
         or spans
+        or cross
         or loop
+        or without_rows
     )

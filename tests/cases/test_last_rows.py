@@ -9,7 +9,7 @@ from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import ForwardMode
 from attn_testkit.steps.data import make_layers, make_step_data
-from attn_testkit.steps.last_rows import has_last_rows, last_rows_of
+from attn_testkit.steps.last_rows import captured_for_bits, has_last_rows, last_rows_of, replayed_for_bits
 from attn_testkit.steps.schedule import make_schedule
 
 CASE = "extend-gqa2x2-d32-fp32-p4-k5.9.0-n8a2.3.8-shuffled-gauss-w4-b3prod"
@@ -24,7 +24,9 @@ def test_last_rows_have_the_numbers_and_the_keys_that_they_have_in_extend() -> N
     width = min(4, *(request.new for request in first.requests))
     assert [each.case.mode for each in (decode, verify)] == [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY]
     for other, count in ((decode, 1), (verify, width)):
-        (step,) = other.steps
+        step, padded = other.steps
+        assert padded.requests is step.requests
+        assert (step.bs, step.bucket, padded.bucket, other.buckets) == (3, 3, 4, (4, 3))
         found, start = make_step_data(other, step), 0
         for index, request in enumerate(first.requests):
             start += request.new
@@ -64,11 +66,14 @@ def test_last_rows_are_of_modes_that_are_declared_and_attend_the_same_numbers() 
         return [str(each.case.mode) for each in last_rows_of(schedule, declared)]  # type: ignore[arg-type]
 
     assert modes(own, TorchNativeBackend.capabilities) == []
-    assert modes(own, DECLARED.with_changes(eager={"extend", "target-verify"})) == ["target-verify"]
+    assert modes(own, DECLARED.with_changes(eager={"extend", "target-verify"}, graph=())) == ["target-verify"]
+    assert modes(own, DECLARED.with_changes(eager={"extend"}, graph={"decode"})) == ["decode"]
     assert modes(own, DECLARED.with_changes(max_topk=0, eager={"extend", "decode"}, graph=())) == ["decode"]
     assert modes(own, given) == ["decode", "target-verify"], "nothing is rounded to FP8"
     assert modes(fp8, given) == []
-    assert modes(fp8, given.with_changes(new_rows_as_given={"extend", "decode"})) == ["decode"]
+    both = given.with_changes(new_rows_as_given={"extend", "decode"})
+    assert modes(fp8, both) == [], "a decode has its own row as given, and an extend all rows of its step"
+    assert modes(fp8, DECLARED) == ["decode", "target-verify"]
 
 
 def test_no_more_rows_are_cut_from_a_request_than_it_has_where_live_requests_fill_the_bucket() -> None:
@@ -79,3 +84,29 @@ def test_no_more_rows_are_cut_from_a_request_than_it_has_where_live_requests_fil
         for cut, whole in zip(other.steps[0].requests, requests, strict=True):
             assert cut.new <= whole.new
             assert cut.prefix >= whole.prefix
+
+
+def test_a_bucket_that_live_requests_fill_is_the_only_one() -> None:
+    own = make_schedule(parse_case("extend-gqa2x2-d64-fp32-p16-k33-n9a9-shared-one_hot-layers2from5-b4small"))
+    for other in last_rows_of(own, DECLARED):
+        assert [(step.name, step.bucket) for step in other.steps] == [("last rows", own.steps[0].bs)]
+        assert other.buckets == (own.steps[0].bs,)
+
+
+def test_last_rows_of_modes_with_graphs_are_replayed_and_the_extend_with_them() -> None:
+    own = make_schedule(parse_case(CASE))
+    rows = last_rows_of(own, DECLARED)
+    decode, verify = rows
+    assert captured_for_bits([own, *rows], DECLARED.with_changes(graph={"decode", "target-verify"})) == [decode, verify]
+    assert captured_for_bits([own, *rows], DECLARED.with_changes(graph={"extend", "decode"})) == [own, decode]
+    assert captured_for_bits([own, *rows], DECLARED.with_changes(graph=())) == []
+    assert captured_for_bits([own], DECLARED.with_changes(graph={"extend"})) == [], "there is nothing to compare"
+    assert replayed_for_bits(decode) == decode.steps
+    assert replayed_for_bits(own) == own.steps[:1]
+
+
+@pytest.mark.parametrize(("count", "captured"), [(128, True), (129, False)])
+def test_last_rows_of_a_very_large_batch_are_not_captured(count: int, captured: bool) -> None:
+    own = make_schedule(parse_case(f"extend-gqa2x2-d32-fp32-p4-k5x{count}-n1a1x{count}-shuffled-gauss-b{count}prod"))
+    (decode,) = last_rows_of(own, DECLARED)
+    assert captured_for_bits([own, decode], DECLARED.with_changes(graph={"decode"})) == [decode] * captured

@@ -202,6 +202,17 @@ def test_what_a_case_cannot_show_is_not_listed_either_way() -> None:
     assert "padding-inert" in evaluated(EXACT, GRAPH, Stage.COMPLETED, (), ALONE)[0]
 
 
+def test_a_check_that_had_nothing_to_compare_with_was_not_evaluated() -> None:
+    done, missing = evaluated(EXACT, EAGER, Stage.COMPLETED, (), None, ("mode-invariant",))
+    assert (set(missing), "mode-invariant" in done) == ({"mode-invariant"}, False)
+    assert "mode-invariant" in evaluated(EXACT, EAGER, Stage.COMPLETED, ())[0]
+    assert (
+        "mode-invariant" in evaluated(EXACT, EAGER, Stage.COMPLETED, {"mode-invariant"}, None, ("mode-invariant",))[0]
+    )
+    never = evaluated(CAPABILITIES, EAGER, Stage.COMPLETED, (), None, ("mode-invariant",))
+    assert "mode-invariant" not in sum(never, ()), "it is not declared"
+
+
 def test_ids_come_in_reading_order() -> None:
     order = list(CHECKS)
     for ids in evaluated(EXACT, GRAPH, Stage.CAPTURED, {"finite"}):

@@ -77,6 +77,13 @@ def test_the_last_rows_of_an_extend_have_the_bits_of_another_mode(layer: int, ro
     expected, mine = expected_zeros(own), expected_zeros(decode)
     out = zeros_like(expected)
     out[layer, row] = -0.0
-    found = mode_invariant(observation(own, expected, out), observation(decode, mine))
+    step = decode.steps[0]
+    found = mode_invariant(observation(own, expected, out), observation(decode, mine, step=step))
     assert [each.headline.split(" gives")[0] for each in found] == ([] if named is None else [f"request {named}"])
     assert all(each.where.startswith(f"layer {layer}: ") for each in found)
+    replayed = mode_invariant(observation(own, expected, out), observation(decode, mine, step=step, replay=True))
+    for each, other in zip(found, replayed, strict=True):
+        assert "other bits in decode than" in each.headline
+        assert "in one of the modes" in each.hint
+        assert "other bits in a replay of decode in bucket 2 than" in other.headline
+        assert "at capture" in other.hint

@@ -37,6 +37,7 @@ LATER = {
     ("server", "instances_run_at_once"),
     ("server", "takes_rewritten_table"),
     ("server", "takes_unused_scales"),
+    ("server", "takes_requests_without_rows"),
     ("windows", "chunked"),
 }
 """Fields of records that ``Capabilities`` never had itself."""

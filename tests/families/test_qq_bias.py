@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from attn_testkit.runner_modes.harness import context_for
+from attn_testkit.runner_modes.pool_address import pools_anywhere
 from attn_testkit.runner_modes.query_bias import (
     bias_of_rows,
     bias_stride,
@@ -46,8 +47,8 @@ def case_of(text: str) -> Case:
 
 
 def context(case: Case) -> BackendContext:
-    schedule = make_schedule(case)
-    return context_for([schedule], CPU, make_layers(case))
+    with pools_anywhere():
+        return context_for([make_schedule(case)], CPU, make_layers(case))
 
 
 @pytest.mark.parametrize("case_id", CASES)

@@ -222,6 +222,17 @@ class RoundsDecodeDown(MinimalBackend):
         return (out * (1 + 2**-8 * (plan.max_q_len > 1))).to(q.dtype)
 
 
+class RoundsReplaysOfDecode(MinimalBackend):
+    """Decode has the bits of extend in eager mode, and those of another rounding in large buckets of its graph."""
+
+    capabilities = ALL.with_changes(mode_invariant=True, eager={"decode", "extend"}, graph={"decode"}, max_topk=0)
+
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
+        out = super().run(q, kv, plan).float()
+        in_graph = plan.max_q_len == 1 and torch.cuda.is_current_stream_capturing()
+        return (out * (1 + 2**-8 * (in_graph and len(plan.kv_lens) > 2))).to(q.dtype)
+
+
 class StatisticsOverTheWholeBatch(_Decode):
     """vLLM #57094: one scale for all rows, padding included."""
 

@@ -38,6 +38,7 @@ BROKEN = [
     ("SumsInAnyOrder", "eager", FAST, "repeatable", "other bits the second time"),
     ("RoundsByBatchSize", "eager", FAST, "batch-invariant", "other bits by itself"),
     ("RoundsDecodeDown", "eager", PROMPT, "mode-invariant", "other bits in decode than the same rows"),
+    ("RoundsReplaysOfDecode", "eager", PROMPT, "mode-invariant", "other bits in a replay of decode in bucket 4 than"),
     ("WritesPaddingToTheLastSlot", "graph", FAST, "writes-own-kv", "a slot that no live request owns was written"),
     ("ReadsHostLengths", "graph", FAST, "no-host-lengths", "NoneType"),
     ("WaitsForTheDeviceWhilePlanning", "graph", FAST, "no-host-lengths", "waits for the device"),

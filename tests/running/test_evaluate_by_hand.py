@@ -461,3 +461,44 @@ def test_backends_that_round_alike_share_a_schedule() -> None:
     assert schedule_for(fp8, declared) is not schedule_for(fp8, rounds)
     assert schedule_for(fp8, rounds).matmul_dtype == "fp8_e4m3"
     assert schedule_for(fp8, declared).matmul_dtype == "model"
+
+
+PROMPTS = "extend-gqa2x2-d32-fp32-p4-k3.9.6-n4a2.4.3-shuffled-gauss-b4prod"
+
+
+class ModeInvariantInGraphs(TorchNativeBackend):
+    capabilities = TorchNativeBackend.capabilities.with_changes(
+        mode_invariant=True, eager={"extend", "decode"}, graph={"extend", "decode"}, max_topk=0
+    )
+
+
+class ModeInvariantAlone(TorchNativeBackend):
+    capabilities = TorchNativeBackend.capabilities.with_changes(mode_invariant=True, eager={"extend"}, graph=())
+
+
+def evaluated_prompts(backend: type[TorchNativeBackend], left_out: Callable[[StepRecord], bool]) -> CaseResult:
+    worker = LocalWorker(candidate_for(backend, in_process=True), "cpu")
+    request = Request((SPEC,), executions=("eager",), device="cpu", cases=(PROMPTS,))
+    made = plan_run(request, lambda _: backend.capabilities)
+
+    def run(asked: RunCase | Rerun) -> RunRecord:
+        record = worker.drive(asked)
+        if not isinstance(asked, RunCase) or asked.execution is not EAGER:
+            return record
+        return replace(record, records=tuple(each for each in record.records if not left_out(each)))
+
+    item = replace(made.items[0], probe=False)
+    return evaluate_item(run, worker.described, made, CaseRun(item, parse_case(PROMPTS), EAGER))
+
+
+def test_a_replay_of_last_rows_or_of_the_extend_that_is_missing_fails() -> None:
+    for name in ("last rows", "last rows, padded", "step 0"):
+        result = evaluated_prompts(ModeInvariantInGraphs, lambda each, name=name: each.replay and each.step == name)
+        assert result.status is Status.FAILED
+        assert result.findings[0].headline == f"1 expected steps did not run: replay of {name}"
+
+
+def test_equal_bits_are_untested_if_there_is_no_other_mode() -> None:
+    result = evaluated_prompts(ModeInvariantAlone, lambda each: False)
+    assert (result.status, "mode-invariant" in result.checks) == (Status.PASSED, False)
+    assert result.not_evaluated == ("mode-invariant",)

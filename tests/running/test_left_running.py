@@ -131,6 +131,8 @@ def test_a_child_that_ends_while_it_is_looked_at_hides_no_other(monkeypatch: pyt
         return read(file)
 
     try:
+        while not all(Path(f"/proc/{child.pid}/cmdline").read_bytes() for child in children):
+            time.sleep(0.01)  # a process has its command line a moment after it has begun
         monkeypatch.setattr(Path, "read_bytes", gone)
         assert children[1].pid in left_running._children()
         assert children[0].pid not in left_running._children()

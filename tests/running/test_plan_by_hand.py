@@ -124,6 +124,23 @@ def test_modes_of_graphs_alone_are_said_not_to_be_held_against_eager_runs() -> N
     assert said(modes=("extend",)) == said(executions=("eager",)) == []
 
 
+def test_modes_whose_rows_no_extend_is_compared_with_are_not_covered() -> None:
+    def said(eager: set[str], graph: set[str], promised: bool = True, **fields: object) -> list[str]:
+        declared = CAPABILITIES.with_changes(eager=eager, graph=graph, mode_invariant=promised)
+        (phrases,) = planned(declared=declared, tier="smoke", **fields).header.not_covered.values()
+        return [phrase for phrase in phrases if "mode_invariant" in phrase]
+
+    both = "mode_invariant: equal bits of rows of extend and of decode, target-verify"
+    assert said({"extend", "decode", "target-verify"}, set()) == []
+    assert said({"extend"}, {"decode", "target-verify"}) == [], "they are replayed"
+    assert said({"decode", "target-verify"}, {"extend", "decode"}) == [both], "extend has to be eager"
+    assert said({"extend", "decode", "target-verify"}, set(), modes=("decode",)) == [both]
+    one = "mode_invariant: equal bits of rows of extend and of decode"
+    assert said({"extend", "decode"}, set(), executions=("graph",)) == [one]
+    assert said({"decode"}, set(), promised=False) == []
+    assert said({"decode"}, set()) == [one]
+
+
 def test_what_cannot_run_here_is_a_row_with_the_reason() -> None:
     declared = CAPABILITIES.with_changes(requires=Requires(packages=("no-such-package>=1",)))
     found = planned(declared=declared, modes=("decode",))

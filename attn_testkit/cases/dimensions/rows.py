@@ -305,13 +305,19 @@ ROWS = Dimension(
             lambda case: f"n{case.width}a{numbers_word(case.new)}" if case.new else "",
             bounds=(
                 Bound("rows of a request", 1, 1 << 20),
-                Bound("tokens of each request", 1, 1 << 20, 2, most_listed=MOST_REQUESTS, most_together=1 << 24),
+                Bound("tokens of each request", 0, 1 << 20, 2, most_listed=MOST_REQUESTS, most_together=1 << 24),
             ),
         ),
     ),
     describe=_phrases,
     declared=(
         Asked(lambda case: "as many rows of a request", _declared),
+        Asked(
+            lambda case: "requests without rows in extend",
+            lambda declared, case: (
+                0 not in case.new or case.mode is not ForwardMode.EXTEND or declared.server.takes_requests_without_rows
+            ),
+        ),
         Asked(
             lambda case: f"a tree with {case.topk} children of a node",
             lambda declared, case: case.topk <= declared.max_topk,

@@ -79,7 +79,7 @@ def _not_causal(declared: Capabilities, context: BackendContext) -> tuple[str, B
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
-    return [{"causal": variant_of(case).causal}] * case.layers.count
+    return [{} if variant_of(case).causal else {"causal": False}] * case.layers.count
 
 
 SERVER_VARIANT = Dimension(

@@ -115,7 +115,7 @@ def _uneven_in_eager(e: Evidence) -> str:
     """The wrong rows are exactly those that a uniform stride gets wrong."""
     counts = [r.new for r in e.step.requests]
     strides = dict.fromkeys((e.schedule.case.width, counts[0], sum(counts) // len(counts), max(counts)))
-    stride = next((n for n in strides if e.rows in _wrong_under(n, counts)), None)
+    stride = next((n for n in strides if n and e.rows in _wrong_under(n, counts)), None)
     # If all rows are wrong, that does not prove a stride; the tokens that one of them attended to must.
     attended = e.attended
     if e.computes_nan and e.rows == [row for row, (of, *_) in enumerate(places_of(counts)) if of in e.wrong]:

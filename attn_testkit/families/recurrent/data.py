@@ -482,6 +482,9 @@ def _gates(layer: StateLayer, data: str, new: int, wide: int, rng: np.random.Gen
 
 def _exact(layer: StateLayer, new: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:
     """Numbers of ``unit_keys``. A query is the key of an earlier row, or where values are overwritten a sum of two."""
+    if not new:
+        one = _exact(layer, 1, rng)
+        return {name: rows if name in ("state", "window") else rows[:0] for name, rows in one.items()}
     heads, dim, values = layer.k_heads, layer.k_dim, layer.v_heads * layer.v_dim
     summed = layer.kind in ("mamba", "lightning")
     keys = np.concatenate([rng.permuted(np.tile(np.arange(dim), (heads, 1)), axis=1).T for _ in range(-(-new // dim))])[

@@ -41,11 +41,14 @@ class Attention:
 
 
 def seen_in(visible: torch.Tensor, data: StepData, layer: AttentionLayer) -> torch.Tensor:
-    """Narrow [B, Tmax, S] bool visibility to the keys in the window of a layer, or in the chunk of each row; in a layer
-    without bidirectional spans, if others have them, to those that are not later.
+    """Narrow [B, Tmax, S] bool visibility to the keys that rows of a layer see: those in its window, or in the chunk of
+    each row; those of the encoder in a cross-attention layer; in a layer without bidirectional spans, if others have
+    them, those that are not later.
     """
     if data.spans and not layer.bidirectional_spans:
         visible = visible & (data.key_positions[:, None, :] <= data.query_positions[:, :, None])
+    if data.encoder:
+        visible = data.encoder.seen(visible, layer)
     chunk = layer.attention_chunk_size
     if not chunk:
         return windowed(visible, data, layer.sliding_window_size)
@@ -135,6 +138,7 @@ def _part(data: StepData, visible: torch.Tensor, request: int) -> StepData:
         stored_values=None if data.stored_values is None else data.stored_values[:, one, keys],
         visible=visible[one, :, keys],
         allowed=None if data.allowed is None else data.allowed[:, one, :, keys],
+        encoder=data.encoder and data.encoder.part((request,)),
         key_positions=data.key_positions[one, keys],
         query_positions=data.query_positions[one],
         row_request=torch.zeros_like(data.row_request[rows]),
@@ -188,7 +192,7 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         rows = by_head.view(grouped).permute(0, 1, 4, 2, 3, 5)
         if padded:
             rows = rows[:, data.row_request, data.row_offset]
-        return rows.reshape(num_layers, tokens, num_q_heads, -1)
+        return rows.reshape(num_layers, tokens, num_q_heads, rows.shape[-1])
 
     # [L, B, Hk, G * Tmax, D] and [L, B, Hk, S, D]: one matrix product for each KV head of each request.
     rows, keys = _by_kv_head(data, data.q, bs, widest, kv_heads), _of_heads(data, data.stored_keys, 0)
@@ -217,7 +221,8 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
         off = off.view(grouped).mul_(scaling).masked_fill_(~seen, 0.0)
         logit_error = packed(off.amax(-1, keepdim=True).flatten(3, 4))
     logits.masked_fill_(~seen, -torch.inf)
-    weights, total, top, lse = _softmax(logits, _sinks(layers, num_q_heads, kv_heads), data.allowed is not None)
+    may_see_none = data.allowed is not None or data.encoder is not None
+    weights, total, top, lse = _softmax(logits, _sinks(layers, num_q_heads, kv_heads), may_see_none)
     p = weights.flatten(3, 4)
     if data.stored_values is None:
         values = keys[..., : data.v.shape[-1]]
@@ -271,7 +276,7 @@ def _qq_bias(data: StepData, bias: torch.Tensor, visible: torch.Tensor) -> torch
 
 
 def _softmax(
-    logits: torch.Tensor, sinks: torch.Tensor | None, selected: bool
+    logits: torch.Tensor, sinks: torch.Tensor | None, may_see_none: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Weights, in the memory of ``logits``, and the sum, the largest logit and the log-sum-exp of each row."""
     top = logits.amax(-1, keepdim=True)
@@ -283,8 +288,9 @@ def _softmax(
     if sinks is not None:
         total = total + torch.exp(sinks - top)
     lse = top + total.log()
-    if selected:
-        # A row that selects no key has weights of 0, and not of 0 / 0, in a layer without sinks.
+    if may_see_none:
+        # A row that selects no key, or whose request has no encoder, has weights of 0, and not of 0 / 0, in a layer
+        # without sinks.
         total = total.masked_fill_(total == 0, 1.0)
     return weights.div_(total), total, top, lse
 
@@ -326,7 +332,10 @@ def _by_kv_head(data: StepData, rows: torch.Tensor, bs: int, widest: int, kv_hea
 
 def _seen(data: StepData, visible: torch.Tensor, layers: Sequence[AttentionLayer]) -> torch.Tensor:
     """[L or 1, B, 1, 1, Tmax, S] bool: who may see whom, windows included."""
-    kinds = {(layer.sliding_window_size, layer.attention_chunk_size, layer.bidirectional_spans) for layer in layers}
+    kinds = {
+        (each.sliding_window_size, each.attention_chunk_size, each.bidirectional_spans, each.is_cross_attention)
+        for each in layers
+    }
     seen = [seen_in(visible, data, layer) for layer in (layers if len(kinds) > 1 else layers[:1])]
     every = torch.stack(seen)
     if data.allowed is not None:

@@ -33,7 +33,13 @@ def _held(
     schedule: Schedule, step: Step, data: StepData, *, after: bool, unowned: float = math.nan
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint8]]:
     """Stored keys and values of live requests: all of them may be read."""
-    return stored_kv(schedule, step, data, after=after)
+    return stored_kv(schedule, step, data, after=after, unowned=unowned)
+
+
+def _due(data: StepData) -> npt.NDArray[np.int64]:
+    """Slots of the new rows, and of encoder keys that the step stores."""
+    slots: npt.NDArray[np.int64] = data.out_cache_loc.numpy()
+    return slots if data.encoder is None else np.concatenate([slots, data.encoder.slots.numpy()])
 
 
 def _stored(data: StepData) -> Stored:
@@ -41,4 +47,4 @@ def _stored(data: StepData) -> Stored:
     return Stored(*new_kv(data))
 
 
-KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored)
+KV_POOL = Memory(watch=_watch, held=_held, image=pool_image, stored=_stored, due=_due)

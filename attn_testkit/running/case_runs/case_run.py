@@ -29,7 +29,7 @@ from ...runner_modes.co_resident import EagerCoResident
 from ...runner_modes.compiling import compiles_once
 from ...runner_modes.eager import eager_by_turns, run_eager
 from ...runner_modes.errors import NoRoomError, RunError, out_of_memory
-from ...runner_modes.graphs import GraphRun, run_graphs
+from ...runner_modes.graphs import GraphRun, replay_once, run_graphs
 from ...runner_modes.greedy_loop import run_loop
 from ...runner_modes.harness import ServerHarness, what_alternates
 from ...runner_modes.hook_answers import kernels_of
@@ -40,7 +40,7 @@ from ...runner_modes.verify_loop import run_verify_loop
 from ...steps.data import DTYPES
 from ...steps.greedy_loop import Loop, loop_modes, make_loop
 from ...steps.kv_groups import pages_in_pool
-from ...steps.last_rows import last_rows_of
+from ...steps.last_rows import captured_for_bits, last_rows_of, replayed_for_bits
 from ...steps.numerics import numerics_of
 from ...steps.schedule import Schedule, Step, make_schedule, only, part
 from ...steps.verify_loop import VerifyLoop, make_verify_loop, verify_loop_runs
@@ -95,24 +95,28 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
     cases += narrower(case)
     own = [schedule_for(each, declared) for each in cases]
     if execution is Execution.EAGER:
-        here = {mode for mode in declared.eager if not missing_here(declared, environment, mode)}
+        here = {mode for mode in declared.eager | declared.graph if not missing_here(declared, environment, mode)}
         own += [each for each in last_rows_of(own[0], declared) if each.case.mode in here]
     return own
 
 
 def request_to_isolate(case: Case, step: Step) -> int:
     """Mostly the second longest: long enough to be split, and not the one whose length sets the batch's maximum."""
-    by_length = sorted(range(step.bs), key=lambda i: -len(step.requests[i].slots))
-    return (by_length[1], by_length[-1], 0, step.bs - 1)[case.derived("isolated-request")]
+    by_length = sorted(_with_rows(step), key=lambda i: -len(step.requests[i].slots))
+    return (by_length[:2][-1], by_length[-1], min(by_length), max(by_length))[case.derived("isolated-request")]
+
+
+def _with_rows(step: Step) -> list[int]:
+    return [index for index, request in enumerate(step.requests) if request.new]
 
 
 def with_other_requests(case: Case, step: Step) -> list[Step]:
-    """Every request of a step once more: one by itself, the others in twos, fours, eights and so on.
+    """Every request of a step that has rows once more: one by itself, the others in twos, fours, eights and so on.
 
     So most of them cross the batch size at which a backend changes its path (pegainfer #623: more than 32).
     """
     alone = request_to_isolate(case, step)
-    others, parts = [index for index in range(step.bs) if index != alone], [only(step, alone)]
+    others, parts = [index for index in _with_rows(step) if index != alone], [only(step, alone)]
     while others:
         most = 1 << len(parts)
         parts.append(part(step, others[:most]))
@@ -325,8 +329,9 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
         seen += [
             run_eager(harness, schedule, few, drive.clock, label=few.label) for few in with_other_requests(case, step)
         ]
-    if len(drive.schedules) > 1:
-        own, what = [(each, each.steps[0]) for each in drive.schedules], what_alternates(harness)
+    own = [(each, each.steps[0]) for each in drive.schedules if each.case.mode in declared.eager]
+    if len(own) > 1:
+        what = what_alternates(harness)
         seen += eager_by_turns(harness, own, drive.clock, (f"{what} in turn", f"{what} in turn, again"))
     drive.findings += compiles_once(harness, schedule, drive.clock)
     memory: Mapping[str, int] = dict(harness.memory.facts)
@@ -335,6 +340,10 @@ def _run_eager(backend_class: type[AttentionBackend], drive: _CaseRun, environme
             harness, drive.clock, partial(run_eager, harness, schedule, step, drive.clock)
         )
         drive.findings += unbounded
+    captured = captured_for_bits(drive.schedules, declared)
+    if captured:
+        steps = [(each, step) for each in captured for step in replayed_for_bits(each)]
+        seen += replay_once(harness, captured, steps, drive.clock)
     with drive.clock.phase("setup"):
         drive.findings += refuses_undeclared(backend_class, schedule, harness.context, declared)
     return RunRecord(records=drive.records(seen), memory=memory)

@@ -26,6 +26,9 @@ from ...results.finding import Finding
 from ...results.names import NO_CASE
 from ...results.run_header import RunHeader, Selection
 from ...results.texts import readable
+from ...steps.last_rows import has_last_rows, last_rows_of
+from ...steps.numerics import numerics_of
+from ...steps.schedule import make_schedule
 from ..hygiene.vendor_packages import NOT_HERE
 from .candidate import Candidate
 from .narrow import not_declared_here
@@ -94,7 +97,8 @@ def plan_run(
         if not request.cases:
             own = [case for _, case in items[first:]]
             values = describe_not_covered(declared, list(dict.fromkeys(case.mode for case in own)), own)
-            not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]))
+            bits = _rows_not_compared(declared, items[first:])
+            not_covered[candidate.spec] = (*values, *_without_eager(declared, items[first:]), *bits)
     _refuse_unmatched(request, matched, plans_nothing=not items and not preset)
     failed = sum(row.status is Status.FAILED for row in preset)
     selection = selection_of(request, [item for item, _ in items], whole, failed)
@@ -158,6 +162,18 @@ def _without_eager(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -
     return (f"replays against eager runs ({modes}: declared only in graphs)",) if modes else ()
 
 
+def _rows_not_compared(declared: Capabilities, items: Sequence[tuple[Item, Case]]) -> tuple[str, ...]:
+    """Modes whose rows no planned case compares with those of extend, although equal bits are declared, in words."""
+    if not declared.mode_invariant:
+        return ()
+    due = {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY} & (declared.eager | declared.graph)
+    for item, case in items:
+        if due and item.execution == Execution.EAGER and has_last_rows(case):
+            schedule = make_schedule(case, numerics_of(case, declared))
+            due -= {each.case.mode for each in last_rows_of(schedule, declared)}
+    return (f"mode_invariant: equal bits of rows of extend and of {', '.join(sorted(due))}",) if due else ()
+
+
 def _of_mode(
     spec: str,
     declared: Capabilities,
@@ -180,6 +196,9 @@ def _of_mode(
         _row(spec, mode, execution, Status.UNSUPPORTED, f"not declared: {lacking}", case_id)
         for case_id, lacking in refused.items()
     ]
+    if execution is Execution.GRAPH:
+        # SGLang captures prefills without an encoder (``prefill_cuda_graph_runner``), and vLLM runs them eagerly.
+        found = [case for case in found if not (case.encoder_len and mode is ForwardMode.EXTEND)]
     if environment.emulated:
         named = {case.id for case in exact}
         large = [case.id for case in found if case.id not in named and too_large_for_a_cpu(case)]

@@ -91,7 +91,7 @@ def _carry_out(code: str, kept: Sequence[int]) -> NoReturn:
         exec(code, {})
         status = 0
     except (SystemExit, EOFError):
-        # An end of file: whoever asked for a worker was ended before it had sent its files, as after ``-x``.
+        # An end of file: the process that asked for a worker ended before it had sent its files, as after ``-x``.
         status = 0
     except BaseException:
         traceback.print_exc()

@@ -23,6 +23,7 @@ _ALLOWED = {
     "attn_testkit.contract.spans": {"Spans"},
     "attn_testkit.contract.sparse": {"Indexer", "Sparse"},
     "attn_testkit.contract.state": {"State"},
+    "attn_testkit.contract.cross_attention": {"CrossAttention"},
     "attn_testkit.contract.windows": {"Windows"},
     "attn_testkit.results.finding": {"Finding"},
     "attn_testkit.runner_modes.messages": {"Described", "RunRecord", "StepRecord"},

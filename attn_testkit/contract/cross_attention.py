@@ -1,0 +1,44 @@
+"""Cross-attention layers of encoder-decoder models, and where the keys of the encoder lie."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass
+
+from .declared import Declared
+from .modes import ForwardMode
+
+__all__ = ["ENCODER_SLOTS", "CrossAttention"]
+
+ENCODER_SLOTS = ("first", "own_group")
+_MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})
+
+
+@dataclass(frozen=True)
+class CrossAttention(Declared):
+    """Cross-attention layers that a backend takes: ``CrossAttention(modes={"decode", "extend"})``.
+
+    A row of such a layer (``AttentionLayer.is_cross_attention``) sees all ``ForwardBatch.encoder_lens`` keys that the
+    encoder gave its request, and no other. The other layers see the keys of the decoder, which ``seq_lens`` counts.
+
+    The keys are stored once, in the extend that begins the request. There a cross-attention layer gets the ``k`` and
+    ``v`` of all encoder tokens of the step, [E, Hk, D], and ``ForwardBatch.encoder_out_cache_loc`` has their slots. In
+    every other step it gets None for both, and stores nothing.
+
+    Servers do so in decode and extend; a graph has no request without encoder keys, and extend runs eagerly.
+    """
+
+    modes: Set[ForwardMode] = frozenset()
+    """Modes, of decode and extend, in which layers may be cross-attention layers. By default in none."""
+    encoder_slots: Set[str] = frozenset({"first"})
+    """Places of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their slots in
+    the first ``encoder_lens`` columns, which are whole pages, and those of the decoder behind them. ``own_group``
+    (vLLM): cross-attention layers are a KV group with a pool and a request table of its own. Both tables begin with
+    column 0, and ``kv_groups`` is declared too."""
+
+    def __post_init__(self) -> None:
+        self._check_modes("modes")
+        self._check_words("encoder_slots", ENCODER_SLOTS)
+        others = sorted(self.modes - _MODES)
+        if others:
+            raise ValueError(f"CrossAttention.modes may hold only decode and extend, got {', '.join(others)}")
