@@ -120,7 +120,8 @@ def merge_reports(files: Sequence[tuple[str, Report]], *, missing: bool = False)
     if absent and not missing:
         have = ", ".join(str(shard.number) for shard in sorted(shards, key=lambda each: each.number))
         names = ", ".join(f"{number}/{count}" for number in absent)
-        raise UsageError(f"shard {names} is missing: there are {have} of {count}; --missing merges what there is")
+        what = f"shards {names} are missing" if len(absent) > 1 else f"shard {names} is missing"
+        raise UsageError(f"{what}: there are {have} of {count}; --missing merges what there is")
     by_number = sorted(files, key=lambda each: parse_shard(each[1].header.selection.shard).number)
     results = _joined(by_number)
     planned = sum(report.header.planned for _, report in files)

@@ -180,6 +180,7 @@ def test_a_missing_shard_is_refused_and_named_and_with_missing_the_verdict_is_in
     code, out, err = call("merge", "1.json", "3.json", "--json", "all.json")
     assert (code, out) == (4, "")
     assert err == ("attn-testkit: shard 2/3 is missing: there are 1, 3 of 3; --missing merges what there is\n")
+    assert "shards 2/3, 3/3 are missing: there are 1 of 3" in call("merge", "1.json")[2]
     code, out, _ = call("merge", "1.json", "3.json", "--missing", "--json", "all.json")
     assert code == 1
     assert out.splitlines()[-1].startswith("INCOMPLETE: ")
