@@ -23,7 +23,12 @@ class OfMode(IndexerParent):
         return self.mode == "extend"
 
 
-@bug("vllm #51318", "decode-mla16-d64r32-bf16-p16-k7x2-reversed-gauss-sel16-b2prod", execution="graph")
+@bug(
+    "vllm #51318",
+    "decode-mla16-d64r32-bf16-p16-k7x2-reversed-gauss-sel16-b2prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class PackedByActiveWidth(SparseParent):
     """A plan packs rows of indices as wide as the longest row is; the graph reads them with the width at capture."""
 
