@@ -99,7 +99,7 @@ class Child:
 
     def tell(self, message: object, seconds: float) -> None:
         """Ask, and have ``answer`` wait for what comes within ``seconds`` from now."""
-        # What it prints before it has started says why it does not, and may be there already.
+        # A process that cannot start prints why. The text may be there before the first question.
         if self._heard:
             self._mark = os.path.getsize(self._words)
         self.wait_for(seconds)
