@@ -205,31 +205,26 @@ def memory_peak() -> Iterator[Callable[[], int]]:
 
 
 _FOUR_GIB = 1 << 32
-_SHARE = 4
-"""A device gives memory for addresses only if so many times as much is free: other processes may share it."""
 
 
-def memory_across_4_gib(nbytes: int, below: int, device: torch.device) -> torch.Tensor | None:
+def memory_across_4_gib(nbytes: int, below: int) -> torch.Tensor | None:
     """Allocate [nbytes] uint8, uninitialized, whose first ``below`` bytes lie below a multiple of 4 GiB and the others
-    from it on. None if there is no room: the block around them has 4 GiB more.
+    from it on. None if there is no room: the block around them has 4 GiB more. None on a GPU, where such blocks would
+    take the memory of other processes.
 
-    The tensor has a storage of its own. On a host untouched pages of the block take no memory.
+    The tensor has a storage of its own. Untouched pages of the block take no memory.
     """
     if not is_active():
-        free, _ = torch.cuda.mem_get_info(device)
-        if free < _SHARE * (_FOUR_GIB + nbytes):
-            return None
+        return None
     try:
         with torch._C.DisableTorchFunction():
-            where = "cpu" if is_active() else device
-            block = torch.empty(_FOUR_GIB + nbytes, dtype=torch.uint8, device=where).untyped_storage()
+            block = torch.empty(_FOUR_GIB + nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
             first = -(block.data_ptr() + below) % _FOUR_GIB
             # A slice of a storage is a storage, which keeps the block alive.
             own = block[first : first + nbytes]
-            if is_active():
-                add_device_memory(own)
-            return torch.empty(0, dtype=torch.uint8, device=where).set_(own)  # type: ignore[call-overload, no-any-return]
-    except RuntimeError:  # no memory: a limit of addresses, or of the device
+            add_device_memory(own)
+            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(own)  # type: ignore[call-overload, no-any-return]
+    except RuntimeError:  # no memory: a limit of addresses
         return None
 
 

@@ -40,7 +40,8 @@ def allocate_for(case: Case, parts: int, *, cleared: bool = True) -> Callable[..
     """The function that allocates a pool, as ``torch.zeros`` or, unless ``cleared``, ``torch.empty`` does.
 
     With such an address the first piece of memory lies across a multiple of 4 GiB: in the middle of one of its
-    ``parts``, which have equal sizes, so that slots of that part lie on both sides. Without room, it is anywhere.
+    ``parts``, which have equal sizes, so that slots of that part lie on both sides. Without room, and on a GPU, it is
+    anywhere.
     """
     usual = torch.zeros if cleared else torch.empty
     quarter = case.derived("pool-address") if address_varies(case) and not _anywhere.get() else 0
@@ -53,7 +54,7 @@ def allocate_for(case: Case, parts: int, *, cleared: bool = True) -> Callable[..
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = math.prod(sizes) * dtype.itemsize
         below = int(nbytes * middle) // _ALIGNED * _ALIGNED
-        memory = None if made or not below else memory_across_4_gib(nbytes, below, device)
+        memory = None if made or not below else memory_across_4_gib(nbytes, below)
         if memory is None:
             return usual(sizes, dtype=dtype, device=device)
         made.append(memory)

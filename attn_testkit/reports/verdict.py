@@ -111,6 +111,7 @@ def _words(
         return "CUT SHORT", f"{text}{cut}{emulated}"
     if header.selection:
         passed = ", ".join([f"{counts[Status.PASSED]} passed", *besides]) if besides else "all passed"
+        passed = passed if runs else "since this shard has none"
         lacking = sum(bool(row.case) and row.status is Status.UNSUPPORTED for row in rows)
         undeclared = f"; {lacking} selected case-runs are not declared" if lacking else ""
         return _partial(header, runs, ran, passed, undeclared + emulated)

@@ -78,6 +78,13 @@ def test_everything_that_a_tier_plans_is_conformant_and_nothing_less():
     assert verdict(narrowed(whole, 49, "-k x"), rows(49)).startswith("PARTIAL: 49 of 50 planned case-runs ran, all")
 
 
+def test_an_empty_shard_does_not_say_that_anything_passed():
+    empty = replace(narrowed(HEADER, 0, "-k x", shard="3/8"), planned_in_all=10)
+    assert verdict(empty, []).startswith(
+        "SHARD 3/8: 0 of 388 planned case-runs ran, since this shard has none; tier core"
+    )
+
+
 def test_a_selection_of_a_selection_keeps_the_whole_and_names_both():
     twice = narrowed(HEADER, 10, "-k x", shard="3/8")
     assert (twice.planned, twice.selection.of, twice.selection.by) == (10, 388, ("mode decode", "-k x"))
