@@ -218,12 +218,13 @@ def memory_across_4_gib(nbytes: int, below: int) -> torch.Tensor | None:
         return None
     try:
         with torch._C.DisableTorchFunction():
-            block = torch.empty(_FOUR_GIB + nbytes, dtype=torch.uint8, device="cpu").untyped_storage()
+            # No tensor: what fills those without numbers would fill 4 GiB.
+            block = torch.UntypedStorage(_FOUR_GIB + nbytes)  # type: ignore[no-untyped-call]
             first = -(block.data_ptr() + below) % _FOUR_GIB
             # A slice of a storage is a storage, which keeps the block alive.
             own = block[first : first + nbytes]
             add_device_memory(own)
-            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(own)  # type: ignore[call-overload, no-any-return]
+            return torch.empty(0, dtype=torch.uint8, device="cpu").set_(own)
     except RuntimeError:  # no memory: a limit of addresses
         return None
 

@@ -36,6 +36,7 @@ from attn_testkit.contract import (
     AttentionLayer,
     BackendContext,
     Capabilities,
+    CrossAttention,
     ForwardBatch,
     Indexer,
     IndexPool,
@@ -162,7 +163,7 @@ def capabilities() -> str:
         *attribute_sections(Capabilities),
         *(
             line
-            for record in (Windows, Spans, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
+            for record in (Windows, Spans, CrossAttention, ServerConventions, LogSumExp, Sparse, Indexer, Requires)
             for line in _record(record, presets)
         ),
         "## Earlier names",

@@ -224,13 +224,14 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
             Value("other bucket, padded", 2),
             Value("more requests than any graph", 2),
         ),
+        lambda case: not case.encoder_len,
         execution=Execution.EAGER,
     ),
     DerivedParameter(
         "second-step-stored",
         "save_kv_cache of the second step",
         (Value("True"), Value("False: the pool holds the new keys and values, k and v are NaN")),
-        lambda case: case.state is None,
+        lambda case: case.state is None and not case.encoder_len,
         execution=Execution.EAGER,
     ),
     # State that is kept by shapes has the strides of the call that it was made for (flashinfer #4270).

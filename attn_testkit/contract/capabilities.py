@@ -274,11 +274,6 @@ class Capabilities(Declared):
         if self.sparse is not None:
             self._check_sparse()
         self._check_state()
-        if "own_group" in self.cross_attention.encoder_slots and not self.kv_groups:
-            raise ValueError(
-                "Capabilities declare encoder_slots 'own_group' without kv_groups, and these are two KV groups; write "
-                "kv_groups=True, or leave 'own_group' out"
-            )
         self._check_requirements()
         if ForwardMode.TARGET_VERIFY in self.eager | self.graph and not self.max_topk:
             raise ValueError(

@@ -34,7 +34,7 @@ class CrossAttention(Declared):
     """Places of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their slots in
     the first ``encoder_lens`` columns, which are whole pages, and those of the decoder behind them. ``own_group``
     (vLLM): cross-attention layers are a KV group with a pool and a request table of its own. Both tables begin with
-    column 0, and ``kv_groups`` is declared too."""
+    column 0. It counts only with ``kv_groups``."""
 
     def __post_init__(self) -> None:
         self._check_modes("modes")

@@ -540,8 +540,8 @@ def _after_prompts(case: Case, step: Step, sizes: tuple[int, int, int, int]) -> 
 
 def _second(case: Case, steps: Sequence[Step], sizes: tuple[int, int, int, int]) -> Step:
     """One of the steps after the first, or one that has the first one's lengths and nothing else of it."""
-    label = _SECOND.values[case.derived(_SECOND.name)].words
-    if label == _SECOND.values[0].words or case.encoder_len:
+    label = _SECOND.values[0 if case.encoder_len else case.derived(_SECOND.name)].words
+    if label == _SECOND.values[0].words:
         own = steps[0].requests
         new = tuple(request.new for request in own) if case.mode is ForwardMode.EXTEND else ()
         prefixes = tuple(request.prefix for request in own)

@@ -136,7 +136,7 @@ def test_an_entry_point_that_the_package_lost_is_reported(package: ModuleType) -
 
 def test_a_missing_package_names_the_extra() -> None:
     missing = EntryPoint("no_such_vendor:decode", ((90, 90),), "nowhere:decode", "flashinfer")
-    with pytest.raises(VendorMissing, match=r"pip install 'attn-testkit\[flashinfer\]'"):
+    with pytest.raises(VendorMissing, match=r"pip install 'PATH_OF_THE_CHECKOUT\[flashinfer\]'"):
         provide(missing, CUDA)
 
 

@@ -102,7 +102,7 @@ BOUNDS = [
     ("draft-decode-mha2-d64-bf16-p16-k33-topk{}steps3-shuffled-gauss-b1prod", "branches of the draft", 1, 1024),
     ("draft-decode-mha2-d64-bf16-p16-k33-topk2steps{}-shuffled-gauss-b1prod", "steps of the draft", 1, 1024),
     ("draft-extend-mha2-d64-bf16-p16-k33-n{}a1-shuffled-gauss-b1prod", "rows of a request", 1, 1 << 20),
-    ("draft-extend-mha2-d64-bf16-p16-k33-n1048576a{}-shuffled-gauss-b1prod", "tokens of each request", 1, 1 << 20),
+    ("draft-extend-mha2-d64-bf16-p16-k33-n1048576a{}-shuffled-gauss-b1prod", "tokens of each request", 0, 1 << 20),
     ("extend-mha2-d64-bf16-p16-k33-n4a4-chunks{}-shuffled-gauss-b1prod", "number of chunks", 2, 4096),
 ]
 

@@ -390,7 +390,8 @@ def test_the_kits_own_constructor_refuses_all_of_it() -> None:
     assert list(found) == [
         "mode draft-decode", "head dim 48", "keys wider than values by 16", "dtype bf16",
         "page size 48", "9 query rows per request", "topk 3",
-        "a sliding window", "a soft cap", "attention sinks", "selected keys", "an indexer",
+        "a sliding window", "cross-attention layers", "bidirectional spans", "a soft cap", "attention sinks",
+        "selected keys", "an indexer",
     ]  # fmt: skip
     for name, asked in found.items():
         with pytest.raises(Unsupported):

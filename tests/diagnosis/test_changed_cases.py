@@ -169,6 +169,7 @@ def evidence(case: str = CASE, used: int | None = None, worst: float = 9.0, **kn
     changed = Of(
         **{"right_up_to": 0, "right_up_to_without_sinks": 0, "right_with_fewer": False, **known},
         right_without=lambda name: name in without,
+        right_elsewhere=lambda step: False,
     )
     comparison = wrong_at(schedule, (0, 0, 0), value=worst)
     return Evidence(schedule, comparison, attended, [], in_graph=False, changed=changed)  # type: ignore[arg-type]

@@ -31,6 +31,9 @@ class Changed:
     def right_without(self, feature: str) -> bool:
         return feature in self.without
 
+    def right_elsewhere(self, step: object) -> bool:
+        return False
+
 
 def windowed(case: str) -> int:
     return [layer.sliding_window_size >= 0 for layer in make_layers(parse_case(case))].index(True)

@@ -18,6 +18,7 @@ from attn_testkit.contract import (
     VLLM,
     AttentionBackend,
     Capabilities,
+    CrossAttention,
     ForwardBatch,
     ForwardMode,
     KernelPlan,
@@ -73,7 +74,10 @@ def test_a_docstring_that_changes_makes_its_page_stale(reference: ModuleType, mo
     assert stale == ["reference/capabilities.md"]
 
 
-@pytest.mark.parametrize("cls", [Capabilities, Windows, Spans, ServerConventions, LogSumExp, Sparse, ForwardBatch])
+RECORDS = [Capabilities, Windows, Spans, CrossAttention, ServerConventions, LogSumExp, Sparse]
+
+
+@pytest.mark.parametrize("cls", [*RECORDS, ForwardBatch])
 def test_every_field_of_the_contract_has_a_text(text: ModuleType, cls: type[Any]) -> None:
     found = {each.name: each.text for each in text.attributes(cls)}
     assert list(found) == [field.name for field in fields(cls)]
@@ -93,12 +97,14 @@ def test_groups_of_capabilities_are_headings_with_their_fields_in_order() -> Non
         assert re.findall(r"^### `(\w+)`$", section(page, f"## {heading}"), re.M) == names
 
 
-@pytest.mark.parametrize("cls", [Capabilities, Windows, Spans, ServerConventions, LogSumExp, Sparse, Requires])
+@pytest.mark.parametrize(
+    "cls", [Capabilities, Windows, Spans, CrossAttention, ServerConventions, LogSumExp, Sparse, Requires]
+)
 def test_the_page_has_the_defaults_of_the_code(cls: type[Any]) -> None:
     page = (DOCS / "reference" / "capabilities.md").read_text()
     if cls is not Capabilities:
         page = section(page, f"## `{cls.__name__}`")
-    names = {each.__name__: each for each in (Requires, ServerConventions, Spans, Windows)}
+    names = {each.__name__: each for each in (CrossAttention, Requires, ServerConventions, Spans, Windows)}
     for field in fields(cls):
         line = section(page, f"### `{field.name}`").strip().splitlines()[0]
         default = field.default_factory() if field.default_factory is not MISSING else field.default

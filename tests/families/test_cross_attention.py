@@ -204,8 +204,6 @@ def test_only_what_servers_have_can_be_declared() -> None:
         CrossAttention(modes={"target-verify"})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="did you mean 'own_group'"):
         CrossAttention(modes={"decode"}, encoder_slots={"owngroup"})  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="'own_group' without kv_groups"):
-        Capabilities(eager={"decode"}, cross_attention={"modes": {"decode"}, "encoder_slots": {"own_group"}})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -65,7 +65,12 @@ class PackedByActiveWidth(SparseParent):
         return torch.where(there, self.packed[: rows * width].view(rows, width), -1)
 
 
-@bug("vllm #57388", "decode-mla16-d64r64-bf16-p16-k15.16.17-contiguous-mean-sel16-b4prod-multi_mode", execution="graph")
+@bug(
+    "vllm #57388",
+    "decode-mla16-d64r64-bf16-p16-k15.16.17-contiguous-mean-sel16-b4prod-multi_mode",
+    "buckets-independent",
+    execution="graph",
+)
 class WorkspaceOfBoth(SparseParent):
     """An eager prefill uses the workspace in which the decode graph keeps what it made before its capture."""
 

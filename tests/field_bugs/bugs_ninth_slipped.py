@@ -26,11 +26,11 @@ class OfGroups(TorchNativeBackend):
 class UntranslatedTree(OfGroups):
     """In a verify of trees page tables of the windowed layers hold locations of the other group's pool."""
 
-    def _key_slots(self, batch, req_to_token):
+    def _key_slots(self, batch, group, of_encoder):
         if batch.forward_mode.is_target_verify() and self.context.topk > 1:
             full = [layer for layer in self.context.layers if layer.sliding_window_size < 0]
-            req_to_token = self.context.group_of(full[0]).req_to_token if full else req_to_token
-        return super()._key_slots(batch, req_to_token)
+            group = self.context.group_of(full[0]).index if full else group
+        return super()._key_slots(batch, group, of_encoder)
 
 
 class InChunks(SplitKV):

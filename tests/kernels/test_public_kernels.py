@@ -118,6 +118,7 @@ PROOFS = {
     "sglang_mla_rope32": "WRONG: a shape is not taken",
     "lightllm_int32": "WRONG: slot 33554432 is not read at its place",
     "vllm_block_table_end": "WRONG: the block number behind the end of the table is read",
+    "vllm_qq_bias_rows": "WRONG: rows of the bias behind those of the request are read",
     "vllm_sparse_mla_int32": "WRONG: slot 3728271 is not read at its place",
     "flag_gems_int32": "WRONG: page 233017 is not read at its place",
     "torch_sdpa_bool_mask": "right",

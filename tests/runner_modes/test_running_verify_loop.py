@@ -212,7 +212,7 @@ class TableOfTheFirstGroup(TorchNativeBackend):
     def init_forward_metadata_in_graph(self, batch: Any) -> None:
         super().init_forward_metadata_in_graph(batch)
         if batch.forward_mode is ForwardMode.TARGET_VERIFY:
-            self._slots = (self._slots[0],) * len(self._slots)
+            self._slots = dict.fromkeys(self._slots, self._slots[0, False])
 
 
 @pytest.mark.parametrize(

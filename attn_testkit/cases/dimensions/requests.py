@@ -36,7 +36,7 @@ REQUESTS = Dimension(
     simpler=Simpler(
         value=lambda case: str(case.bs),
         of=lambda case: case.bs,
-        reset=lambda case, minimal: _keep(case, [0]),
+        reset=lambda case, minimal: _keep(case, [next(i for i, new in enumerate(case.new or (1,)) if new)]),
         size=lambda case, minimal: (case.bs,),
         steps=_fewer,
     ),
