@@ -209,10 +209,10 @@ _FOUR_GIB = 1 << 32
 
 def memory_across_4_gib(nbytes: int, below: int) -> torch.Tensor | None:
     """Allocate [nbytes] uint8, uninitialized, whose first ``below`` bytes lie below a multiple of 4 GiB and the others
-    from it on. None if there is no room: the block around them has 4 GiB more. None on a GPU, where such blocks would
+    from it on. None if 4 GiB more than ``nbytes`` cannot be reserved. None on a GPU, where such blocks would
     take the memory of other processes.
 
-    The tensor has a storage of its own. Untouched pages of the block take no memory.
+    The tensor shares its storage with no other. Untouched pages of the block take no memory.
     """
     if not is_active():
         return None

@@ -229,16 +229,19 @@ def captured_batch(
         "seq_lens_sum": int(static.host["seq_lens"][:bs].sum()) if mirrors else None,
         "query_start_loc": static.query_start_loc[: bs + 1] if harness.pads_with_nothing else None,
         "spec_info": spec,
-        **(
-            {"mm_prefix_range": [[] for _ in range(bs)], "mm_prefix_range_tensor": static.spans(bs)}
-            if harness.context.max_spans
-            else {}
-        ),
+        **_captured_spans(harness, static, [[] for _ in range(bs)]),
         "state": captured_states(harness.context, static, mode, bs),
         "qq_bias": bias_of_rows(harness.context, static.schedule.case, static.qq_bias, tokens),
         **_captured_encoder_fields(harness, static, bs),
     }
     return ForwardBatch(**{**fields, **extends})
+
+
+def _captured_spans(harness: ServerHarness, static: StaticInputs, ranges: list[list[Span]]) -> dict[str, Any]:
+    """Fields ``mm_prefix_range*`` of a graph's batch. ``ranges``: spans of each request, padded ones included."""
+    if not harness.context.max_spans:
+        return {}
+    return {"mm_prefix_range": ranges, "mm_prefix_range_tensor": static.spans(len(ranges))}
 
 
 def _captured_encoder_fields(harness: ServerHarness, static: StaticInputs, bs: int) -> dict[str, Any]:
@@ -284,8 +287,6 @@ def replay_view(
     )
     if harness.context.state is not None:
         view.state = captured_states(harness.context, static, mode, bs)
-    if harness.context.max_spans:
-        view.mm_prefix_range, view.mm_prefix_range_tensor = spans_of(staged, bs - live), static.spans(bs)
     if harness.context.qq_bias != "none":
         view.qq_bias = bias_of_rows(harness.context, static.schedule.case, static.qq_bias, bs * width)
     if harness.pads_with_nothing:
@@ -296,5 +297,6 @@ def replay_view(
         view.positions = static.positions[: bs * width]
         view.num_padding = bs - live
         view.actual_forward_mode = mode
+    vars(view).update(_captured_spans(harness, static, spans_of(staged, bs - live)))
     vars(view).update(_captured_encoder_fields(harness, static, bs) | dict(extends))
     return cast(ForwardBatch, view)

@@ -314,7 +314,7 @@ class TritonBackend(AttentionBackend):
         tiles = choose_tiles(plan.tile_rows, group, layer.tp_k_head_num, dim, q.dtype)
         pairs = plan.max_q_len * group * tiles.kv_heads
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else _NO_WINDOW
-        # Of a graph the batch's own memory, which has the spans of each replay.
+        # The memory that a graph was captured with: the server writes the spans of each replay there.
         spans = getattr(batch, "mm_prefix_range_tensor", None) if layer.bidirectional_spans else None
         attend_kernel[(bs, layer.tp_k_head_num // tiles.kv_heads, triton.cdiv(pairs, tiles.block_m) * splits)](
             q, key, value, result, result if lse is None else lse, self._partial, self._lse,

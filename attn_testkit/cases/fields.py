@@ -349,7 +349,7 @@ _EXCLUSIVE = (
     ("loop", "branching trees", "a loop of target-verify verifies chains; that of draft-decode has branches"),
     ("loop", "snapshots of states", "no prefix cache takes part in a loop"),
     ("chunked-local layers", "sliding window", "a layer has one of them, and models have layers of one kind"),
-    ("cross-attention layers", "layers of one kind", "the decoder has layers of its own keys between them"),
+    ("cross-attention layers", "layers of one kind", "the decoder also has self-attention layers"),
     ("cross-attention layers", "sliding window", "SGLang's backends refuse them together, and no model has both"),
     ("cross-attention layers", "chunked-local layers", "no model has both"),
     ("cross-attention layers", "ALiBi", "an encoder key has no place in the order of the decoder's keys"),

@@ -44,8 +44,8 @@ def spans_of_request(shape: SpanShape, turn: int, prefix: int, new: int, window:
 
     Turn 0: adjacent spans from the first row on, as blocks of a diffusion model. 1: no span. 2: spans at the first row
     and at the last, one of a row, and two that are adjacent. 3: a span in the middle. 4: a span that begins in the
-    prefix, or else all rows. ``window``: W of the narrowest window, -1 for none; spans are no longer than W + 1 without
-    ``shape.wide``.
+    prefix, or all rows if spans of the prefix are not wanted. ``window``: W of the narrowest window, -1 for none. Only
+    with ``shape.wide`` are spans longer than W + 1.
     """
     rng = np.random.default_rng(seed)
     most = 1 << 30 if window < 0 or shape.wide else window + 1

@@ -33,8 +33,8 @@ class CrossAttention(Declared):
     encoder_slots: Set[str] = frozenset({"first"})
     """Places of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their slots in
     the first ``encoder_lens`` columns, which are whole pages, and those of the decoder behind them. ``own_group``
-    (vLLM): cross-attention layers are a KV group with a pool and a request table of its own. Both tables begin with
-    column 0. It counts only with ``kv_groups``."""
+    (vLLM): cross-attention layers are a second KV group, which has a pool and a request table. Both tables begin with
+    column 0. It has no effect without ``Capabilities.kv_groups``."""
 
     def __post_init__(self) -> None:
         self._check_modes("modes")

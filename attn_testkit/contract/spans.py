@@ -19,7 +19,7 @@ class Spans(Declared):
     """The bidirectional spans that a backend takes: ``Capabilities(spans=Spans({"extend"}, by_layer=True))``.
 
     A span is a range of positions of a request. A row in it sees all its keys, later ones too, and everything else as
-    without it. In a layer with a window, a row sees no key before the window, of its own span neither: ``(causal or
+    without it. In a layer with a window, a row sees no key before the window, even of the same span: ``(causal or
     same span) and window`` (Hugging Face's Gemma 3 and 4, SGLang, vLLM with ``mm_prefix_clamp_sliding_window``). Keys
     after the row are never outside the window. vLLM's other models have ``(causal and window) or same span``, and its
     runner drops spans of more than W + 1 positions; for the others both say the same.

@@ -69,10 +69,8 @@ class KeysBehindEncoder(PlannedBackend):
     @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         first = self.first_columns(batch)
-        page, rows = (
-            self.context.page_size,
-            self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()],
-        )
+        page = self.context.page_size
+        rows = self.context.req_to_token[batch.req_pool_indices[: batch.batch_size].long()]
         column = first[:, None] + self.index[: self.pages] * page
         return (rows.gather(1, column.clamp(max=rows.shape[1] - 1)) // page).to(torch.int32)
 

@@ -546,7 +546,7 @@ def _held(request: Request, after: bool) -> Ints:
 
 
 def _unowned(dtype: torch.dtype, number: float) -> torch.Tensor:
-    """NaN, or a number where a pool has a dtype of its own and 0 where it has bytes."""
+    """One number for unowned slots, of the pool's dtype: NaN, or ``number``, for which a pool of bytes holds 0."""
     if math.isnan(number):
         return nan_of(dtype)
     return torch.full((), number if dtype.itemsize > 1 else 0.0, dtype=dtype)

@@ -36,7 +36,7 @@ def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, B
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
-    """Every second layer, as the other KV group of ``Layers.groups`` has them; the first one is a layer of its own."""
+    """Every second layer is a cross-attention layer, those that ``Layers.groups`` puts into the other KV group."""
     if not case.encoder_len:
         return [{}] * case.layers.count
     crosses = [place % PERIOD == 1 for place in range(case.layers.count)]
