@@ -60,9 +60,12 @@ class Native(TorchNativeBackend):
 
 # sglang #31198: the flag that a captured prefill leaves makes the next capture, of a verify, record the fallback.
 class FallbackOfPrefill(Native):
-    """A verify is captured with the fallback, whose requests and lengths only prefills fill."""
+    """A verify is captured with the fallback, whose requests and lengths only prefills fill.
 
-    MODES = ("target-verify",)
+    It takes an instance with graphs of both modes; such a case may count as one of either.
+    """
+
+    MODES = ("extend", "target-verify")
     capabilities = can("extend", "target-verify", **{**MLA, "gqa_ratios": {8, 16}})
     fallback = False
 
