@@ -163,3 +163,9 @@ def test_behind_lengths_and_offsets_a_tile_finds_numbers_that_lead_somewhere(nam
     slots = tensors["out_cache_loc"].as_strided((8,), (1,))[2:].cpu()
     assert set(slots.tolist()) == {-1}
     assert list(sent.changed(sent.memory.cpu().numpy())) == []  # type: ignore[union-attr]
+
+
+def test_one_number_out_of_a_row_is_sent_whatever_its_stride() -> None:
+    one = torch.arange(6, dtype=torch.int32).view(3, 2)[1:2, 0]
+    assert (one.stride(-1), one.is_contiguous()) == (2, True)
+    assert send({"indices": one}, CUDA)[0]["indices"].tolist() == [2]
