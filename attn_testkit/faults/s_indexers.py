@@ -448,3 +448,31 @@ class IndexAddressWithoutCarry(IndexerParent):
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         page = without_carry(self.key_plane(layer_id), slots // 64)
         return super().gathered(page * 64 + slots % 64, layer_id)
+
+
+@fault(
+    slug="indexer-ties-by-arrival",
+    source="aiter #4376; sglang #31115; ROCm/ATOM #1832",
+    modes=INDEX_MODES,
+    executions=("eager",),
+    checks=("repeatable",),
+    hint="order of arrival",
+    modelled="upstream atomics give the order of arrival; here it is another one in each call",
+)
+class IndexerTiesByArrival(IndexerParent):
+    """Of keys that tie at the threshold the first to arrive are taken; the keys of a row are then sorted by place."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.calls = torch.zeros(1, dtype=torch.int64, device=context.device)
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        self.calls += 1
+        place = torch.arange(scores.shape[1], device=scores.device)
+        arrival = ((place + self.calls) * 40_503 % 65_537).argsort()
+        behind = (place >= lengths[:, None])[:, arrival]
+        seen = scores[:, arrival].masked_fill(behind, -torch.inf)
+        best = arrival[seen.sort(dim=1, descending=True, stable=True).indices[:, :topk]]
+        best = torch.nn.functional.pad(best, (0, topk - best.shape[1]), value=scores.shape[1]).sort(1).values
+        return torch.where(best < lengths[:, None], best, -1)
