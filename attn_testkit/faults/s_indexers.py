@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 from .catalogue import fault
 from .indexer import INDEX_MODES, FusedIndexer, IndexerParent
 from .pool_addresses import without_carry
@@ -476,3 +476,82 @@ class IndexerTiesByArrival(IndexerParent):
         best = arrival[seen.sort(dim=1, descending=True, stable=True).indices[:, :topk]]
         best = torch.nn.functional.pad(best, (0, topk - best.shape[1]), value=scores.shape[1]).sort(1).values
         return torch.where(best < lengths[:, None], best, -1)
+
+
+@fault(
+    slug="indexer-keeps-1024-ties",
+    source="sglang #30645",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=(_FORM,),
+)
+class IndexerKeeps1024Ties(IndexerParent):
+    """At most 1,024 keys that tie at the threshold are kept, and the rest of the row is -1."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "extend"}, sparse=Sparse(topk={2048}, indexer=Indexer(heads={4}))
+    )
+    KEPT = 1024
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        found = super().best(scores, lengths, topk)
+        there = found >= 0
+        of_found = scores.gather(1, found.clamp(min=0)).masked_fill(~there, torch.inf)
+        tied = there & (of_found == of_found.amin(1, keepdim=True)) & (lengths > topk)[:, None]
+        return torch.where(tied & (tied.cumsum(1) > self.KEPT), -1, found)
+
+
+class IndexerOfPrefixes(IndexerParent):
+    """Healthy parent: scores reach to the end of the request table, whatever ``max_context_len`` counts."""
+
+    capabilities = IndexerParent.capabilities.with_changes(server={"context_len": {"all", "prefix"}})
+
+
+@fault(
+    slug="indexer-table-of-the-context",
+    source="vLLM #46074",
+    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
+    checks=("completes",),
+    hint="must match",
+    modelled="upstream one column is missing; here those of the drafts are",
+)
+class IndexerTableOfTheContext(IndexerOfPrefixes):
+    """Page tables are repeated for each row in a buffer as wide as the context, and the request table is wider."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        page, table = self.context.page_size, plan.slot_table[self.request_of_row(q, plan)][:, :: self.context.page_size]
+        buffer = table.new_empty(len(table), -(-self.context.max_context_len // page))
+        buffer.copy_(table)
+        return super().scored(q, weights, plan)
+
+
+@fault(
+    slug="indexer-scores-end-with-the-context",
+    source="general; rows of scores with context_len columns, where the request table has num_draft_tokens more",
+    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
+    checks=(_BEST, _FORM),
+)
+class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
+    """Keys behind the context, which are those of drafts, have no score and are never selected."""
+
+    @override
+    def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().lengths(rows, plan).clamp(max=self.context.max_context_len)
+
+
+@fault(
+    slug="indexer-rows-behind-2-gib",
+    source="aiter #4244",
+    modes=(ForwardMode.EXTEND,),
+    checks=(_BEST,),
+    modelled="rows have a float32 for each column of the request table, of which only those of keys are computed here",
+)
+class IndexerRowsBehind2GiB(IndexerParent):
+    """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or behind are not stored, and count as 0."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        scores = super().scored(q, weights, plan)
+        begins = torch.arange(len(scores), device=q.device) * plan.slot_table.shape[1] * scores.element_size()
+        return scores.masked_fill((begins >= 1 << 31)[:, None], 0.0)
