@@ -460,7 +460,7 @@ class IndexAddressWithoutCarry(IndexerParent):
     modelled="upstream atomics give the order of arrival; here it is another one in each call",
 )
 class IndexerTiesByArrival(IndexerParent):
-    """Of keys that tie at the threshold the first to arrive are taken; the keys of a row are then sorted by place."""
+    """Top-k takes tied keys in the order of arrival; the keys of a row are then sorted by place."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -485,7 +485,7 @@ class IndexerTiesByArrival(IndexerParent):
     checks=(_FORM,),
 )
 class IndexerKeeps1024Ties(IndexerParent):
-    """At most 1,024 keys that tie at the threshold are kept, and the rest of the row is -1."""
+    """Top-k keeps at most 1,024 keys that tie at the threshold, and the rest of the row is -1."""
 
     capabilities = IndexerParent.capabilities.with_changes(
         eager={"decode", "extend"}, graph={"decode", "extend"}, sparse=Sparse(topk={2048}, indexer=Indexer(heads={4}))
@@ -520,7 +520,8 @@ class IndexerTableOfTheContext(IndexerOfPrefixes):
 
     @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
-        page, table = self.context.page_size, plan.slot_table[self.request_of_row(q, plan)][:, :: self.context.page_size]
+        page = self.context.page_size
+        table = plan.slot_table[self.request_of_row(q, plan), ::page]
         buffer = table.new_empty(len(table), -(-self.context.max_context_len // page))
         buffer.copy_(table)
         return super().scored(q, weights, plan)
@@ -548,7 +549,7 @@ class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
     modelled="rows have a float32 for each column of the request table, of which only those of keys are computed here",
 )
 class IndexerRowsBehind2GiB(IndexerParent):
-    """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or behind are not stored, and count as 0."""
+    """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or later are not stored, and are 0."""
 
     @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:

@@ -20,7 +20,7 @@ __all__ = ["WIDE_SCORES", "wide_scores_cases"]
 
 _TOKENS = 1 << 20
 _ROWS = (1 << 31) // (4 * _TOKENS) + 8
-"""So many that the last eight begin at 2^31 bytes or behind, if each has a float32 for every column (aiter #4244)."""
+"""Rows of a step: with a float32 for every column, the last eight begin at 2^31 bytes or later (aiter #4244)."""
 _MOST_REQUESTS = 160
 """More would have a request table of more than 700 MB."""
 _FEW_HEADS, _MOST_DRAFTED = 8, 16

@@ -258,7 +258,7 @@ def _has_many_states(case: Case) -> bool:
 
 
 def _large_memory(case: Case) -> str:
-    """What of a case may leave a backend without memory, or empty text."""
+    """Purpose for which a backend may find no memory in a case, or empty text."""
     if variant_of(case).pool_elements:
         return "in addition to a KV pool of more than 2^31 elements"
     if _has_many_states(case):
