@@ -8,7 +8,7 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 from .sparse import SparseParent
 
-__all__ = ["INDEX_MODES", "FusedIndexer", "IndexerParent"]
+__all__ = ["INDEX_MODES", "FusedIndexer", "IndexerOfPrefixes", "IndexerParent"]
 
 INDEX_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 _PAGE, _WIDTH, _LARGEST = 64, 128, 448.0
@@ -95,6 +95,12 @@ class IndexerParent(SparseParent):
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = self.scored(q_index, weights, plan)
         return self.best(scores, self.lengths(q_index, plan), plan.layer.topk).to(torch.int32)
+
+
+class IndexerOfPrefixes(IndexerParent):
+    """A right backend whose scores reach to the end of the request table, whatever ``max_context_len`` counts."""
+
+    capabilities = IndexerParent.capabilities.with_changes(server={"context_len": {"all", "prefix"}})
 
 
 class FusedIndexer(IndexerParent):

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 from .catalogue import fault
-from .indexer import INDEX_MODES, FusedIndexer, IndexerParent
+from .indexer import INDEX_MODES, FusedIndexer, IndexerOfPrefixes, IndexerParent
 from .pool_addresses import without_carry
 
 _GRAPH = ("graph",)
@@ -499,12 +499,6 @@ class IndexerKeeps1024Ties(IndexerParent):
         of_found = scores.gather(1, found.clamp(min=0)).masked_fill(~there, torch.inf)
         tied = there & (of_found == of_found.amin(1, keepdim=True)) & (lengths > topk)[:, None]
         return torch.where(tied & (tied.cumsum(1) > self.KEPT), -1, found)
-
-
-class IndexerOfPrefixes(IndexerParent):
-    """Healthy parent: scores reach to the end of the request table, whatever ``max_context_len`` counts."""
-
-    capabilities = IndexerParent.capabilities.with_changes(server={"context_len": {"all", "prefix"}})
 
 
 @fault(

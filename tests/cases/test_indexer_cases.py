@@ -12,8 +12,7 @@ from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, Indexer, Sparse
 from attn_testkit.families.sparse.data import make_sparse_data
 from attn_testkit.families.sparse.index_scores import row_scores, stored_index
-from attn_testkit.faults.indexer import FusedIndexer, IndexerParent
-from attn_testkit.faults.s_indexers import IndexerOfPrefixes
+from attn_testkit.faults.indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
 from attn_testkit.steps.index_data import make_index_data
 from attn_testkit.steps.schedule import make_schedule
 
