@@ -51,7 +51,7 @@ class TorchNativeSparseBackend(KernelBackend):
             any_padding=True,
             indexer=Indexer(heads={4, 64}, reuses_selections=True),
         ),
-        server=ServerConventions(takes_more_rows=True, takes_requests_without_rows=True),
+        server=ServerConventions(takes_more_rows=True, takes_requests_without_rows=True, context_len={"all", "prefix"}),
         lse=LogSumExp("e", whole=frozenset(ForwardMode)),
         max_q_rows=16,
         max_topk=1,
@@ -80,13 +80,20 @@ class TorchNativeSparseBackend(KernelBackend):
         """[T, n]: ``keys`` [T, n] int64, positions, as ``selected`` names them. ``table`` [T, keys]: their slots."""
         return keys
 
+    def own_columns(self, plan: KernelPlan) -> torch.Tensor:
+        """[bs, n] int32: the request table without columns that no request fills, as none has more keys than the pool.
+
+        In a context of a million tokens a float32 for each row and column would take gigabytes.
+        """
+        return plan.slot_table[:, : self.context.kv_pool.num_slots]
+
     def scored(
         self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Score every key of the pool, or of the request table if it has fewer, and look up those of each request:
         [T, keys] float32. Keys that each row sees, [T]; scores behind them may be NaN.
         """
-        request, table, pool = self.request_of_row(q_index, plan), plan.slot_table, self.context.kv_pool
+        request, table, pool = self.request_of_row(q_index, plan), self.own_columns(plan), self.context.kv_pool
         if table.numel() < pool.num_slots:
             listed = self.scores_of_slots(q_index, weights, plan.layer, table.flatten().long())
             scores = listed.view(len(request), *table.shape)[torch.arange(len(request), device=request.device), request]
@@ -118,7 +125,7 @@ class TorchNativeSparseBackend(KernelBackend):
         topk, columns = plan.layer.topk, scores.shape[1]
         key = torch.arange(columns, device=scores.device)
         best = torch.where(key < sees[:, None], scores, -torch.inf).topk(min(topk, columns), 1).indices
-        table = plan.slot_table[self.request_of_row(q_index, plan)].long()
+        table = self.own_columns(plan)[self.request_of_row(q_index, plan)].long()
         found = torch.where(best < sees[:, None], self.indices(best, table), -1).to(torch.int32)
         return torch.nn.functional.pad(found, (0, topk - found.shape[1]), value=-1)
 

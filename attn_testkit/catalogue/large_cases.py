@@ -49,8 +49,11 @@ def large_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case
 
 
 def too_large_for_a_cpu(case: Case) -> bool:
-    """True for a case in which every row with every key takes 17 GB per head, as in torch backends and fakes."""
-    return sum(case.new) > _GRID
+    """True for a case in which every row with every key takes 17 GB per head, as in torch backends and fakes.
+
+    And for drafts to verify in a context of a million: copies of their request table take minutes of a CPU.
+    """
+    return sum(case.new) > _GRID or ("wide_scores" in case.variants and case.tree is not None)
 
 
 def _beyond_a_grid(wide: Case) -> Case:

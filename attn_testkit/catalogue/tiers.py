@@ -22,7 +22,7 @@ from ..cases.dimensions.dimension import Without
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import minimal_rows
-from ..cases.server_variants import big_index_pool_cases, big_pool_cases, variant_cases
+from ..cases.server_variants import big_index_pool_cases, big_pool_cases, variant_cases, wide_scores_cases
 from ..contract import Capabilities, ForwardMode
 from .alibi import alibi_cases
 from .cases_for_uncovered import cases_for_uncovered, two_request_case
@@ -31,6 +31,7 @@ from .covering import covering_array
 from .cross_attention import cross_attention_cases
 from .declared_pairs import declared_pair_cases
 from .extremes import extreme_cases
+from .indexer_cases import indexer_cases
 from .kv_head_counts import one_head_cases, three_kv_heads_cases
 from .kv_splits import split_cases
 from .large_cases import batch_mates_cases, large_cases, switch_cases
@@ -186,6 +187,8 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
     if tier != "smoke":
         yield from seldom_cases(declared, base)
         yield from big_index_pool_cases(declared, base, tier)
+        yield from indexer_cases(declared, base)
+        yield from wide_scores_cases(declared, base, tier)
     if tier == "full":
         yield from big_pool_cases(declared, base)
 

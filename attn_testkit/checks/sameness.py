@@ -1,4 +1,4 @@
-"""Checks of bits: the same batch again, and the same request with other requests in the batch."""
+"""Checks of bits and of selected keys: the same batch again, and the same request with other requests in the batch."""
 
 from __future__ import annotations
 
@@ -21,8 +21,36 @@ def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a != b).sum())
 
 
+_ALL = slice(None)
+
+
+def _other_keys(first: Observation, second: Observation, rows: slice = _ALL, own: slice = _ALL) -> str:
+    """The first layer in which ``rows`` of ``first`` and ``own`` of ``second``, the same rows, select other keys.
+
+    With the number of such rows; empty if there are none. The order of a row's keys does not count: where it changes
+    the output, the output's bits show it.
+    """
+    again = second.copies.group("selected")
+    for layer, keys in first.copies.group("selected").items():
+        a, b = (each.sort(1).values for each in (keys[rows], again[layer][own]))
+        count = int((a != b).any(1).sum())
+        if count:
+            return f"{first.schedule.case.layers.name(int(layer))}: {count} of {len(a)} rows select other keys"
+    return ""
+
+
 def repeatable(first: Observation, second: Observation) -> list[Finding]:
-    """Check that two runs of one step agree in every bit of every layer."""
+    """Check that two runs of one step agree: in the keys that each row selects, and in every bit of every layer."""
+    if where := _other_keys(first, second):
+        return [
+            Finding(
+                "repeatable",
+                "the same batch gave another selection the second time, although determinism is declared",
+                where=where,
+                hint="probably keys of equal score that are taken in the order of arrival; ranks of one model then "
+                "attend to different keys",
+            )
+        ]
     for layer, (a, b) in enumerate(zip(first.attention, second.attention, strict=True)):
         count = _differs(a, b)
         if count:
@@ -48,10 +76,19 @@ def batch_invariant(together: Observation, few: Observation) -> list[Finding]:
     for index, request in zip(few.step.part_of[1], few.step.requests, strict=True):
         rows, own = slice(starts[index], starts[index] + request.new), slice(row, row + request.new)
         row += request.new
+        company = "by itself" if few.step.bs == 1 else f"in a batch of {few.step.bs}"
+        if where := _other_keys(together, few, rows, own):
+            return [
+                Finding(
+                    "batch-invariant",
+                    f"request {index} selects other keys {company} than in a batch of {together.step.bs}",
+                    where=where,
+                    hint="probably a top-k that breaks ties in another way if there are other rows",
+                )
+            ]
         for layer, (a, b) in enumerate(zip(together.attention, few.attention, strict=True)):
             count = _differs(a[rows], b[own])
             if count:
-                company = "by itself" if few.step.bs == 1 else f"in a batch of {few.step.bs}"
                 return [
                     Finding(
                         "batch-invariant",
@@ -100,16 +137,16 @@ def mode_invariant(extend: Observation, last_rows: Observation) -> list[Finding]
 CHECKS = (
     Check(
         "repeatable",
-        "If declared: the same batch gives the same bits each time.",
-        "Atomic adds, a split count that depends on timing, a counter that is not reset.",
-        "flash-attention 1a58058a; sglang #26412",
+        "If declared: the same batch gives the same bits each time, and an indexer selects the same keys.",
+        "Atomic adds, a split count that depends on timing, a counter that is not reset, ties broken by arrival.",
+        "flash-attention 1a58058a; sglang #26412; aiter #4376",
         "The same step ran twice on one instance: look for dirty counters, atomics, memory that is not cleared.",
         evaluated_from=Stage.COMPLETED,
         applies=lambda declared, execution: declared.deterministic and execution is Execution.EAGER,
     ),
     Check(
         "batch-invariant",
-        "If declared: a request gives the same bits whatever else is in the batch.",
+        "If declared: a request gives the same bits, and selects the same keys, whatever else is in the batch.",
         "A split count or tile size that depends on the batch.",
         "flash-attention #2450; aiter #4378; pegainfer #623",
         "Every request ran again, one by itself and the others in twos, fours and eights: look for kernels, sizes and"

@@ -200,9 +200,13 @@ class Capabilities(Declared):
 
     # Promises. The kit adds a check for each.
     deterministic: bool = False
-    """True: the same batch gives the same bits each time (``repeatable``)."""
+    """True: the same batch gives the same bits each time (``repeatable``). With an indexer, each row also selects the
+    same keys each time, those of equal scores included; their order in a row of ``select`` may differ as far as
+    ``forward`` gives the same bits. A backend whose top-k breaks ties in the order of arrival leaves it out, which is
+    the default of FlashInfer's (``deterministic``, ``tie_break``), SGLang's and vLLM's top-k."""
     batch_invariant: bool = False
-    """True: a request gives the same bits whatever else is in the batch (``batch-invariant``)."""
+    """True: a request gives the same bits, and selects the same keys, whatever else is in the batch
+    (``batch-invariant``)."""
     mode_invariant: bool = False
     """True: a row of decode or of a verified chain gives the same bits as a row of extend with the same keys
     (``mode-invariant``), as reinforcement learning needs it: tokens are scored in a prefill that were decoded. It holds

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
-from .indexer import FusedIndexer, IndexerParent
+from .indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
 from .sparse import (
     GroupedSparse,
     PackedRowsParent,
@@ -83,6 +83,11 @@ class IndexerPowerOfTwoScales(IndexerParent):
         found = super().run_select(q_index, weights, plan)
         table = plan.slot_table[self.request_of_row(q_index, plan)]
         return torch.where(found < 0, found, table.gather(1, found.clamp(min=0).long())).to(torch.int32)
+
+
+@control("indexer-of-prefixes")
+class IndexerBehindTheContext(IndexerOfPrefixes):
+    """Drafts of a request at the end of its context lie behind ``max_context_len``, and are scored there (sglang)."""
 
 
 @control("indexer-unsorted")

@@ -8,10 +8,12 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 from .sparse import SparseParent
 
-__all__ = ["INDEX_MODES", "FusedIndexer", "IndexerParent"]
+__all__ = ["INDEX_MODES", "FusedIndexer", "IndexerOfPrefixes", "IndexerParent"]
 
 INDEX_MODES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 _PAGE, _WIDTH, _LARGEST = 64, 128, 448.0
+_ROWS = 64
+"""Rows whose keys are gathered at once: hundreds of rows of thousands of keys would be gigabytes."""
 
 
 class IndexerParent(SparseParent):
@@ -68,9 +70,14 @@ class IndexerParent(SparseParent):
 
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T, n]: scores of the n places of the request table; NaN where nothing is stored."""
-        slots = plan.slot_table[self.request_of_row(q, plan)].long()
-        keys, scales = self.gathered(slots, plan.layer.layer_id)
-        return torch.einsum("thn,th->tn", self.products(q, keys), weights) * scales
+        # No request has more keys than the pool has slots, in the longest context either.
+        table = plan.slot_table[:, : self.context.kv_pool.num_slots]
+        request, parts = self.request_of_row(q, plan), []
+        for first in range(0, max(1, len(q)), _ROWS):
+            few = slice(first, first + _ROWS)
+            keys, scales = self.gathered(table[request[few]].long(), plan.layer.layer_id)
+            parts.append(torch.einsum("thn,th->tn", self.products(q[few], keys), weights[few]) * scales)
+        return torch.cat(parts)
 
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         """[T] int64: keys from which each row selects."""
@@ -88,6 +95,12 @@ class IndexerParent(SparseParent):
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = self.scored(q_index, weights, plan)
         return self.best(scores, self.lengths(q_index, plan), plan.layer.topk).to(torch.int32)
+
+
+class IndexerOfPrefixes(IndexerParent):
+    """A right backend whose scores reach to the end of the request table, whatever ``max_context_len`` counts."""
+
+    capabilities = IndexerParent.capabilities.with_changes(server={"context_len": {"all", "prefix"}})
 
 
 class FusedIndexer(IndexerParent):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
 from .catalogue import fault
-from .indexer import INDEX_MODES, FusedIndexer, IndexerParent
+from .indexer import INDEX_MODES, FusedIndexer, IndexerOfPrefixes, IndexerParent
 from .pool_addresses import without_carry
 
 _GRAPH = ("graph",)
@@ -448,3 +448,105 @@ class IndexAddressWithoutCarry(IndexerParent):
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         page = without_carry(self.key_plane(layer_id), slots // 64)
         return super().gathered(page * 64 + slots % 64, layer_id)
+
+
+@fault(
+    slug="indexer-ties-by-arrival",
+    source="aiter #4376; sglang #31115; ROCm/ATOM #1832",
+    modes=INDEX_MODES,
+    executions=("eager",),
+    checks=("repeatable",),
+    hint="order of arrival",
+    modelled="upstream atomics give the order of arrival; here it is another one in each call",
+)
+class IndexerTiesByArrival(IndexerParent):
+    """Top-k takes tied keys in the order of arrival; the keys of a row are then sorted by place."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.calls = torch.zeros(1, dtype=torch.int64, device=context.device)
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        self.calls += 1
+        place = torch.arange(scores.shape[1], device=scores.device)
+        arrival = ((place + self.calls) * 40_503 % 65_537).argsort()
+        behind = (place >= lengths[:, None])[:, arrival]
+        seen = scores[:, arrival].masked_fill(behind, -torch.inf)
+        best = arrival[seen.sort(dim=1, descending=True, stable=True).indices[:, :topk]]
+        best = torch.nn.functional.pad(best, (0, topk - best.shape[1]), value=scores.shape[1]).sort(1).values
+        return torch.where(best < lengths[:, None], best, -1)
+
+
+@fault(
+    slug="indexer-keeps-1024-ties",
+    source="sglang #30645",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=(_FORM,),
+)
+class IndexerKeeps1024Ties(IndexerParent):
+    """Top-k keeps at most 1,024 keys that tie at the threshold, and the rest of the row is -1."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "extend"}, sparse=Sparse(topk={2048}, indexer=Indexer(heads={4}))
+    )
+    KEPT = 1024
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        found = super().best(scores, lengths, topk)
+        there = found >= 0
+        of_found = scores.gather(1, found.clamp(min=0)).masked_fill(~there, torch.inf)
+        tied = there & (of_found == of_found.amin(1, keepdim=True)) & (lengths > topk)[:, None]
+        return torch.where(tied & (tied.cumsum(1) > self.KEPT), -1, found)
+
+
+@fault(
+    slug="indexer-table-of-the-context",
+    source="vLLM #46074",
+    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
+    checks=("completes",),
+    hint="must match",
+    modelled="upstream one column is missing; here those of the drafts are",
+)
+class IndexerTableOfTheContext(IndexerOfPrefixes):
+    """Page tables are repeated for each row in a buffer as wide as the context, and the request table is wider."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        page = self.context.page_size
+        table = plan.slot_table[self.request_of_row(q, plan), ::page]
+        buffer = table.new_empty(len(table), -(-self.context.max_context_len // page))
+        buffer.copy_(table)
+        return super().scored(q, weights, plan)
+
+
+@fault(
+    slug="indexer-scores-end-with-the-context",
+    source="general; rows of scores with context_len columns, where the request table has num_draft_tokens more",
+    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
+    checks=(_BEST, _FORM),
+)
+class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
+    """Keys behind the context, which are those of drafts, have no score and are never selected."""
+
+    @override
+    def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        return super().lengths(rows, plan).clamp(max=self.context.max_context_len)
+
+
+@fault(
+    slug="indexer-rows-behind-2-gib",
+    source="aiter #4244",
+    modes=(ForwardMode.EXTEND,),
+    checks=(_BEST,),
+    modelled="rows have a float32 for each column of the request table, of which only those of keys are computed here",
+)
+class IndexerRowsBehind2GiB(IndexerParent):
+    """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or later are not stored, and are 0."""
+
+    @override
+    def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
+        scores = super().scored(q, weights, plan)
+        begins = torch.arange(len(scores), device=q.device) * plan.slot_table.shape[1] * scores.element_size()
+        return scores.masked_fill((begins >= 1 << 31)[:, None], 0.0)

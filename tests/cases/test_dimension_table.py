@@ -112,7 +112,15 @@ def test_all_requests_have_the_rows_of_the_first_where_none_are_given() -> None:
 
 def test_what_goes_with_other_things_says_with_what() -> None:
     made_by_themselves = [word for word, variant in SERVER_VARIANTS.items() if not variant.combines]
-    assert made_by_themselves == ["far", "shapes", "bigpool", "piecewise", "narrower_widths", "context_of_prefixes"]
+    assert made_by_themselves == [
+        "far",
+        "shapes",
+        "bigpool",
+        "piecewise",
+        "narrower_widths",
+        "context_of_prefixes",
+        "wide_scores",
+    ]
     assert [word for word, variant in SERVER_VARIANTS.items() if not variant.reaches_kernels] == [
         "empty_batches",
         "zero_length_padding",

@@ -6,6 +6,7 @@ import pytest
 import torch
 from by_hand import VERIFY, expected_zeros, observation, schedule_of, zeros_like
 
+from attn_testkit.checks.observation import Observation, copies_of
 from attn_testkit.checks.sameness import batch_invariant, mode_invariant, repeatable
 from attn_testkit.contract import Capabilities
 from attn_testkit.steps.last_rows import last_rows_of
@@ -87,3 +88,50 @@ def test_the_last_rows_of_an_extend_have_the_bits_of_another_mode(layer: int, ro
         assert "in one of the modes" in each.hint
         assert "other bits in a replay of decode in bucket 2 than" in other.headline
         assert "at capture" in other.hint
+
+
+SELECTS = schedule_of("decode-mqa4-d64-bf16-p16-k40.33-shuffled-gauss-sel4-idx4ties-b2prod")
+KEYS = torch.tensor([[3, 1, 0, 2], [7, 4, 5, -1]], dtype=torch.int32)
+
+
+def selecting(*layers: torch.Tensor, step=SELECTS.steps[0]):
+    """A step whose attention is always the same, with the selections [T, topk] of its layers."""
+    pieces = [("selected", str(layer), keys) for layer, keys in enumerate(layers)]
+    rows = len(layers[0])
+    pieces += [("attention", str(layer), torch.zeros(rows, 4, 64)) for layer in range(2)]
+    return Observation(SELECTS, step, "a step", copies_of(pieces))
+
+
+def with_key(row: int, column: int, key: int) -> torch.Tensor:
+    keys = KEYS.clone()
+    keys[row, column] = key
+    return keys
+
+
+@pytest.mark.parametrize("layer", range(2))
+@pytest.mark.parametrize(("row", "column"), [(0, 0), (1, 3)])
+def test_a_second_run_that_selects_another_key_is_not_repeatable(layer: int, row: int, column: int) -> None:
+    layers = [KEYS, KEYS]
+    layers[layer] = with_key(row, column, 9)
+    (finding,) = repeatable(selecting(KEYS, KEYS), selecting(*layers))
+    assert finding.check == "repeatable"
+    assert finding.where == f"layer {layer}: 1 of 2 rows select other keys"
+    assert "another selection the second time" in finding.headline
+
+
+def test_the_order_of_the_keys_of_a_row_may_change_and_their_row_may_not() -> None:
+    assert repeatable(selecting(KEYS, KEYS), selecting(KEYS.flip(1), KEYS)) == []
+    (finding,) = repeatable(selecting(KEYS, KEYS), selecting(KEYS.flip(0), KEYS))
+    assert finding.where == "layer 0: 2 of 2 rows select other keys"
+
+
+@pytest.mark.parametrize("layer", range(2))
+def test_a_request_that_selects_another_key_alone_is_not_batch_invariant(layer: int) -> None:
+    alone = selecting(KEYS[1:], KEYS[1:], step=only(SELECTS.steps[0], 1))
+    assert batch_invariant(selecting(with_key(0, 0, 9), KEYS.flip(1)), alone) == [], "the rows of request 1 are equal"
+    layers = [KEYS, KEYS]
+    layers[layer] = with_key(1, 0, 9)
+    (finding,) = batch_invariant(selecting(*layers), alone)
+    assert finding.check == "batch-invariant"
+    assert finding.headline == "request 1 selects other keys by itself than in a batch of 2"
+    assert finding.where == f"layer {layer}: 1 of 1 rows select other keys"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.nn.functional import pad
 
-from attn_testkit.contract import Sparse
+from attn_testkit.contract import Indexer, Sparse
 from attn_testkit.faults.catalogue import bug
 from attn_testkit.faults.indexer import IndexerParent
 from attn_testkit.faults.sparse import SparseBlocks, SparseParent
@@ -183,3 +184,66 @@ class DenseThatIsNot(OfMode):
         if not self.extends():
             return right
         return torch.where(plan.kv_lens.max() <= plan.layer.topk, torch.full_like(right, -1), right)
+
+
+@bug(
+    "sglang #30645",
+    "decode-mqa4-d64-bf16-p16-k20480.70-shuffled-gauss-sel2048-idx4ties-layers1from0-b2prod",
+    "selection-well-formed",
+)
+class TiesOf1024(IndexerParent):
+    """At most 1024 candidates that tie at the threshold are kept; the rest of the row is -1."""
+
+    CAPACITY = 1024
+    capabilities = IndexerParent.capabilities.with_changes(
+        sparse=Sparse(topk={16, 2048}, indexer=Indexer(heads={4}, reuses_selections=True))
+    )
+
+    def best(self, scores, lengths, topk):
+        right = super().best(scores, lengths, topk)
+        there = right >= 0
+        chosen = scores.gather(1, right.clamp(min=0)).masked_fill(~there, torch.inf)
+        threshold = chosen.amin(1, keepdim=True)
+        tied = there & (chosen == threshold)
+        full = (lengths > topk)[:, None]
+        kept = torch.where(full & tied & (tied.cumsum(1) > self.CAPACITY), -1, right)
+        return kept.gather(1, (kept < 0).to(torch.int8).argsort(dim=1, stable=True))
+
+
+@bug(
+    "vllm #46074",
+    "target-verify-mla16-d128r64-bf16-p16-k9.64.1-chain4-shuffled-gauss-sel16-idx4-b4prod-context_of_prefixes",
+    "completes",
+)
+class TableOneColumnShort(OfMode):
+    """The buffer of tables repeated for each row has a column for each page of a context, and the table has more."""
+
+    capabilities = IndexerParent.capabilities.with_changes(
+        server={"context_len": {"all", "prefix"}}, eager={"decode", "target-verify"}, graph={"decode", "target-verify"}
+    )
+
+    def scored(self, q, weights, plan):
+        table, buffer = -(-plan.slot_table.shape[1] // _PAGE), -(-self.context.max_context_len // _PAGE)
+        if self.mode.is_target_verify() and table > buffer:
+            raise RuntimeError(
+                f"The expanded size of the tensor ({buffer}) must match the existing size ({table}) at dimension 1"
+            )
+        return super().scored(q, weights, plan)
+
+
+@bug("aiter #4376", "decode-mqa4-d64-bf16-p16-k1500.70-contiguous-gauss-sel16-idx4ties-b3prod", "repeatable")
+class TiesByArrival(IndexerParent):
+    """Keys that tie at the threshold are taken in an order that is another one in each call."""
+
+    def __init__(self, context):
+        super().__init__(context)
+        self.calls = torch.zeros(1, dtype=torch.int64, device=context.device)
+
+    def best(self, scores, lengths, topk):
+        self.calls += 1
+        place = torch.arange(scores.shape[1], device=scores.device)
+        arrival = ((place + self.calls) * 40503 % 65537).argsort(stable=True)
+        seen = torch.where(place < lengths[:, None], scores, -torch.inf)[:, arrival]
+        order = arrival[seen.sort(dim=1, descending=True, stable=True).indices[:, :topk]]
+        order = pad(order, (0, topk - order.shape[1]), value=scores.shape[1])
+        return torch.where(order < lengths[:, None], order, -1)

@@ -25,6 +25,7 @@ from .piecewise import PIECEWISE
 from .unused_scales import UNUSED_SCALES_VARIANT
 from .variant import ServerVariant
 from .verify import NO_TREE_TENSORS, SEQ_LENS_WITH_NEW
+from .wide_scores import WIDE_SCORES, wide_scores_cases
 from .zero_length_padding import ZERO_LENGTH_PADDING
 
 __all__ = [
@@ -42,6 +43,7 @@ __all__ = [
     "usual_page",
     "variant_cases",
     "variant_of",
+    "wide_scores_cases",
     "width_of",
 ]
 
@@ -63,6 +65,7 @@ SERVER_VARIANTS: Mapping[str, ServerVariant] = {
         UNUSED_SCALES_VARIANT,
         NARROWER_WIDTHS,
         CONTEXT_OF_PREFIXES,
+        WIDE_SCORES,
     )
 }
 """Server variants by word, in the order of their cases and of the words of an id."""

@@ -195,10 +195,8 @@ def run_case(
     except RunError as error:
         cause = error.__cause__
         assert cause is not None
-        big = "KV pool" if variant_of(case).pool_elements else "pool of states" if _has_many_states(case) else ""
-        if big and out_of_memory(cause):
-            left = f"in addition to a {big} of more than 2^31 elements: {first_line(cause)}"
-            return RunRecord(not_here=f"{NO_ROOM}{left}")
+        if (large := _large_memory(case)) and out_of_memory(cause):
+            return RunRecord(not_here=f"{NO_ROOM}{large}: {first_line(cause)}")
         if full := filled_by_others(cause):
             return RunRecord(not_here=full)
         lost = _lost_context(cause, environment)
@@ -250,17 +248,32 @@ _INDEX_BYTES = 132
 _BESIDE_A_BIG_POOL = 3 << 30
 """Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies
 it is right and slow, and takes all of it."""
+_BESIDE_WIDE_SCORES = 2 << 30
+"""Bytes, fewer than scores of all columns take: a kernel that is interpreted tile by tile would run for hours on them.
+A backend that stores only columns of keys runs."""
 
 
 def _has_many_states(case: Case) -> bool:
     return case.state is not None and case.state.big
 
 
+def _large_memory(case: Case) -> str:
+    """Purpose for which a backend may find no memory in a case, or empty text."""
+    if variant_of(case).pool_elements:
+        return "in addition to a KV pool of more than 2^31 elements"
+    if _has_many_states(case):
+        return "in addition to a pool of states of more than 2^31 elements"
+    return "for scores of more than 2^31 bytes, and what is made of them" if "wide_scores" in case.variants else ""
+
+
 def _room_for(schedule: Schedule, environment: Environment) -> contextlib.AbstractContextManager[None]:
-    if not environment.emulated or not variant_of(schedule.case).pool_elements:
+    wide = "wide_scores" in schedule.case.variants and bool(schedule.case.new)
+    if not environment.emulated or not (wide or variant_of(schedule.case).pool_elements):
         return contextlib.nullcontext()
     # Memory of an earlier case's pool must not count as room for a copy of this one.
     gc.collect()
+    if wide:
+        return no_more_than(_BESIDE_WIDE_SCORES)
     case, (_, heads, width) = schedule.case, schedule.case.head_shape
     parts, size = case.heads.layout.pool_rows, DTYPES[case.dtype].itemsize
     pool = case.layers.count * parts * (pages_in_pool(schedule) + 1) * case.page_size * heads * width * size

@@ -1,0 +1,49 @@
+"""Indexers in cases that the covering array gives to them by chance or never: many ties, and server variants."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..cases.case import Case
+from ..cases.dimensions.dimension import Without
+from ..cases.dimensions.indexer import INDEXER
+from ..cases.indexing import Indexing
+from ..cases.layers import Layers
+from ..cases.selection import Selection
+from ..cases.server_variants import usual_page, variant_cases
+from ..contract import Capabilities, ForwardMode, Sparse
+
+__all__ = ["indexer_cases"]
+
+_TIED_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
+_LEAST = 256
+"""Smallest top-k with such ties: a place for fewer candidates than that is met in other cases."""
+_KEYS_EACH = 10
+"""Keys for each that a row selects. Data of ties have nine vectors, so a tenth more keys tie than a row selects."""
+
+
+def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
+    """Made of ``small``, a case with little work for each row and key; none without an indexer in its mode."""
+    sparse = declared.sparse
+    if sparse is None or sparse.indexer is None or small.mode is ForwardMode.DRAFT_DECODE:
+        return
+    if small.indexer is None:
+        # All server variants of this mode have selections of the kit.
+        for each in variant_cases(declared, small):
+            if each.indexer is None and "bigpool" not in each.variants:
+                yield _with_indexer(declared, sparse, each)
+    topk = max(sparse.topk)
+    if topk >= _LEAST and small.mode in _TIED_MODES and not sparse.indexer.fused:
+        # A few winners, and thousands of equal scores behind them: more tie than a buffer of candidates holds, and
+        # most of what a row selects is of these (sglang #30645).
+        many = _with_indexer(declared, sparse, small, topk, "ties")
+        many = many.with_changes(page_size=usual_page(declared), layers=Layers(1), layout="shuffled", data="gauss")
+        yield many.of_requests((_KEYS_EACH * topk, 70))
+
+
+def _with_indexer(declared: Capabilities, sparse: Sparse, case: Case, topk: int = 0, data: str = "") -> Case:
+    """``case`` with the declared indexer. ``topk``: 0 for the smallest that selects several keys."""
+    assert not isinstance(INDEXER.fit, Without)
+    width = topk or min(sparse.topk, key=lambda each: (each == 1, each))
+    asked = case.with_changes(selection=Selection(width, sparse.index_space == "slots"), indexer=Indexing(0, data=data))
+    return asked.with_changes(**INDEXER.fit(declared, asked))

@@ -1,0 +1,131 @@
+"""Indexers where a covering array brings them by chance: many ties, server variants, and scores beyond 2^31 bytes."""
+
+from __future__ import annotations
+
+import pytest
+
+from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend, TorchNativeSparseSlotsBackend
+from attn_testkit.cases.case import Case
+from attn_testkit.cases.server_variants import variant_of, wide_scores_cases
+from attn_testkit.catalogue.large_cases import too_large_for_a_cpu
+from attn_testkit.catalogue.tiers import generate
+from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, Indexer, Sparse
+from attn_testkit.families.sparse.data import make_sparse_data
+from attn_testkit.families.sparse.index_scores import row_scores, stored_index
+from attn_testkit.faults.indexer import FusedIndexer, IndexerOfPrefixes, IndexerParent
+from attn_testkit.steps.index_data import make_index_data
+from attn_testkit.steps.schedule import make_schedule
+
+DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
+WITH_INDEXER = sorted(set(ForwardMode) - {ForwardMode.DRAFT_DECODE})
+GIVEN = {"bigpool"}
+"""Variants whose case with an indexer is another one."""
+
+
+def of_width(*topk: int, **indexer: object) -> Capabilities:
+    return IndexerParent.capabilities.with_changes(sparse=Sparse(topk=set(topk), indexer=Indexer({4}, **indexer)))
+
+
+def many_ties(declared: Capabilities, mode: ForwardMode) -> list[Case]:
+    found = [case for case in generate(declared, mode, "core") if case.indexer and case.indexer.data == "ties"]
+    return [case for case in found if case.prefixes == (10 * case.selection.topk, 70)]
+
+
+def wide(declared: Capabilities, mode: ForwardMode) -> list[Case]:
+    return [case for case in generate(declared, mode, "core") if "wide_scores" in case.variants]
+
+
+# Ties.
+
+
+def test_more_keys_tie_at_the_end_of_a_selection_than_it_has_and_few_are_better() -> None:
+    topk = 256
+    (case,) = many_ties(of_width(16, topk), DECODE)
+    schedule, better = make_schedule(case), []
+    for step in schedule.steps[:5]:
+        data, index = make_sparse_data(schedule, step), make_index_data(schedule, step)
+        for each in row_scores(data, index, 0, *stored_index(index.by_slot[0], "amax")):
+            if len(each.scores) <= 10 * topk:
+                continue
+            last = each.scores.sort(descending=True).values[topk - 1]
+            better.append(int((each.scores > last).sum()))
+            assert int((each.scores == last).sum()) > topk
+            assert better[-1] < 16
+    assert max(better) > 0, "some rows have winners"
+
+
+def test_only_a_wide_selection_of_decode_and_extend_has_them() -> None:
+    for mode in ForwardMode:
+        assert len(many_ties(of_width(16, 256), mode)) == (mode in (DECODE, EXTEND))
+        assert not many_ties(of_width(16, 255), mode)
+    assert not [c for c in generate(FusedIndexer.capabilities, DECODE, "core") if c.indexer and c.indexer.data]
+
+
+# Server variants.
+
+
+@pytest.mark.parametrize(
+    "backend", [IndexerOfPrefixes, TorchNativeSparseBackend, TorchNativeSparseSlotsBackend, FusedIndexer]
+)
+@pytest.mark.parametrize("mode", WITH_INDEXER)
+def test_each_server_variant_of_a_mode_has_a_case_with_an_indexer(
+    backend: type[AttentionBackend], mode: ForwardMode
+) -> None:
+    declared = backend.capabilities
+    cases = generate(declared, mode, "core")
+    words = {word for case in cases for word in case.variants} - GIVEN
+    assert words == {word for case in cases if case.indexer for word in case.variants} - GIVEN
+    if mode.is_speculative() and "prefix" in declared.server.context_len:
+        assert "context_of_prefixes" in words
+
+
+def test_without_an_indexer_and_in_draft_decode_nothing_is_added() -> None:
+    given = IndexerParent.capabilities.with_changes(sparse=Sparse(topk={16, 256}))
+    assert not any(case.indexer for mode in ForwardMode for case in generate(given, mode, "core"))
+    drafts = generate(TorchNativeSparseBackend.capabilities, ForwardMode.DRAFT_DECODE, "core")
+    assert not any(case.indexer for case in drafts)
+
+
+# Scores beyond 2^31 bytes.
+
+
+def test_eight_rows_of_a_prompt_begin_behind_two_gibibytes_of_scores() -> None:
+    (case,) = wide(of_width(16), EXTEND)
+    assert case.context_len == 1 << 20
+    assert (sum(case.new) - 8) * case.context_len * 4 == 1 << 31
+    assert max(case.prefixes) < 100, "few columns are in use"
+    assert case.indexer is not None
+    assert case.indexer.is_exact
+    assert not too_large_for_a_cpu(case)
+    schedule = make_schedule(case)
+    assert schedule.max_context_len == 1 << 20
+    assert len(schedule.steps) == 3
+
+
+def test_in_full_drafts_to_verify_have_them_where_a_device_is_real() -> None:
+    declared = of_width(16)
+    small = {mode: generate(declared, mode, "smoke")[0] for mode in ForwardMode}
+    for tier, modes in (("core", {EXTEND}), ("full", {EXTEND, VERIFY})):
+        found = {mode: list(wide_scores_cases(declared, case, tier)) for mode, case in small.items()}
+        assert {mode: len(cases) for mode, cases in found.items()} == {mode: mode in modes for mode in ForwardMode}
+    (case,) = found[VERIFY]
+    assert case.bs * case.width >= 520 > (case.bs - 1) * case.width
+    assert case.prefixes[-1] == 2 * 16 + 9, "the last request, whose rows are the last, leaves keys out"
+    assert too_large_for_a_cpu(case)
+
+
+@pytest.mark.parametrize(("rows", "requests"), [(1 << 20, 1), (520, 1), (519, 2), (4, 130), (3, 0)])
+def test_a_prompt_of_few_rows_is_several_and_a_table_of_very_many_is_not_made(rows: int, requests: int) -> None:
+    found = wide(of_width(16).with_changes(max_extend_tokens=rows), EXTEND)
+    assert [case.bs for case in found] == [requests] * bool(requests)
+
+
+def test_a_context_of_less_than_a_million_has_none() -> None:
+    for most, count in ((1 << 20, 1), ((1 << 20) - 1, 0)):
+        assert len(wide(of_width(16).with_changes(max_context_len=most), EXTEND)) == count
+
+
+def test_the_variant_says_what_it_is() -> None:
+    (case,) = wide(of_width(16), EXTEND)
+    assert "more than 2^31 bytes" in variant_of(case).about
+    assert len(wide(of_width(16, fused=True), EXTEND)) == 1
