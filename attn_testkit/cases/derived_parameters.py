@@ -172,7 +172,7 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
     # A small pool of a test lies across such a place by chance only; that of a server always does.
     DerivedParameter(
         "pool-address",
-        "where the pool lies in the memory of the emulation",
+        "where the pool lies in memory",
         (
             Value("anywhere", 8),
             *(Value(f"across a multiple of 4 GiB, in its {each} quarter") for each in _QUARTERS),
