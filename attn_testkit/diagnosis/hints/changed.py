@@ -23,7 +23,10 @@ def beyond_32_bits(e: Evidence) -> str:
     """The case is right with a small pool."""
     if e.changed is None or not e.changed.right_without("big pool"):
         return ""
-    narrow = ", or a page number is kept in 16 bits" if pages_in_pool(e.schedule) >> 16 else ""
+    pages = pages_in_pool(e.schedule)
+    narrow = ", or a page number is kept in 16 bits" if pages >> 16 else ""
+    if pages * e.schedule.case.page_size >> 24:
+        narrow += ", or a slot in 24 bits or in float32"
     return (
         "an address overflows 32 bits, since a slot or a page times a stride takes 64 (.to(tl.int64), "
         f"int64_t){narrow}: right if the KV pool is small, and wrong if it has elements beyond 2^31"
