@@ -145,6 +145,8 @@ class StepData:
     qq_bias: torch.Tensor | None = None
     """[1, T, C] float32: bias of each row on the rows of its request, of which the longest has C. -inf where it does
     not see them. None: no bias. Diagnosis may have one for each layer, [L, T, C]."""
+    capped_qq_bias: bool = False
+    """True if the soft cap is applied to logits with this bias. A mistake: only diagnosis asks for it."""
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
@@ -424,7 +426,7 @@ def _with_zeros(packed: PackedRows, step: Step, rows: torch.Tensor, part: int) -
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
     layered = {"q", "k", "v", "stored_keys", "stored_values", "qq_bias"}
-    whole = ("kv_scales", "encoder", "row_format", "spans")
+    whole = ("kv_scales", "encoder", "row_format", "spans", "capped_qq_bias")
     named = [each.name for each in fields(StepData) if each.name not in whole]
     tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}

@@ -34,6 +34,8 @@ LARGE_MAX_CONTEXT_LEN = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-fa
 LATER_RANK = "draft-extend-gqa2x2-d64-bf16-p16-k21.40.4-n2a2x3-reversed-gauss-w7-cap1.5-layers3from5-b4prod"
 V2 = "draft-extend-v2-gqa2x2-d64-fp16-p64-k7x2-n6a1.3-reversed-gauss-b2prod"
 ONE_KEY_EACH = "decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod"
+BIAS = "target-verify-gqa8x2-d64-bf16-p16-k130.9.1.40-t0.0.1.1-shuffled-gauss-w5-qqbias-cap1.5-sink-b5prod"
+BIASED_PROMPTS = "extend-gqa8x2-d64-bf16-p16-k130.9.1.40-n13a7.40.3.1-shuffled-gauss-qqbias-b5prod"
 ONE = "target-verify-gqa2x2-d64-bf16-p16-k300-chain4-shuffled-gauss-b1prod"
 
 
@@ -76,6 +78,8 @@ TOLD = [
         "right for new rows as the pool stores them",
     ),
     ("heads-mapped-by-power-of-two", WIDE, "eager", "right with the query of head 4 in head 3, of head 5 in head 4"),
+    ("qq-bias-before-the-soft-cap", BIAS, "eager", "right for capped sums"),
+    ("qq-bias-without-its-stride", BIASED_PROMPTS, "eager", "use its stride(0), which is larger than its width"),
     # What the fault hangs on.
     ("softcap-after-mask", LEAN, "eager", "right without the soft cap (layer.logit_cap), and wrong with it"),
     ("lse-wrong-when-split", SHARED, "eager", "without sinks right if requests are cut to 16 KV tokens"),
@@ -332,7 +336,10 @@ MISLED = [
     ("prompt-attended-before-it-is-stored", PROMPTS, "eager", "off by 1"),
     ("sink-swallowed-by-kwargs", LEAN, "eager", "look at"),
     ("grid-covers-the-capture-lengths", ONE, "graph", "off by"),
+    ("qq-bias-without-its-stride", BIASED_PROMPTS, "eager", "0 / 0"),
     # What is said of a neighbour is not said of these.
+    ("qq-bias-as-wide-as-its-stride", BIASED_PROMPTS, "eager", "without a gap"),
+    ("qq-bias-scaled", BIAS, "eager", "before the soft cap"),
     ("kernel-switch-off-by-one", SWITCH, "eager", "missing"),
     ("more-splits-than-are-merged", LARGE_MAX_CONTEXT_LEN, "eager", "missing"),
     ("causal-from-padded-width", PACKED, "eager", "off by 1"),
