@@ -38,7 +38,7 @@ def made(q_scale: str, data: str, heads: str = "gqa", dtype: str = "bf16") -> tu
     return schedule, make_step_data(schedule, schedule.steps[0])
 
 
-def rounded(q: torch.Tensor, q_scale: str, *, power_of_two: bool = False, least: float = 0.0) -> torch.Tensor:
+def rounded(q: torch.Tensor, q_scale: str, *, power_of_two: bool = False, least: float = 2.0**-40) -> torch.Tensor:
     """What a kernel makes of ``q``, in float32, by its own arithmetic."""
     scale = (q.float().abs().amax(GROUPS[q_scale], keepdim=True) / 448).clamp(min=least)
     scale = torch.exp2(scale.log2().ceil()) if power_of_two else scale
@@ -55,7 +55,8 @@ def test_queries_are_exact_under_the_declared_scale_and_under_those_of_fewer_num
 ) -> None:
     for declared in SCALED:
         _, drawn = made(declared, data, heads, dtype)
-        assert drawn.q.abs().amax(-1).min() > 0, "no scale is 0"
+        has_zeros = data == "gauss" and declared != "per_tensor"
+        assert bool((drawn.q == 0).all(-1).any()) is has_zeros, "of a token or a head"
         for finer in SCALED[: SCALED.index(declared) + 1]:
             if (declared, finer, data) == ("per_tensor", "per_tensor", "large_and_small_queries"):
                 continue

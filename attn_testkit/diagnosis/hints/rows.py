@@ -27,10 +27,40 @@ def rows_of_others(e: Evidence) -> str:
     v2 = e.schedule.case.mode is ForwardMode.DRAFT_EXTEND_V2 and any(r.accepted != r.new for r in requests)
     if v2 and _as_packed(e):
         cause = "offsets of query rows (cu_seqlens_q) are wrong"
+    if tiles := _in_tiles(e):
+        return f"{tiles}: {text}"
     if v2 and "cu_seqlens_q" in cause:
         rows = f"in this mode each request has {requests[0].new} rows"
-        cause += f", probably the running sum of accepted counts, though {rows}"
+        others = any(row.of_request != row.request for row in e.misrouted)
+        if not others or _as_packed(e):
+            cause += f", probably the running sum of accepted counts, though {rows}"
     return f"{cause}: {text}"
+
+
+_PAIRS = (16, 32, 64, 128)
+"""Pairs of token and query head that a tile of rows has in kernels that put the heads of a KV head side by side."""
+
+
+def _in_tiles(e: Evidence) -> str:
+    """The cause, if each misrouted row is that of the request to which offsets in whole tiles of rows lead."""
+    counts = {request.new for request in e.step.requests}
+    groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
+    told = [row for row in e.misrouted if not row.copied]
+    if len(counts) != 1 or len(groups) != 1 or e.step.bs < _TELLING_REQUESTS or len(told) < _TELLING_ROWS:
+        return ""
+    (count,), (group,) = counts, groups
+    for pairs in _PAIRS:
+        stride = -(-count * group // pairs) * pairs // group
+        if stride > count and all((m.request * count + m.row) // stride == m.of_request for m in told):
+            return (
+                f"offsets of query rows are counted in tiles of {pairs} pairs of token and head, {stride} rows for "
+                f"each request, though rows are packed and each request has {count}"
+            )
+    return ""
+
+
+_TELLING_REQUESTS, _TELLING_ROWS = 3, 3
+"""Least numbers of requests, and of rows with another's result, that tell offsets from a single mistaken row."""
 
 
 def _as_packed(e: Evidence) -> bool:
