@@ -10,7 +10,7 @@ from ..attended_keys import AttendedKeys
 from .evidence import Evidence, places_of
 from .hint import Level, hint
 
-__all__ = ["row_tile", "uneven_offsets"]
+__all__ = ["counted_as_widest", "row_tile", "uneven_offsets"]
 
 
 @hint(Level.SHOWN)
@@ -160,10 +160,25 @@ def _uneven_in_eager(e: Evidence) -> str:
     # The stride leads to a row of the request itself, but it read tokens of another.
     if attended is not None and misrouted and _place_under(stride, e, attended)[0] == attended.request:
         return ""
+    if counted_as_widest(e) == stride:
+        return (
+            f"the causal bound, or the number of new rows, is that of {stride} rows for every request: "
+            f"{_accepted_counts(e)}, and only requests with fewer are wrong, whose offset is right either way"
+        )
     return (
         f"query offsets have a uniform stride of {stride}, but must be the running sum of the counts, since rows are "
         f"packed: {_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong"
     )
+
+
+def counted_as_widest(e: Evidence) -> int:
+    """Rows of the widest request, if the wrong requests have fewer and all before them as many, so that a uniform
+    stride gives them the right offset; else 0."""
+    counts = [request.new for request in e.step.requests]
+    most = max(counts, default=0)
+    fewer = [request for request in e.wrong if counts[request] < most]
+    alone = bool(e.wrong) and fewer == e.wrong and all(count == most for count in counts[: max(e.wrong)])
+    return most if alone else 0
 
 
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:

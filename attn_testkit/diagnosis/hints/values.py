@@ -87,6 +87,11 @@ def nothing_computed(e: Evidence) -> str:
             "the sliding window probably covers no KV token of the request, as with positions, a length or a prefix "
             f"of another request: only the layers with a sliding window ({widths}) are wrong, and all zeros"
         )
+    if e.step.data == "negative" and e.changed is not None and e.changed.right_without("data"):
+        return (
+            "a finite value is probably used as minus infinity, above all logits of this case (near -6e4): the wrong "
+            "rows are all zeros, as if they saw no KV token, and right with other numbers in q, k and v"
+        )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (
             "a counter, a semaphore or a work list is probably set by a plan and used up by the first layer: the "
