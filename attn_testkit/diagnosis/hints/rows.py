@@ -31,7 +31,8 @@ def rows_of_others(e: Evidence) -> str:
         return f"{tiles}: {text}"
     if v2 and "cu_seqlens_q" in cause:
         rows = f"in this mode each request has {requests[0].new} rows"
-        others = any(row.of_request != row.request for row in e.misrouted)
+        # Of two equal rows neither need be right.
+        others = any(row.of_request != row.request and not row.copied for row in e.misrouted)
         if not others or _as_packed(e):
             cause += f", probably the running sum of accepted counts, though {rows}"
     return f"{cause}: {text}"
@@ -46,7 +47,8 @@ def _in_tiles(e: Evidence) -> str:
     counts = {request.new for request in e.step.requests}
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
     told = [row for row in e.misrouted if not row.copied]
-    if len(counts) != 1 or len(groups) != 1 or e.step.bs < _TELLING_REQUESTS or len(told) < _TELLING_ROWS:
+    # With results of request 0 alone any wide stride fits.
+    if len(counts) != 1 or len(groups) != 1 or len(told) < _TELLING_ROWS or not any(row.of_request for row in told):
         return ""
     (count,), (group,) = counts, groups
     for pairs in _PAIRS:
@@ -59,8 +61,8 @@ def _in_tiles(e: Evidence) -> str:
     return ""
 
 
-_TELLING_REQUESTS, _TELLING_ROWS = 3, 3
-"""Least numbers of requests, and of rows with another's result, that tell offsets from a single mistaken row."""
+_TELLING_ROWS = 3
+"""Least number of rows with another's result that tells offsets from a single mistaken row."""
 
 
 def _as_packed(e: Evidence) -> bool:
@@ -175,10 +177,10 @@ def counted_as_widest(e: Evidence) -> int:
     """Rows of the widest request, if the wrong requests have fewer and all before them as many, so that a uniform
     stride gives them the right offset; else 0."""
     counts = [request.new for request in e.step.requests]
-    most = max(counts, default=0)
-    fewer = [request for request in e.wrong if counts[request] < most]
-    alone = bool(e.wrong) and fewer == e.wrong and all(count == most for count in counts[: max(e.wrong)])
-    return most if alone else 0
+    place, most = places_of(counts), max(counts, default=0)
+    wrong = sorted({place[row][0] for row in e.rows})
+    fewer = all(counts[request] < most for request in wrong)
+    return most if wrong and fewer and all(count == most for count in counts[: wrong[-1]]) else 0
 
 
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:
