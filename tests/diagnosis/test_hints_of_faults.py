@@ -357,7 +357,6 @@ MISLED = [
     ("finite-mask-sentinel", NEGATIVE, "eager", "a counter"),
     # What is said of a neighbour is not said of these.
     ("v2-rows-counted-by-accepted", V2, "eager", "pairs of token and head"),
-    ("decay-of-another-head", PROMPT_OF_65, "eager", "not applied"),
     ("sink-swallowed-by-kwargs", LEAN, "eager", "of another row"),
     ("qq-bias-as-wide-as-its-stride", BIASED_PROMPTS, "eager", "without a gap"),
     ("qq-bias-scaled", BIAS, "eager", "before the soft cap"),

@@ -12,9 +12,19 @@ from in_process import check_backend
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.checks.key_counts import code_sizes
 from attn_testkit.checks.wrong_planes import wrong_planes
-from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, KVLayer, KVPool, KVPoolSpec, PackedRows
+from attn_testkit.contract import (
+    LATENT_FORMATS,
+    ROW_FORMATS,
+    AttentionLayer,
+    ForwardMode,
+    KVLayer,
+    KVPool,
+    KVPoolSpec,
+    PackedRows,
+)
 from attn_testkit.contract.backend import Unsupported, refuse_undeclared
 from attn_testkit.contract.row_format import ALL_NAN, FP4, INT4, codes_of
 from attn_testkit.families.softmax.packed_rows import misread_rows
@@ -343,3 +353,13 @@ def test_mistakes_about_formats_are_found_and_named(
     finding = next(each.findings for each in found if each.case)[0]
     assert finding.check == check
     assert hint in finding.hint
+
+
+@pytest.mark.parametrize(("kv_dtypes", "layers_differ"), [({"nvfp4"}, False), ({"same", "fp8_per_token_head"}, True)])
+def test_a_backend_of_packed_rows_has_layers_of_other_heads_in_other_pools_alone(
+    kv_dtypes: set[str], layers_differ: bool
+) -> None:
+    declared = TorchNativeFormatsBackend.capabilities.with_changes(kv_dtypes=kv_dtypes, heads_by_layer=True)
+    found = [each for each in generate(declared, ForwardMode.DECODE, "core") if each.layers.shapes]
+    assert bool(found) is layers_differ
+    assert {each.kv_dtype for each in found} <= {"same"}
