@@ -9,28 +9,21 @@ import numpy.typing as npt
 import torch
 
 from attn_testkit.cases.case import Case
-from attn_testkit.contract import BackendContext, ForwardMode
+from attn_testkit.contract import BackendContext
 from attn_testkit.steps.data import StepData
-from attn_testkit.steps.query_bias import BEHIND_ROWS
+from attn_testkit.steps.query_bias import BEHIND_ROWS, COLUMNS_BETWEEN, bias_width
 
 __all__ = ["bias_of_rows", "bias_stride", "clear_bias", "fill_bias", "of_buffer", "padded_bias"]
-
-_BEHIND = 3
-"""Columns of the buffer behind those of a row: no batch has such a width."""
-
-
-def _width(context: BackendContext, case: Case) -> int:
-    return context.max_extend_tokens if case.mode is ForwardMode.EXTEND else case.width
 
 
 def bias_stride(context: BackendContext, case: Case) -> int:
     """Columns of the buffer; 0 if batches have no bias."""
-    return 0 if context.qq_bias == "none" else _width(context, case) + _BEHIND
+    return 0 if context.qq_bias == "none" else bias_width(case, context.max_extend_tokens) + COLUMNS_BETWEEN
 
 
 def of_buffer(buffer: torch.Tensor) -> torch.Tensor:
     """``ForwardBatch.qq_bias`` [rows, W], a view of ``buffer`` [rows, stride]."""
-    return buffer[:, :-_BEHIND]
+    return buffer[:, :-COLUMNS_BETWEEN]
 
 
 def bias_of_rows(context: BackendContext, case: Case, buffer: torch.Tensor, rows: int) -> torch.Tensor | None:
@@ -42,14 +35,14 @@ def bias_of_rows(context: BackendContext, case: Case, buffer: torch.Tensor, rows
 def clear_bias(buffer: npt.NDArray[np.float32]) -> None:
     """Fill ``buffer`` [rows, stride] as for a capture: zeros, and NaN behind the columns of the bias."""
     buffer[:] = 0
-    buffer[:, -_BEHIND:] = math.nan
+    buffer[:, -COLUMNS_BETWEEN:] = math.nan
 
 
 def fill_bias(buffer: npt.NDArray[np.float32], data: StepData) -> None:
     """Write a step's bias into ``buffer`` [rows, stride]. Padded rows keep what an earlier step left."""
     if data.qq_bias is not None:
         rows, columns = data.qq_bias.shape[1:]
-        buffer[:rows, :-_BEHIND] = BEHIND_ROWS
+        buffer[:rows, :-COLUMNS_BETWEEN] = BEHIND_ROWS
         buffer[:rows, :columns] = data.qq_bias[0].numpy()
 
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from ..contract import Execution, ForwardMode
+from ..contract import ROW_FORMATS, Execution, ForwardMode
 from ..contract.kv_layouts import OWN
 from .dimensions.data_pattern import DATA
 from .fields import Fields
@@ -22,7 +22,7 @@ from .renamed_words import FIRST_NAMES, first_written
 
 __all__ = [
     "CONTIGUOUS", "DERIVED_PARAMETERS", "DerivedParameter", "Value", "address_varies", "chosen", "derived",
-    "shallow_depth",
+    "scales_are_computed", "shallow_depth",
 ]  # fmt: skip
 
 
@@ -70,6 +70,12 @@ def address_varies(case: Fields) -> bool:
     """True if the kit decides where the pool of a case lies: no backend lays it out, and it has an ordinary size."""
     has_large_pool = "bigpool" in case.variants or (case.state is not None and case.state.big)
     return case.kv_layout != OWN and not has_large_pool
+
+
+def scales_are_computed(case: Fields) -> bool:
+    """True if rows of the pool hold scales, which are computed from the numbers of a tile."""
+    form = ROW_FORMATS.get(case.kv_dtype)
+    return form is not None and any(plane.is_scales for plane in form.planes)
 
 
 _QUARTERS = ("first", "second", "third", "last")
@@ -178,6 +184,13 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
             *(Value(f"across a multiple of 4 GiB, in its {each} quarter") for each in _QUARTERS),
         ),
         address_varies,
+    ),
+    # The scale of such a tile is 0 if it is computed like the others, and zeros are divided by it (aiter #4195).
+    DerivedParameter(
+        "tiles-of-zeros",
+        "rows and tiles of zeros among keys and values, in steps of gauss data",
+        (Value("none"), Value("some rows, all but one tile of others, and some tiles", 3)),
+        scales_are_computed,
     ),
     # A scheduler has so many tokens for a step: one prompt fills them while others decode, or several share them.
     DerivedParameter(

@@ -10,7 +10,7 @@ from ..cases.dimensions.rows import most_rows
 from ..cases.layers import Layers
 from ..cases.rows import Extend, room_for
 from ..cases.server_variants import usual_page
-from ..contract import Capabilities, ForwardMode
+from ..contract import ROW_FORMATS, Capabilities, ForwardMode
 
 __all__ = ["cross_attention_cases"]
 
@@ -23,7 +23,8 @@ _NEW = (7, 5, 1, 20)
 def cross_attention_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """One for each declared place of encoder slots, made of ``small``, a case with little work."""
     cross = declared.cross_attention
-    if small.mode not in cross.modes or small.heads.layout.values_in_keys:
+    # ``small`` has packed rows if no other are declared.
+    if small.mode not in cross.modes or small.heads.layout.values_in_keys or small.kv_dtype in ROW_FORMATS:
         return
     small = small.with_changes(heads=other_heads(declared), page_size=usual_page(declared), data="gauss")
     small = small.with_changes(layout="shuffled", sinks=False)

@@ -16,7 +16,7 @@ from ..cases.head_shapes import declared_shapes
 from ..cases.layers import Layers
 from ..cases.nearest_declared import nearest_declared
 from ..cases.rows import Accepted, Extend, room_for
-from ..contract import Capabilities, HeadShape
+from ..contract import ROW_FORMATS, Capabilities, HeadShape
 from .layer_options import with_options, without_options
 
 __all__ = ["layer_cases", "with_shapes"]
@@ -47,8 +47,11 @@ def layer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     if declared.kv_groups and not small.draft:
         for each in pages:
             yield replace(each, layers=replace(_RANK, groups=True))
-    if declared.heads_by_layer and by_layer(declared):
-        yield from _head_cases(declared, *pages)
+    # Packed rows have the same bytes in all layers.
+    plain = min(declared.kv_dtypes - ROW_FORMATS.keys(), default="")
+    if declared.heads_by_layer and by_layer(declared) and plain:
+        numbers = (each if each.kv_dtype not in ROW_FORMATS else each.with_changes(kv_dtype=plain) for each in pages)
+        yield from _head_cases(declared, *numbers)
 
 
 def _behind_rows_that_decode(declared: Capabilities, case: Case) -> Case:

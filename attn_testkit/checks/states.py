@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
@@ -165,14 +166,10 @@ def _of_another_node(after: _After, bad: torch.Tensor) -> str:
     """Name the node of a draft whose state the slot has instead of the last accepted one's."""
     data = after.data
     if all(end.rows == data.news[end.request] for end in data.ends):
-        return ""
+        return _of_fewer_tokens(after, bad)
 
     def fits(off: int) -> bool:
-        rows = [min(max(end.rows + off, 0), data.news[end.request]) for end in data.ends]
-        moved = tuple(replace(end, rows=count) for end, count in zip(data.ends, rows, strict=True))
-        other = recur(replace(data, ends=moved))
-        near = torch.linalg.vector_norm(after.states.double() - other.states, dim=-1) <= other.state_limit
-        return bool(near.flatten(2).all(-1).all(0)[bad].all())
+        return _is_behind(after, bad, [min(max(end.rows + off, 0), data.news[end.request]) for end in data.ends])
 
     right = "the right one" if data.lists.shape[1] > 1 else "the last accepted one"
     for off in (-2, -1, 1, 2):
@@ -180,6 +177,38 @@ def _of_another_node(after: _After, bad: torch.Tensor) -> str:
             nodes, where = f"{abs(off)} node{'s' * (abs(off) > 1)}", "behind" if off > 0 else "before"
             return f"it is the state {nodes} {where} {right}"
     return "it is the state behind the whole draft" if fits(max(data.news)) else ""
+
+
+def _is_behind(after: _After, bad: torch.Tensor, rows: Sequence[int]) -> bool:
+    """True if the wrong states are those behind so many rows of their requests. ``rows``: for each end."""
+    moved = tuple(replace(end, rows=count) for end, count in zip(after.data.ends, rows, strict=True))
+    other = recur(replace(after.data, ends=moved))
+    near = torch.linalg.vector_norm(after.states.double() - other.states, dim=-1) <= other.state_limit
+    return bool(near.flatten(2).all(-1).all(0)[bad].all())
+
+
+_CHUNKS = (16, 32, 64, 128, 256)
+"""Tokens of a chunk in kernels for prompts."""
+_LONGEST = 4096
+"""Most tokens of a request for which other states are computed."""
+
+
+def _of_fewer_tokens(after: _After, bad: torch.Tensor) -> str:
+    """Name the tokens at the end of prompts that the wrong states lack: the last one, or those of the last chunk."""
+    data = after.data
+    counts = [data.news[end.request] for end in data.ends]
+    wrong = [count for count, is_bad in zip(counts, bad.tolist(), strict=True) if is_bad]
+    if max(counts) > _LONGEST or min(wrong) < 2:
+        return ""
+    if _is_behind(after, bad, [max(count - 1, 0) for count in counts]):
+        alone = next((chunk for chunk in reversed(_CHUNKS) if all(count % chunk == 1 for count in wrong)), 0)
+        only = f", the only one in its last chunk of {alone} tokens" if alone else ""
+        return f"it is the state before the last token of the step, which was not applied{only}"
+    for chunk in _CHUNKS:
+        lost = [count % chunk for count in wrong]
+        if all(lost) and max(wrong) > chunk and _is_behind(after, bad, [count - count % chunk for count in counts]):
+            return f"it is the state behind the last whole chunk of {chunk} tokens: those behind it were not applied"
+    return ""
 
 
 def conv_window_exact(observed: Observation, case: Case) -> list[Finding]:

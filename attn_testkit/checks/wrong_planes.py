@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import torch
 
-from ..contract.row_format import HALVES, PackedRows, Plane
+from ..contract.row_format import HALVES, PackedRows, Plane, in_tiles
+from ..steps.packed_rows import holds_zeros
 
 __all__ = ["wrong_planes"]
 
 
 def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> str:
     """Describe ``row`` [Hk, bytes] that should be ``want``; empty if its numbers and its scales are both unlike."""
+    if any(_zeros_over_zero(packed, plane, row, want) for plane in packed.scale_planes):
+        return (
+            "a tile of zeros is NaN in it, and all else is right: the scale of such a tile was computed as 0, and "
+            "zeros were divided by it. Divide by a smallest scale there, or store zeros"
+        )
     wrong = [
         plane for plane in packed.format.planes if not torch.equal(packed.raw(row, plane), packed.raw(want, plane))
     ]
@@ -28,6 +34,14 @@ def wrong_planes(packed: PackedRows, row: torch.Tensor, want: torch.Tensor) -> s
     if not scales:
         return next((text for plane in wrong if (text := _numbers(packed, plane, row, want))), "")
     return ""
+
+
+def _zeros_over_zero(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> bool:
+    """True if of the tiles of ``plane`` only some that should be zeros are wrong, and these are NaN."""
+    due, part = holds_zeros(packed, plane, want), packed.part(plane)
+    held, right = (in_tiles(packed.unpack(each)[..., part], plane.tile) for each in (row, want))
+    wrong = (held != right).any(-1)
+    return bool(wrong.any() and due[wrong].all() and held[wrong].isnan().all())
 
 
 def _numbers(packed: PackedRows, plane: Plane, row: torch.Tensor, want: torch.Tensor) -> str:

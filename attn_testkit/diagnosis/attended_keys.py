@@ -274,7 +274,10 @@ def _attended_at(
     known = len(weights) == length and not schedule.case.sinks
     elsewhere: dict[str, float] = {}
     # An extra slot weighs as much as a KV token: if there are many tokens, that is less than ``_SMALL``.
+    # If a sink takes most of the weight, tokens have less, too.
     small = min(_SMALL, 0.5 / max(len(wanted), 1))
+    if schedule.case.sinks:
+        small = min(small, max(_HARDLY, 0.5 * max((weights.get(key, 0.0) for key in wanted), default=0.0)))
     if not known or small < _SMALL or abs(sum(weights.values()) - 1) >= _SMALL:
         elsewhere = _weight_elsewhere(weights_of, request, head, layer.v_scale, small)
     total = sum(weights.values()) + sum(elsewhere.values()) if known else None

@@ -46,3 +46,25 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
             held = codes.clamp(-largest, largest).to(numbers.dtype).view(torch.uint8)
             numbers.view(torch.uint8).index_put_(at, held)
             planes["scales"].index_put_(at, scale)
+
+
+@control("row-formats-with-other-scales-of-zeros")
+class RowFormatsWithOtherScalesOfZeros(RowFormatsBackend):
+    """A row of zeros is stored with a scale of 0 and the largest number (sglang), or with a scale of 1."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(
+        kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
+    )
+
+    @override
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        super().write_kv(layer, k, v, meta)
+        at = self.at(meta.slots.long())
+        both = zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), (0.0, 1.0), strict=True)
+        for rows, planes, scale in both:
+            zeros = (rows == 0).all(-1, keepdim=True)
+            # A byte that is a finite number of either dtype, and -0 or 0.
+            number = torch.full_like(rows, 0x81 if scale == 0 else 0, dtype=torch.uint8)
+            held = planes["numbers"].view(torch.uint8)
+            held.index_put_(at, torch.where(zeros, number, held[at]))
+            planes["scales"].index_put_(at, torch.where(zeros, scale, planes["scales"][at]))

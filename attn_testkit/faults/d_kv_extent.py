@@ -93,7 +93,7 @@ class SecondRequestKvUsesQOffset(DenseBackend):
     source="flashinfer #4059, #4382",
     modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
     checks=("matches-oracle",),
-    hint="request 0 is right and all others are wrong",
+    hint="request 0 is right and all others are wrong|tiles of 16 pairs",
     modelled="offsets past the last row are clamped, where the kernel read and wrote past the tensor",
 )
 class PaddedTokenGroupStride(DenseBackend):

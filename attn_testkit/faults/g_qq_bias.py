@@ -166,7 +166,7 @@ class QQBiasOfTheCapture(QQBiasBackend):
     source="general; kernels cap the sum, and vLLM adds qq_bias to the capped logit",
     modes=_MODES,
     checks=("matches-oracle",),
-    hint="",
+    hint="added before the soft cap",
 )
 class QQBiasBeforeTheSoftCap(QQBiasBackend):
     """The soft cap is applied to the sum of logit and bias."""
@@ -199,7 +199,7 @@ class QQBiasOnTheFirstKeys(QQBiasBackend):
     source="general; rows of the bias addressed by its width",
     modes=_MODES,
     checks=("finite",),
-    hint="",
+    hint="use its stride",
 )
 class QQBiasWithoutItsStride(QQBiasBackend):
     """Rows of the bias are taken to follow each other without a gap."""

@@ -131,6 +131,21 @@ class Fp8QueryScaleOfPaddedRows(Fp8QueriesScaledPerTensor):
 
 
 @fault(
+    slug="fp8-query-scale-of-zeros",
+    source="aiter #4195, of queries",
+    modes=_ALL,
+    checks=("finite", "matches-oracle"),
+    hint="queries of zeros",
+)
+class Fp8QueryScaleOfZeros(Fp8QueriesScaled):
+    """The scale of a token whose queries are zeros is 0, and zeros are divided by it."""
+
+    @override
+    def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
+        return q.abs().amax((1, 2), keepdim=True) / _LARGEST
+
+
+@fault(
     slug="fp8-queries-saturate",
     source="general",
     modes=_ALL,

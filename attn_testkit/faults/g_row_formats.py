@@ -316,3 +316,25 @@ class Int8Truncated(RowFormatsBackend):
             at = self.at(meta.slots.long())
             cut = (rows.float() / planes["scales"][at]).trunc().clamp(-127, 127).to(torch.int8)
             planes["numbers"].index_put_(at, cut)
+
+
+@fault(
+    slug="row-scale-of-zeros",
+    source="aiter #4195",
+    modes=_ALL,
+    checks=("writes-own-kv", "finite"),
+    hint="a tile of zeros is NaN in it",
+)
+class RowScaleOfZeros(RowFormatsBackend):
+    """The scale of a row of zeros is 0, and zeros are divided by it."""
+
+    capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_token_head"})
+
+    @override
+    def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
+        at = self.at(meta.slots.long())
+        for rows, planes in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), strict=True):
+            scale = rows.float().abs().amax(-1, keepdim=True) / 448
+            codes = (rows.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
+            planes["numbers"].view(torch.uint8).index_put_(at, codes.view(torch.uint8))
+            planes["scales"].index_put_(at, scale)

@@ -62,6 +62,25 @@ class SlotTimesStrideIn32Bits(DenseBackend):
 
 
 @fault(
+    slug="slot-in-24-bits",
+    source="vllm-xpu-kernels #459",
+    modes=(ForwardMode.DECODE,),
+    checks=("reads-own-kv", "matches-oracle", "finite"),
+    hint="in 24 bits",
+)
+class SlotIn24Bits(DenseBackend):
+    """The row of a slot is a field of 24 bits: rows from 16,777,216 on wrap around."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        families={"gqa"}, gqa_ratios={2}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"}
+    )
+
+    @override
+    def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
+        return super().key_slots(batch) & 0xFFFFFF
+
+
+@fault(
     slug="kv-store-offset-in-32-bits",
     source="tokenspeed #501, #748 (set_mla_kv_buffer)",
     modes=(ForwardMode.DECODE, ForwardMode.EXTEND),

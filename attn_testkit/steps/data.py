@@ -19,6 +19,7 @@ from cachetools import LRUCache, cached
 from cachetools.keys import hashkey
 
 from ..cases.case import Case
+from ..cases.derived_parameters import scales_are_computed
 from ..cases.dimensions.dimension import OnLayers
 from ..cases.dimensions.table import DIMENSIONS
 from ..cases.fields import Fields
@@ -29,10 +30,10 @@ from ..contract.row_format import ALL_NAN
 from .encoder import EncoderKeys, encoder_keys
 from .foreign_slots import marked_slots, tail_slots, values_of_place
 from .kv_groups import outgrown
-from .packed_rows import with_one_packing
+from .packed_rows import with_one_packing, zero_tiles
 from .patterns import LARGE_AND_SMALL, draw, mark_keys, probe_values
 from .query_bias import make_query_bias
-from .query_scales import LARGEST_FP8, held_queries, large_or_small
+from .query_scales import LARGEST_FP8, held_queries, large_or_small, some_zeros
 from .schedule import Ints, Request, Schedule, Step
 
 __all__ = [
@@ -144,6 +145,8 @@ class StepData:
     qq_bias: torch.Tensor | None = None
     """[1, T, C] float32: bias of each row on the rows of its request, of which the longest has C. -inf where it does
     not see them. None: no bias. Diagnosis may have one for each layer, [L, T, C]."""
+    capped_qq_bias: bool = False
+    """True if the soft cap is applied to logits with this bias. A mistake: only diagnosis asks for it."""
     index: object = None
     """Numbers of the indexer (``steps/index_data.py``), where the answer depends on its selection."""
 
@@ -293,6 +296,8 @@ def _drawn(
             # Small rows next to large ones are what one scale for all of them loses.
             alone = pattern == LARGE_AND_SMALL and schedule.q_scale == "per_tensor"
             drawn, q = q, held_queries(q, "per_token" if alone else schedule.q_scale)
+            if pattern == "gauss":
+                q = some_zeros(q, schedule.q_scale)
             if pattern == "small_weights":
                 # Its logits are as far apart as they have to be, and no farther.
                 k = k * float(drawn.abs().max() / q.abs().max())
@@ -368,6 +373,8 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     if packed:
         k = with_one_packing(packed, k, of_k)
         v = v if case.heads.layout.values_in_keys else with_one_packing(packed, v, of_v)
+        if _has_zeros(case, pattern or step.data):
+            k, v = (_with_zeros(packed, step, rows, part) for part, rows in enumerate((k, v)))
     stored_k = as_stored(k, of_k, kv_dtype, packed)
     if case.heads.layout.values_in_keys:
         stored_v, v = None, k[..., :dv]
@@ -401,10 +408,25 @@ def make_step_data(schedule: Schedule, step: Step, pattern: str | None = None) -
     )
 
 
+def _has_zeros(case: Case, pattern: str) -> bool:
+    """True if packed rows have tiles of zeros: with ``gauss`` only, since other patterns count on their own numbers."""
+    return pattern == "gauss" and scales_are_computed(case) and case.derived("tiles-of-zeros") > 0
+
+
+def _with_zeros(packed: PackedRows, step: Step, rows: torch.Tensor, part: int) -> torch.Tensor:
+    """Keys (``part`` 0) or values (1) [L, B, S, Hk, D] with tiles of zeros, of either sign, and rows of zeros."""
+    longest = int(np.argmax(step.lens))
+    ends = longest, step.lens[longest] - 1
+    empty = zero_tiles(packed, rows.shape, step.seed ^ (0x2E05, 0x2E06)[part], ends)
+    if any(request.shared for request in step.requests):
+        empty = _shared_rows(empty, step, None)
+    return torch.where(empty, rows * 0, rows)
+
+
 def _nobody(data: StepData) -> StepData:
     """No row and no request of it."""
     layered = {"q", "k", "v", "stored_keys", "stored_values", "qq_bias"}
-    whole = ("kv_scales", "encoder", "row_format", "spans")
+    whole = ("kv_scales", "encoder", "row_format", "spans", "capped_qq_bias")
     named = [each.name for each in fields(StepData) if each.name not in whole]
     tensors = {name: getattr(data, name) for name in named}
     cut = {name: every[:, :0] if name in layered else every[:0] for name, every in tensors.items() if every is not None}

@@ -1,12 +1,13 @@
-"""Packed rows of a KV pool as test data: keys with one right packing, and scales that differ by rounding only."""
+"""Packed rows of a KV pool as test data: keys with one right packing, tiles of zeros, and right scales that differ."""
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from ..contract.row_format import LARGEST, PackedRows, Plane, codes_of, in_tiles, next_power_of_two
 
-__all__ = ["accepted", "with_one_packing"]
+__all__ = ["accepted", "holds_zeros", "with_one_packing", "zero_tiles"]
 
 _NEAR_TIE = 2.0**-14
 _ULPS = 4
@@ -64,12 +65,59 @@ def _most(packed: PackedRows, scales: Plane, keys: torch.Tensor) -> torch.Tensor
     return torch.where(low.float() != high.float(), exact * LARGEST[of] * _A_UNIT_LESS, torch.inf)
 
 
+_ROWS, _ONE_LEFT, _SOME = 0.125, 0.25, 0.5
+"""Bounds of a draw in 0 .. 1: below the first a row is zeros, below the second all but one of its tiles, below the
+third each tile with a probability of a quarter."""
+_OF_SOME = 0.25
+
+
+def zero_tiles(packed: PackedRows, shape: torch.Size, seed: int, ends: tuple[int, int]) -> torch.Tensor:
+    """[L, B, S, Hk, width] bool: numbers of keys of this ``shape`` that are 0 in data with tiles of zeros.
+
+    The largest magnitude of such a tile is 0, and so is a scale that is computed of it; 0 / 0 is NaN (aiter #4195).
+    ``ends``: a request and a place in it whose row is zeros in the first layer and head, whatever the draw says.
+    """
+    width = min(packed.latent, shape[-1])
+    tile = packed.scale_planes[0].tile or width
+    count, rng = width // tile, np.random.default_rng(seed)
+    kind = rng.random(shape[:4])
+    kind[0, ends[0], ends[1], 0] = 0.0
+    empty = rng.random((*shape[:4], count)) < _OF_SOME
+    one = rng.integers(0, count, shape[:4])[..., None] == np.arange(count)
+    empty = np.where(kind[..., None] < _ONE_LEFT, ~one, empty & (kind < _SOME)[..., None])
+    empty |= (kind < _ROWS)[..., None]
+    whole = np.zeros(shape, np.bool_)
+    whole[..., :width] = empty.repeat(tile, -1)
+    return torch.from_numpy(whole)
+
+
 def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torch.Tensor:
-    """A copy of ``rows`` with the scales of ``want``, where they differ by rounding only. [..., bytes] uint8."""
+    """A copy of ``rows`` with the scales of ``want``, where they differ by rounding only. [..., bytes] uint8.
+
+    Tiles of zeros are those of ``want``, too, if all of their products are 0: servers store a scale of 0, a smallest
+    one or 1, and with a scale of 0 some number.
+    """
     rows = rows.clone()
-    for plane in packed.scale_planes:
+    for plane in packed.scale_planes if rows.numel() else ():
         if plane.dtype == torch.float32:
             got, due = (packed.planes(each)[plane.name] for each in (rows, want))
             near = (got.view(torch.int32) - due.view(torch.int32)).abs() <= _ULPS
             got.copy_(torch.where(near, due, got))
+        zeros = (holds_zeros(packed, plane, want) & holds_zeros(packed, plane, rows))[..., None]
+        if not zeros.any():
+            continue
+        for each in packed.format.planes:
+            if each.of == plane.of:
+                tiles, own = (_by_tile(packed.raw(of, each), zeros.shape[-2]) for of in (rows, want))
+                tiles.copy_(torch.where(zeros, own, tiles))
     return rows
+
+
+def _by_tile(raw: torch.Tensor, tiles: int) -> torch.Tensor:
+    """View of bytes [..., bytes] of a plane as [..., tiles, bytes]."""
+    return raw.unflatten(-1, (tiles, -1))  # type: ignore[no-untyped-call]
+
+
+def holds_zeros(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:
+    """[..., tiles] bool: tiles of the scales of ``plane`` in which all that ``rows`` [..., bytes] mean is 0."""
+    return (in_tiles(packed.unpack(rows)[..., packed.part(plane)], plane.tile) == 0).all(-1)

@@ -6,13 +6,21 @@ import numpy as np
 import torch
 
 from ..cases.fields import Fields
+from ..contract import ForwardMode
 from .schedule import Step
 
-__all__ = ["BEHIND_ROWS", "make_query_bias"]
+__all__ = ["BEHIND_ROWS", "COLUMNS_BETWEEN", "bias_width", "make_query_bias"]
 
 BEHIND_ROWS = 24.0
 """Number in columns behind the rows of a request: a logit with it takes all weight."""
+COLUMNS_BETWEEN = 3
+"""Columns of the buffer behind those of a row, which hold NaN: no batch has such a width."""
 _PARTS, _MOST = 8, 4
+
+
+def bias_width(case: Fields, most: int) -> int:
+    """Columns of ``ForwardBatch.qq_bias``; ``most``: rows that a request of an extend may have."""
+    return most if case.mode is ForwardMode.EXTEND else case.width
 
 
 def make_query_bias(case: Fields, step: Step, visible: torch.Tensor) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-__all__ = ["E4M3", "LARGEST_FP8", "group_largest", "held_queries", "large_or_small"]
+__all__ = ["E4M3", "LARGEST_FP8", "group_largest", "held_queries", "large_or_small", "some_zeros"]
 
 E4M3 = torch.float8_e4m3fn
 LARGEST_FP8 = 448.0
@@ -51,3 +51,19 @@ def large_or_small(q: torch.Tensor, q_scale: str, rng: np.random.Generator) -> t
         large = (layer + row + (head if q_scale == "per_token_head" else 0) + first) % 2 == 0
     last = torch.arange(q.shape[-1]) == q.shape[-1] - 1
     return q * (large.expand(q.shape[:3])[..., None] == last)
+
+
+_ONE_OF = 4
+"""Number of groups with a scale of their own, one of which is zeros."""
+
+
+def some_zeros(q: torch.Tensor, q_scale: str) -> torch.Tensor:
+    """``q`` [L, T, Hq, D] with groups of zeros, whose largest |q| is 0: every fourth token, or head of tokens.
+
+    A scale that is computed like the others is 0 there, and 0 / 0 is NaN (aiter #4195). ``per_tensor``: no zeros.
+    """
+    if q_scale == "per_tensor":
+        return q
+    layer, row, head = (torch.arange(count) for count in q.shape[:3])
+    place = layer[:, None, None] + row[:, None] + (head if q_scale == "per_token_head" else head * 0)
+    return torch.where((place % _ONE_OF == _ONE_OF - 1)[..., None], 0.0, q)

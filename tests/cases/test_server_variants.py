@@ -80,9 +80,35 @@ def test_what_is_declared_decides_which_ways_are_tried(mode: ForwardMode) -> Non
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: ForwardMode) -> None:
     found = [case for case in generate(PLAIN, mode, "full") if "bigpool" in case.variants]
-    assert len(found) == (mode is not ForwardMode.DRAFT_DECODE)
+    assert len([case for case in found if case.head_dim == 128]) == (mode is not ForwardMode.DRAFT_DECODE)
     own = PLAIN.with_changes(kv_layouts={"custom"})
     assert not [case for case in generate(own, mode, "full") if "bigpool" in case.variants]
+
+
+@pytest.mark.parametrize(
+    ("layout", "ratio", "dims", "widths"),
+    [
+        ("gqa", 2, {32, 64, 128}, [128, 64]),
+        ("gqa", 2, {32, 96}, [96, 32]),
+        ("gqa", 2, {65, 128}, [128]),
+        ("gqa", 2, {64}, [64]),
+        ("mqa", 4, {64, 128}, [128]),
+        ("mla", 16, {64, 512}, [512]),
+    ],
+)
+def test_decode_has_a_pool_of_slots_beyond_24_bits_if_rows_can_be_so_narrow(
+    layout: str, ratio: int, dims: set[int], widths: list[int]
+) -> None:
+    declared = PLAIN.with_changes(families={layout}, gqa_ratios={ratio}, head_dims=dims)
+    for mode in (DECODE, EXTEND):
+        found = [case for case in generate(declared, mode, "core") if "bigpool" in case.variants]
+        assert [case.head_dim for case in found] == widths[: None if mode is DECODE else 1]
+        for case in found:
+            _, heads, width = case.head_shape
+            slots = (pages_in_pool(make_schedule(case)) + 1) * case.page_size
+            if heads * width <= 128:
+                assert slots > 2**24
+            assert slots * heads * width < 1.01 * 2**31, "of more, nothing fits a small device"
 
 
 @pytest.mark.parametrize(("tier", "modes"), [("core", {DECODE, EXTEND}), ("full", {DECODE, EXTEND, VERIFY, V2})])

@@ -34,6 +34,14 @@ LARGE_MAX_CONTEXT_LEN = "decode-mqa2-d64-bf16-p16-k70-contiguous-gauss-b1prod-fa
 LATER_RANK = "draft-extend-gqa2x2-d64-bf16-p16-k21.40.4-n2a2x3-reversed-gauss-w7-cap1.5-layers3from5-b4prod"
 V2 = "draft-extend-v2-gqa2x2-d64-fp16-p64-k7x2-n6a1.3-reversed-gauss-b2prod"
 ONE_KEY_EACH = "decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod"
+SHORT_LAST = "draft-extend-mqa4-d32-bf16-p128-k3.261.65.17-n2a2x4-contiguous-gauss-kvfp8e4m3-w0-sink-b5prod"
+UNPACKED = "draft-extend-v2-gqa2x2-d256-bf16-p32-k37-n4a1-contiguous-gauss-kvfp8e4m3-w46-cap1.5-b4prod"
+NEGATIVE = "decode-mla2-d256r32-fp32-p16-k15.16.17-contiguous-negative-b4stale"
+HOLES = "draft-decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-topk1steps2-shuffled-negative-sel16holesempty-b8prod"
+TWO_ROWS = "draft-extend-gqa3x2-d128-fp16-p1-k13-n2a2-shuffled-peaked-w0-cap1.5-sink-layers3from0varied-b2prod"
+PROMPT_OF_65 = "extend-mamba4x2-d64-bf16-p16-k0.40-n34a65.3-shuffled-strong_decay-k64w4s32-layers1from0-b2nan"
+BIAS = "target-verify-gqa8x2-d64-bf16-p16-k130.9.1.40-t0.0.1.1-shuffled-gauss-w5-qqbias-cap1.5-sink-b5prod"
+BIASED_PROMPTS = "extend-gqa8x2-d64-bf16-p16-k130.9.1.40-n13a7.40.3.1-shuffled-gauss-qqbias-b5prod"
 ONE = "target-verify-gqa2x2-d64-bf16-p16-k300-chain4-shuffled-gauss-b1prod"
 
 
@@ -76,6 +84,15 @@ TOLD = [
         "right for new rows as the pool stores them",
     ),
     ("heads-mapped-by-power-of-two", WIDE, "eager", "right with the query of head 4 in head 3, of head 5 in head 4"),
+    ("qq-bias-before-the-soft-cap", BIAS, "eager", "right for capped sums"),
+    ("qq-bias-without-its-stride", BIASED_PROMPTS, "eager", "use its stride(0), which is larger than its width"),
+    ("causal-from-padded-width", SHORT_LAST, "eager", "is that of 2 rows for every request"),
+    ("v1-length-at-full-width", SHORT_LAST, "eager", "slots after them: probably a length that is too large"),
+    ("padded-token-group-stride", UNPACKED, "eager", "in tiles of 16 pairs of token and head, 8 rows for each request"),
+    ("finite-mask-sentinel", NEGATIVE, "eager", "used as minus infinity, above all logits of this case"),
+    ("first-hole-ends-the-row", HOLES, "eager", "the keys of a row after its first -1 are not attended"),
+    ("partial-stats-collide", TWO_ROWS, "eager", "may use the maximum or the sum of another row"),
+    ("last-token-of-a-prompt-lost", PROMPT_OF_65, "eager", "not applied, the only one in its last chunk of 64 tokens"),
     # What the fault hangs on.
     ("softcap-after-mask", LEAN, "eager", "right without the soft cap (layer.logit_cap), and wrong with it"),
     ("lse-wrong-when-split", SHARED, "eager", "without sinks right if requests are cut to 16 KV tokens"),
@@ -332,7 +349,17 @@ MISLED = [
     ("prompt-attended-before-it-is-stored", PROMPTS, "eager", "off by 1"),
     ("sink-swallowed-by-kwargs", LEAN, "eager", "look at"),
     ("grid-covers-the-capture-lengths", ONE, "graph", "off by"),
+    ("qq-bias-without-its-stride", BIASED_PROMPTS, "eager", "0 / 0"),
+    ("causal-from-padded-width", SHORT_LAST, "eager", "an end that is off by 1"),
+    ("causal-from-padded-width", SHORT_LAST, "eager", "uniform stride"),
+    ("padded-token-group-stride", UNPACKED, "eager", "accepted counts"),
+    ("finite-mask-sentinel", NEGATIVE, "eager", "tf32"),
+    ("finite-mask-sentinel", NEGATIVE, "eager", "a counter"),
     # What is said of a neighbour is not said of these.
+    ("v2-rows-counted-by-accepted", V2, "eager", "pairs of token and head"),
+    ("sink-swallowed-by-kwargs", LEAN, "eager", "of another row"),
+    ("qq-bias-as-wide-as-its-stride", BIASED_PROMPTS, "eager", "without a gap"),
+    ("qq-bias-scaled", BIAS, "eager", "before the soft cap"),
     ("kernel-switch-off-by-one", SWITCH, "eager", "missing"),
     ("more-splits-than-are-merged", LARGE_MAX_CONTEXT_LEN, "eager", "missing"),
     ("causal-from-padded-width", PACKED, "eager", "off by 1"),

@@ -153,6 +153,36 @@ def test_offsets_of_draft_extend_v2_may_be_those_of_accepted_rows(
     assert ("probably the running sum of accepted counts, though in this mode each request has 2 rows" in text) is said
 
 
+@pytest.mark.parametrize(
+    ("new", "misrouted", "said"),
+    [
+        # Two heads for a KV head: 4 rows are 8 pairs, and a tile of 16 is 8 rows.
+        (4, [mine(1, 0, 0, 3), mine(1, 3, 0, 3), mine(2, 0, 1)], "in tiles of 16 pairs of token and head, 8 rows for"),
+        (4, [mine(1, 0, 0, 3), mine(1, 3, 0), mine(2, 0, 1), mine(2, 1, 2, 3, copied=True)], "in tiles of 16 pairs"),
+        (8, [mine(1, 0, 0), mine(1, 7, 0), mine(2, 0, 1)], "in tiles of 32 pairs of token and head, 16 rows for"),
+        (4, [mine(1, 0, 0, 3), mine(2, 0, 1)], ""),
+        (4, [mine(1, 0, 0, 3), mine(1, 3, 0, 3), mine(2, 0, 0)], ""),
+        (4, [mine(1, 0, 0, 3), mine(1, 3, 1), mine(2, 0, 1)], ""),
+        (64, [mine(1, 0, 0), mine(1, 3, 0), mine(2, 0, 1)], ""),
+    ],
+    ids=["sixteen", "copied", "thirty-two", "two rows", "all of request 0", "another request", "whole tiles"],
+)
+def test_offsets_in_tiles_lead_each_row_to_another_request(new: int, misrouted: list[MisroutedRow], said: str) -> None:
+    requests = [request(new, 4) for _ in range(3)]
+    found = rows.rows_of_others(evidence([9] * 3, requests=requests, misrouted=tuple(misrouted)))
+    assert ("tiles of" in found) is bool(said)
+    assert said in found
+
+
+def test_a_count_of_the_widest_request_is_named_if_offsets_are_right_either_way() -> None:
+    assert rows.counted_as_widest(v1([2, 2, 1], [2], [4])) == 2
+    assert rows.counted_as_widest(v1([2, 1, 2], [1], [2])) == 2
+    assert rows.counted_as_widest(v1([1, 2, 1], [2], [3])) == 0, "offsets behind the first request are wrong, too"
+    assert rows.counted_as_widest(v1([2, 2, 1], [1, 2], [3, 4])) == 0, "one has as many rows"
+    assert rows.counted_as_widest(v1([2, 2, 1], [], [])) == 0
+    assert "the causal bound, or the number of new rows, is that of 2" in rows.uneven_offsets(v1([2, 2, 1], [2], [4]))
+
+
 def test_two_swapped_rows_are_named() -> None:
     swaps = tuple(mine(i, 0, 1 - i, 0) for i in (0, 1))
     text = rows.rows_of_others(evidence([5, 8], misrouted=swaps))

@@ -17,7 +17,7 @@ from attn_testkit.families.softmax.limits import attention_limit, lse_limit
 from attn_testkit.families.softmax.query_rounding import query_rounding
 from attn_testkit.steps.data import StepData, make_layers, make_step_data
 from attn_testkit.steps.numerics import Numerics
-from attn_testkit.steps.query_scales import held_queries, large_or_small
+from attn_testkit.steps.query_scales import held_queries, large_or_small, some_zeros
 from attn_testkit.steps.schedule import Schedule, make_schedule
 
 FP8 = torch.float8_e4m3fn
@@ -38,7 +38,7 @@ def made(q_scale: str, data: str, heads: str = "gqa", dtype: str = "bf16") -> tu
     return schedule, make_step_data(schedule, schedule.steps[0])
 
 
-def rounded(q: torch.Tensor, q_scale: str, *, power_of_two: bool = False, least: float = 0.0) -> torch.Tensor:
+def rounded(q: torch.Tensor, q_scale: str, *, power_of_two: bool = False, least: float = 2.0**-40) -> torch.Tensor:
     """What a kernel makes of ``q``, in float32, by its own arithmetic."""
     scale = (q.float().abs().amax(GROUPS[q_scale], keepdim=True) / 448).clamp(min=least)
     scale = torch.exp2(scale.log2().ceil()) if power_of_two else scale
@@ -55,7 +55,8 @@ def test_queries_are_exact_under_the_declared_scale_and_under_those_of_fewer_num
 ) -> None:
     for declared in SCALED:
         _, drawn = made(declared, data, heads, dtype)
-        assert drawn.q.abs().amax(-1).min() > 0, "no scale is 0"
+        has_zeros = data == "gauss" and declared != "per_tensor"
+        assert bool((drawn.q == 0).all(-1).any()) is has_zeros, "of a token or a head"
         for finer in SCALED[: SCALED.index(declared) + 1]:
             if (declared, finer, data) == ("per_tensor", "per_tensor", "large_and_small_queries"):
                 continue
@@ -262,3 +263,11 @@ def test_a_scale_is_declared_of_fp8_products_alone_and_spelled_right() -> None:
     with pytest.raises(ValueError, match="did you mean 'per_token'"):
         fp8.with_changes(q_scale="pertoken")
     assert "large_and_small_queries" in EXTREME_DATA
+
+
+def test_every_fourth_group_of_gauss_queries_with_a_scale_of_its_own_is_zeros() -> None:
+    q = torch.ones(2, 6, 3, 8)
+    tokens, heads = some_zeros(q, "per_token"), some_zeros(q, "per_token_head")
+    assert (tokens == 0).all(-1).nonzero().tolist() == [[a, b, c] for a, b in ((0, 3), (1, 2)) for c in range(3)]
+    assert sorted((a + b + c) % 4 for a, b, c in (heads == 0).all(-1).nonzero().tolist()) == [3] * 9
+    assert torch.equal(some_zeros(q, "per_tensor"), q)

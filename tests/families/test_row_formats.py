@@ -12,11 +12,21 @@ from in_process import check_backend
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.cases.case import parse_case
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.checks.key_counts import code_sizes
 from attn_testkit.checks.wrong_planes import wrong_planes
-from attn_testkit.contract import LATENT_FORMATS, ROW_FORMATS, AttentionLayer, KVLayer, KVPool, KVPoolSpec, PackedRows
+from attn_testkit.contract import (
+    LATENT_FORMATS,
+    ROW_FORMATS,
+    AttentionLayer,
+    ForwardMode,
+    KVLayer,
+    KVPool,
+    KVPoolSpec,
+    PackedRows,
+)
 from attn_testkit.contract.backend import Unsupported, refuse_undeclared
-from attn_testkit.contract.row_format import FP4, INT4, codes_of
+from attn_testkit.contract.row_format import ALL_NAN, FP4, INT4, codes_of
 from attn_testkit.families.softmax.packed_rows import misread_rows
 from attn_testkit.faults.catalogue import entry_of
 from attn_testkit.steps.data import make_layers, make_step_data, pool_image
@@ -122,6 +132,58 @@ def test_a_scale_of_32_bits_may_be_off_by_rounding_and_one_of_8_may_not() -> Non
         rows = want.clone()
         rows[..., packed.offsets["scales"][0]] ^= 1
         assert torch.equal(accepted(packed, rows, want), want) is fine
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMATS) - {"fp8_per_head"}))
+def test_some_rows_and_tiles_of_gauss_data_are_zeros_of_either_sign_and_never_of_other_data(name: str) -> None:
+    found = None
+    for seed in range(8):
+        schedule = make_schedule(parse_case(f"{case(name)}{f'-s{seed}' if seed else ''}"))
+        if schedule.case.derived("tiles-of-zeros"):
+            found = schedule
+    assert found is not None
+    step = found.steps[0]
+    data, tile = make_step_data(found, step), {"nvfp4": 16, "fp4_mx_block16": 16, "int4_group8": 8}.get(name, 64)
+    longest = max(range(step.bs), key=lambda b: step.lens[b])
+    own = (data.row_request == longest).nonzero()[-1]
+    for rows, meant in ((data.k, data.keys), (data.v, data.values)):
+        assert not rows[0, own, 0].any(), "of a new row that is always one"
+        zeros = (rows.unflatten(-1, (-1, tile)) == 0).all(-1)
+        of_pool = (meant.unflatten(-1, (-1, tile)) == 0).all(-1)
+        assert 0.05 < float(of_pool.float().mean()) < 0.5
+        assert bool((~zeros).any())
+        if tile < 64:
+            assert bool((of_pool.sum(-1) == of_pool.shape[-1] - 1).any()), "all but one tile of a row"
+        signs = rows[rows == 0].signbit()
+        assert bool(signs.any())
+        assert not bool(signs.all())
+    other = make_step_data(found, step, "one_hot")
+    assert bool((other.values.unflatten(-1, (-1, tile)) != 0).any(-1).all())
+
+
+@pytest.mark.parametrize("name", ["int8_per_token_head", "fp8_per_token_head", "nvfp4", "int4_group8"])
+def test_a_tile_of_zeros_may_have_any_scale_if_its_products_are_0_and_no_other_tile_may(name: str) -> None:
+    packed, given = packed_of(name), keys(4, 2)
+    tile = packed.scale_planes[0].tile or 64
+    given[1, 0, -tile:] *= 0
+    want = packed.pack(given)
+    (scales,) = packed.scale_planes
+
+    def changed(at: tuple[int, int], scale: int, number: int) -> torch.Tensor:
+        rows = want.clone()
+        packed.raw(rows, scales)[at][-scales.dtype.itemsize :] = scale
+        packed.raw(rows, packed.format.planes[0])[at][-packed.format.planes[0].nbytes(tile) :] = number
+        return accepted(packed, rows, want)
+
+    for scale, number, fine in (
+        (0, 0, True),
+        (0, 0x11, True),
+        (0x3C, 0, True),
+        (0x3C, 0x11, False),
+        (ALL_NAN, 0, False),
+    ):
+        assert torch.equal(changed((1, 0), scale, number), want) is fine, (scale, number)
+        assert not torch.equal(changed((2, 1), scale, number), want)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "hnd", "side-by-side-hnd", "padded-pages"])
@@ -278,6 +340,7 @@ def test_the_reference_backend_passes_every_format_in_graphs(name: str) -> None:
         ("head-scales-of-the-capture", case("fp8_per_head"), "graph", "replay-follows-batch", ""),
         ("head-scale-as-per-tensor", case("fp8_per_head"), "eager", "matches-oracle", "scale of KV head 0 is used"),
         ("row-scales-stored-two-at-once", case("int8_per_token_head_apart"), "eager", "writes-own-kv", ""),
+        ("row-scale-of-zeros", case("fp8_per_token_head") + "-s1", "eager", "writes-own-kv", "a tile of zeros is NaN"),
         ("int8-truncated", case("int8_per_token_head"), "eager", "writes-own-kv", "truncated"),
         ("unused-scales-applied", UNUSED, "eager", "matches-oracle", "takes_unused_scales"),
         ("unused-scales-in-the-store", UNUSED, "eager", "writes-own-kv", "takes_unused_scales"),
@@ -290,3 +353,13 @@ def test_mistakes_about_formats_are_found_and_named(
     finding = next(each.findings for each in found if each.case)[0]
     assert finding.check == check
     assert hint in finding.hint
+
+
+@pytest.mark.parametrize(("kv_dtypes", "layers_differ"), [({"nvfp4"}, False), ({"same", "fp8_per_token_head"}, True)])
+def test_a_backend_of_packed_rows_has_layers_of_other_heads_in_other_pools_alone(
+    kv_dtypes: set[str], layers_differ: bool
+) -> None:
+    declared = TorchNativeFormatsBackend.capabilities.with_changes(kv_dtypes=kv_dtypes, heads_by_layer=True)
+    found = [each for each in generate(declared, ForwardMode.DECODE, "core") if each.layers.shapes]
+    assert bool(found) is layers_differ
+    assert {each.kv_dtype for each in found} <= {"same"}

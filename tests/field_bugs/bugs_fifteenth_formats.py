@@ -74,6 +74,27 @@ class ScalesOfConstructor(RowFormatsBackend):
         super().write_kv(replace(layer, k_head_scales=k_scales, v_head_scales=v_scales), k, v, meta)
 
 
+@bug(
+    "aiter #4195",
+    "decode-gqa2x2-d64-bf16-p16-k0.1.16-interleaved-gauss-kvfp8pertokenhead-b3prod",
+    "writes-own-kv",
+)
+class ScaleOfZeros(PackedKV):
+    """The scale of a row of zeros is 0, and zeros are divided by it."""
+
+    capabilities = PackedKV.capabilities.with_changes(kv_dtypes={"fp8_per_token_head"})
+
+    def write_kv(self, k, v, plan):
+        layer, slots = plan.layer, plan.out_cache_loc.long()
+        page, place = slots // plan.page_size, slots % plan.page_size
+        for side, given in zip(self.pool_of(layer).get_planes(layer.layer_id), (k, v), strict=True):
+            rows = given.reshape(len(given), layer.tp_k_head_num, -1).float()
+            most = rows.abs().amax(-1, keepdim=True)
+            scales = torch.where(most > 0, (most / 448).clamp(min=1e-6), 0.0)
+            self.put(side["numbers"], page, place, (rows / scales).clamp(-448, 448))
+            self.put(side["scales"], page, place, scales)
+
+
 @bug("flashinfer #3838", "extend-gqa4x2-d64-bf16-p64-k63.64.65-n2a2.3.1-shared-negative-kvnvfp4-b6small")
 class SumsOfTwoRows(PackedKV):
     """The sum of a row includes that of its neighbor, relative to their own maxima."""

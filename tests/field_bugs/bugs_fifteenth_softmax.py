@@ -123,6 +123,19 @@ class WritesWholeBuffer(OwnSlots):
         return super().write_kv(k, v, replace(plan, out_cache_loc=self.eager_slots[: self.most]))
 
 
+@bug(
+    "vllm-xpu-kernels #459", "decode-gqa2x2-d64-bf16-p16-k9.37.1-shuffled-gauss-layers1from0-b4prod-bigpool",
+    "reads-own-kv",
+)  # fmt: skip
+class SurfaceOf24Bits(Tiled):
+    """Rows of K and V wrap around at 2^24."""
+
+    capabilities = declared("decode", "extend", **WIDE)
+
+    def keys(self, kv, slots, plan):
+        return super().keys(kv, slots % (1 << 24), plan)
+
+
 @bug("efficient-transformers #1235", "decode-gqa4x2-d64-bf16-p64-k7x2-reversed-gauss-w11-b2prod", execution="graph")
 class PlacesOfRing(Known):
     """A place in the ring of a window counts if it is not behind the row's own, also after the ring has wrapped."""

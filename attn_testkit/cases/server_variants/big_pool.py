@@ -1,4 +1,4 @@
-"""A KV pool in which an element's place takes more than 31 bits."""
+"""A KV pool in which an element's place takes more than 31 bits, and one whose slots take more than 24."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ _ELEMENTS = 1 << 31
 """The first that a product of 32-bit integers, slot or page by stride, does not reach (vLLM #47671, #50427; aiter
 #4474)."""
 _MOST_WIDTH = 128
+_NARROW_ROW = 128
+"""Numbers of a row of K with which so many elements are 2^24 slots: a field of 24 bits does not reach those behind
+(vllm-xpu-kernels #459), and float32 does not have all of them."""
 _FEW_HEADS = 8
 _NARROWEST = ("bf16", "fp16", "fp32")
 _APART = frozenset(name for name, form in ROW_FORMATS.items() if form.apart)
@@ -29,7 +32,20 @@ _CORE = (ForwardMode.DECODE, ForwardMode.EXTEND)
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
     if small.mode in _CORE:
-        yield from _case(declared, small)
+        found = list(_case(declared, small))
+        yield from found
+        if small.mode is ForwardMode.DECODE:
+            yield from _narrow(declared, found)
+
+
+def _narrow(declared: Capabilities, found: list[C]) -> Iterator[C]:
+    """Cases of ``found`` with wide rows once more, with the widest heads of which 2^24 slots take as much memory."""
+    for case in found:
+        if case.heads.layout.wide_rows or case.heads.kv_heads * case.head_dim <= _NARROW_ROW:
+            continue
+        fit = [dim for dim in declared.head_dims if case.heads.kv_heads * dim <= _NARROW_ROW]
+        if fit:
+            yield case.with_changes(head_dim=max(fit))
 
 
 def big_pool_cases(declared: Capabilities, small: C) -> Iterator[C]:

@@ -32,6 +32,12 @@ def _finite_numbers_wrong(e: Evidence) -> bool:
     return e.comparison.all_finite and not e.comparison.right and not e.counts_alone
 
 
+def _some_zeros(e: Evidence) -> bool:
+    """True if some wrong row is all zeros: nothing computed it, and within wide limits 0 fits many answers."""
+    comparison = e.comparison
+    return bool((comparison.out == 0).flatten(2).all(-1)[comparison.wrong.flatten(2).any(-1)].any())
+
+
 @assumption(_numbers_wrong)
 def new_rows(e: Evidence) -> Iterator[Supposed]:
     """The step is right for a backend that declares the opposite about new rows in an FP8 pool."""
@@ -53,6 +59,8 @@ def new_rows(e: Evidence) -> Iterator[Supposed]:
 @assumption(_numbers_wrong)
 def narrow_products(e: Evidence) -> Iterator[Supposed]:
     """A float32 step is right for a backend that multiplies in tf32, and its error is too large for float32."""
+    if _some_zeros(e):
+        return
     if e.schedule.case.dtype == "fp32" and e.schedule.matmul_dtype == "model":
         yield Supposed(
             "float32 products are computed in tf32: request full precision (input_precision='ieee' of tl.dot, "
@@ -103,11 +111,11 @@ def other_scaling(e: Evidence) -> Iterator[Supposed]:
 
 def right_keys_and_a_wrong_number(e: Evidence) -> bool:
     """True if the right KV tokens were attended to, as far as is known, and a row has a wrong number."""
-    attended, comparison, case = e.attended, e.comparison, e.schedule.case
+    attended, case = e.attended, e.schedule.case
     if e.misrouted or case.head_maps or max(e.lens, default=0) > LONGEST or not _finite_numbers_wrong(e):
         return False
-    if (comparison.out == 0).flatten(2).all(-1)[comparison.wrong.flatten(2).any(-1)].any():
-        return False  # nothing computed them, and within wide limits 0 fits many answers
+    if _some_zeros(e):
+        return False
     # The effect of a missing KV token may be small compared with limits that a mistake makes wider. If weights do not
     # sum to 1, tokens that seem to count twice may have another FP8 scale.
     fp8 = case.kv_dtype != "same"

@@ -9,9 +9,10 @@ from dataclasses import replace
 import torch
 
 from ...steps.data import StepData, make_layers
+from ...steps.query_bias import BEHIND_ROWS, COLUMNS_BETWEEN, bias_width
 from .assumed_numbers import right_keys_and_a_wrong_number
-from .evidence import Evidence, Supposed
-from .hint import assumption
+from .evidence import LONGEST, Evidence, Supposed
+from .hint import Level, assumption, hint
 
 __all__: list[str] = []
 
@@ -67,3 +68,48 @@ def other_query_bias(e: Evidence) -> Iterator[Supposed]:
             "with the biases of request 0 in all requests",
             _of_the_first_request(data, bias),
         )
+
+
+# A sum that is capped moves all weights, and the attended KV tokens are not known then.
+@assumption(
+    lambda e: e.expected.data.qq_bias is not None and e.schedule.case.logit_cap > 0 and e.can_be_asked,
+    silences=("uneven_offsets", "length_threshold"),
+)
+def capped_query_bias(e: Evidence) -> Iterator[Supposed]:
+    """The soft cap is applied to the sum of logit and bias."""
+    yield Supposed(
+        "qq_bias is added before the soft cap, which is then applied to the sum: add it behind the cap. The result is "
+        "right for capped sums",
+        replace(e.expected.data, capped_qq_bias=True), every_row=True,
+    )  # fmt: skip
+
+
+@hint(
+    Level.SHOWN,
+    when=lambda e: e.expected.data.qq_bias is not None and not e.comparison.all_finite,
+    silences=("computed_nan",),
+)
+def query_bias_without_stride(e: Evidence) -> str:
+    """All rows have the results, or NaN, of a bias whose rows follow each other without the columns between them."""
+    data, case = e.expected.data, e.schedule.case
+    if e.in_graph or case.head_maps or max(e.lens, default=0) > LONGEST or not len(data.positions):
+        return ""
+    read = replace(data, qq_bias=_without_stride(data, bias_width(case, case.most_new)))
+    near, is_nan = e.near_or_nan(Supposed(data=read))
+    if not (near & ~is_nan).any() or not bool(near.all()):
+        return ""
+    return (
+        "rows of qq_bias are read as if they followed each other without a gap: use its stride(0), which is larger "
+        "than its width. The result is right, or NaN, for what lies there"
+    )
+
+
+def _without_stride(data: StepData, width: int) -> torch.Tensor:
+    """[1, T, C] float32: what lies where row i of the bias would begin at i * ``width``; NaN between two rows."""
+    bias = data.qq_bias
+    assert bias is not None
+    _, rows, columns = bias.shape
+    memory = torch.full((rows, width + COLUMNS_BETWEEN), math.nan)
+    memory[:, :width] = BEHIND_ROWS
+    memory[:, :columns] = bias[0]
+    return memory.flatten()[: rows * width].view(1, rows, width)[..., :columns]

@@ -12,7 +12,7 @@ from ..changed_case import ChangedCases, most_rows
 from .evidence import Evidence, Supposed
 from .hint import Level, hint
 from .numbers import DATA_SUSPECTS, RESCALING
-from .values import with_a_window_alone
+from .values import rows_before_the_last, with_a_window_alone
 
 _NOT_SMALL = 5.0
 """Error, in limits, up to which rounding may be the reason, so that other numbers may be right."""
@@ -23,7 +23,10 @@ def beyond_32_bits(e: Evidence) -> str:
     """The case is right with a small pool."""
     if e.changed is None or not e.changed.right_without("big pool"):
         return ""
-    narrow = ", or a page number is kept in 16 bits" if pages_in_pool(e.schedule) >> 16 else ""
+    pages = pages_in_pool(e.schedule)
+    narrow = ", or a page number is kept in 16 bits" if pages >> 16 else ""
+    if pages * e.schedule.case.page_size >> 24:
+        narrow += ", or a slot in 24 bits or in float32"
     return (
         "an address overflows 32 bits, since a slot or a page times a stride takes 64 (.to(tl.int64), "
         f"int64_t){narrow}: right if the KV pool is small, and wrong if it has elements beyond 2^31"
@@ -128,15 +131,22 @@ def _of_counts(e: Evidence) -> str:
     )
 
 
+def _of_sinks(e: Evidence) -> str:
+    text = (
+        "right without sinks (layer.sinks), and wrong with them: look at how a sink joins the denominator, and which "
+        "maximum it uses"
+    )
+    if not rows_before_the_last(e):
+        return text
+    return f"{text}. Only the last row of each wrong request is right: it may use the maximum or the sum of another row"
+
+
 _WITHOUT = {
     "cap": lambda e: (
         "the soft cap probably comes after the mask, where minus infinity becomes -logit_cap and masked KV tokens "
         "have weight: right without the soft cap (layer.logit_cap), and wrong with it"
     ),
-    "sinks": lambda e: (
-        "right without sinks (layer.sinks), and wrong with them: look at how a sink joins the denominator, and which "
-        "maximum it uses"
-    ),
+    "sinks": _of_sinks,
     "fp8": lambda e: (
         "right with a KV pool of the model's dtype, and wrong with this one of FP8: look at k_scale and v_scale, and "
         "at roundings to FP8"

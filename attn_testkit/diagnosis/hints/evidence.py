@@ -161,6 +161,11 @@ class Evidence:
 
     def near(self, supposed: Supposed) -> torch.Tensor:
         """Heads of rows that are what the supposed backend gives, [L, T, Hq] bool."""
+        near, _ = self.near_or_nan(supposed)
+        return near & self.comparison.finite.all(-1)
+
+    def near_or_nan(self, supposed: Supposed) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``near``, and heads of rows in which that backend gives NaN. Those are near if they are NaN."""
         schedule, given = self.schedule, supposed.as_given
         if given is None:
             given = schedule.new_rows_as_given and not self.step.stored
@@ -171,7 +176,9 @@ class Evidence:
         want, limit = attend_with_limit(schedule, supposed.data or self.expected.data, given, supposed.layers)
         out = self.comparison.out.double()
         # Of a row that sees no KV token the oracle has NaN, and a backend 0.
-        return (((out - want.out).abs() <= limit) | (want.out.isnan() & (out == 0))).all(-1)
+        is_nan = want.out.isnan()
+        near = ((out - want.out).abs() <= limit) | (is_nan & ((out == 0) | out.isnan()))
+        return near.all(-1), is_nan.any(-1)
 
     def right_for(self, supposed: Supposed) -> bool:
         """True if every wrong row of a layer, or every row, is what the supposed backend gives."""

@@ -10,7 +10,7 @@ from ...steps.schedule import Request
 from ..attended_keys import AttendedKeys, ranges
 from .batch import length_threshold
 from .evidence import SMALLEST_TILE, Evidence
-from .rows import uneven_offsets
+from .rows import counted_as_widest, uneven_offsets
 
 __all__ = ["missing_keys"]
 
@@ -176,7 +176,7 @@ def _cut_off(m: _Missing) -> str | None:
     e, attended, last, first, page = m.e, m.attended, m.last, m.keys[0], m.page
     count = last + 1 - first
     before = max(attended.used, default=-1)
-    if length_threshold(e):
+    if length_threshold(e) or (counted_as_widest(e) and uneven_offsets(e)):
         return ""
     if count % (1 << 16) == 0:
         return f"the last {_are(count)} missing: probably a length or position that is kept in 16 bits"

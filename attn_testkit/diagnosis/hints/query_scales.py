@@ -10,7 +10,7 @@ import torch
 from ...contract import FP8_PRODUCTS
 from ...steps.query_scales import E4M3, LARGEST_FP8, group_largest
 from .evidence import Evidence, Supposed
-from .hint import assumption
+from .hint import Level, assumption, hint
 
 _ROUNDED = {
     "none": "as they are, where those beyond 448 are cut off and those below 2^-9 vanish",
@@ -41,6 +41,19 @@ def other_query_scale(e: Evidence) -> Iterator[Supposed]:
         )
         # Queries that are rounded already are not rounded a second time.
         yield Supposed(text, rounded, q_scale="none", every_row=True)
+
+
+@hint(Level.CAUSE, when=lambda e: e.schedule.q_scale != "none")
+def queries_of_zeros(e: Evidence) -> str:
+    """All that is wrong is NaN, in rows and heads whose queries are zeros; there are others."""
+    wrong, zeros = e.comparison.wrong.any(-1), ~e.expected.data.q.any(-1)
+    is_nan = (e.comparison.out.isnan() & ~e.comparison.unwritten).any(-1)
+    if not wrong.any() or zeros.all() or not bool((zeros & is_nan)[wrong].all()):
+        return ""
+    return (
+        "queries of zeros give NaN, and all others are right: the scale of such a token or head was computed as 0, and "
+        "zeros were divided by it. Divide by a smallest scale there"
+    )
 
 
 def _rounded(q: torch.Tensor, q_scale: str) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ..attended_keys import AttendedKeys
 from .evidence import Evidence, places_of
 from .hint import Level, hint
 
-__all__ = ["row_tile", "uneven_offsets"]
+__all__ = ["counted_as_widest", "row_tile", "uneven_offsets"]
 
 
 @hint(Level.SHOWN)
@@ -27,10 +27,42 @@ def rows_of_others(e: Evidence) -> str:
     v2 = e.schedule.case.mode is ForwardMode.DRAFT_EXTEND_V2 and any(r.accepted != r.new for r in requests)
     if v2 and _as_packed(e):
         cause = "offsets of query rows (cu_seqlens_q) are wrong"
+    if tiles := _in_tiles(e):
+        return f"{tiles}: {text}"
     if v2 and "cu_seqlens_q" in cause:
         rows = f"in this mode each request has {requests[0].new} rows"
-        cause += f", probably the running sum of accepted counts, though {rows}"
+        # Of two equal rows neither need be right.
+        others = any(row.of_request != row.request and not row.copied for row in e.misrouted)
+        if not others or _as_packed(e):
+            cause += f", probably the running sum of accepted counts, though {rows}"
     return f"{cause}: {text}"
+
+
+_PAIRS = (16, 32, 64, 128)
+"""Pairs of token and query head that a tile of rows has in kernels that put the heads of a KV head side by side."""
+
+
+def _in_tiles(e: Evidence) -> str:
+    """The cause, if each misrouted row is that of the request to which offsets in whole tiles of rows lead."""
+    counts = {request.new for request in e.step.requests}
+    groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
+    told = [row for row in e.misrouted if not row.copied]
+    # With results of request 0 alone any wide stride fits.
+    if len(counts) != 1 or len(groups) != 1 or len(told) < _TELLING_ROWS or not any(row.of_request for row in told):
+        return ""
+    (count,), (group,) = counts, groups
+    for pairs in _PAIRS:
+        stride = -(-count * group // pairs) * pairs // group
+        if stride > count and all((m.request * count + m.row) // stride == m.of_request for m in told):
+            return (
+                f"offsets of query rows are counted in tiles of {pairs} pairs of token and head, {stride} rows for "
+                f"each request, though rows are packed and each request has {count}"
+            )
+    return ""
+
+
+_TELLING_ROWS = 3
+"""Least number of rows with another's result that tells offsets from a single mistaken row."""
 
 
 def _as_packed(e: Evidence) -> bool:
@@ -130,10 +162,25 @@ def _uneven_in_eager(e: Evidence) -> str:
     # The stride leads to a row of the request itself, but it read tokens of another.
     if attended is not None and misrouted and _place_under(stride, e, attended)[0] == attended.request:
         return ""
+    if counted_as_widest(e) == stride:
+        return (
+            f"the causal bound, or the number of new rows, is that of {stride} rows for every request: "
+            f"{_accepted_counts(e)}, and only requests with fewer are wrong, whose offset is right either way"
+        )
     return (
         f"query offsets have a uniform stride of {stride}, but must be the running sum of the counts, since rows are "
         f"packed: {_accepted_counts(e)}, and the wrong rows are those that a uniform stride of {stride} gets wrong"
     )
+
+
+def counted_as_widest(e: Evidence) -> int:
+    """Rows of the widest request, if the wrong requests have fewer and all before them as many, so that a uniform
+    stride gives them the right offset; else 0."""
+    counts = [request.new for request in e.step.requests]
+    place, most = places_of(counts), max(counts, default=0)
+    wrong = sorted({place[row][0] for row in e.rows})
+    fewer = all(counts[request] < most for request in wrong)
+    return most if wrong and fewer and all(count == most for count in counts[: wrong[-1]]) else 0
 
 
 def _as_under(stride: int, e: Evidence, attended: AttendedKeys) -> bool:

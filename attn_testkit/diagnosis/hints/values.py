@@ -9,7 +9,7 @@ from .evidence import Evidence
 from .hint import Level, hint
 from .rows import row_tile
 
-__all__ = ["with_a_window_alone"]
+__all__ = ["rows_before_the_last", "with_a_window_alone"]
 
 
 @hint(Level.SHOWN, silences=("later_requests", "elsewhere"))
@@ -43,23 +43,26 @@ _MOST_ROWS = 12
 @hint(Level.PATTERN, silences=(Level.GUESS,))
 def last_rows_right(e: Evidence) -> str:
     """Only the last row of each wrong request is right, and no KV token is left out."""
-    attended, data = e.attended, e.expected.data
+    attended = e.attended
     if attended is None or attended.used != attended.wanted or attended.elsewhere or attended.heads or e.misrouted:
         return ""
-    if attended.faint or e.reads_foreign or not e.comparison.all_finite:
-        return ""
-    wrong, shown = set(e.rows), 0
-    for request in range(e.step.bs):
-        *before, last = (data.row_request == request).nonzero().flatten().tolist()
-        if last in wrong or (request in e.wrong and not wrong.issuperset(before)):
-            return ""
-        shown += len(before) * (request in e.wrong)
-    if shown < 2:
+    if attended.faint or e.reads_foreign or not e.comparison.all_finite or rows_before_the_last(e) < 2:
         return ""
     return (
         "rows of a request probably share state that each needs for itself, such as statistics of partial results: "
         "of each wrong request only the last row is right, and those before it are wrong with the right KV tokens"
     )
+
+
+def rows_before_the_last(e: Evidence) -> int:
+    """Number of wrong rows, if they are all rows but the last one of each wrong request; 0 if they are not."""
+    data, wrong, shown = e.expected.data, set(e.rows), 0
+    for request in range(e.step.bs):
+        *before, last = (data.row_request == request).nonzero().flatten().tolist()
+        if last in wrong or (request in e.wrong and not wrong.issuperset(before)):
+            return 0
+        shown += len(before) * (request in e.wrong)
+    return shown
 
 
 @hint(Level.PATTERN)
@@ -83,6 +86,11 @@ def nothing_computed(e: Evidence) -> str:
         return (
             "the sliding window probably covers no KV token of the request, as with positions, a length or a prefix "
             f"of another request: only the layers with a sliding window ({widths}) are wrong, and all zeros"
+        )
+    if e.step.data == "negative" and e.changed is not None and e.changed.right_without("data"):
+        return (
+            "a finite value is probably used as minus infinity, above all logits of this case (near -6e4): the wrong "
+            "rows are all zeros, as if they saw no KV token, and right with other numbers in q, k and v"
         )
     if len(wrong) > 1 and wrong[1:].any(1).all() and not wrong[0].any():
         return (

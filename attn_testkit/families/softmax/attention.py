@@ -205,12 +205,15 @@ def _attend(data: StepData, layers: Sequence[AttentionLayer], visible: torch.Ten
     if bias is not None:
         logits.add_(bias)
         noise = noise + bias.abs().amax(-1, keepdim=True)
+    among_rows = None if data.qq_bias is None else _qq_bias(data, data.qq_bias, visible)
+    if among_rows is not None and data.capped_qq_bias:
+        logits.add_(among_rows)
     for index, layer in enumerate(layers):
         if layer.logit_cap:
             logits[index].div_(layer.logit_cap).tanh_().mul_(layer.logit_cap)
-    if data.qq_bias is not None:
-        among_rows = _qq_bias(data, data.qq_bias, visible)
-        logits.add_(among_rows)
+    if among_rows is not None:
+        if not data.capped_qq_bias:
+            logits.add_(among_rows)
         # The sum rounds as its terms are large; -inf is exact.
         noise = noise + among_rows.abs().nan_to_num_(posinf=0.0).amax(-1, keepdim=True)
     seen = _seen(data, visible, layers)

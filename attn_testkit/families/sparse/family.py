@@ -53,7 +53,8 @@ def _misread(schedule: Schedule, data: StepData) -> Iterator[tuple[str, torch.Te
     keys, selection = data.selected, schedule.case.selection
     assert keys is not None
     assert selection is not None
-    if selection.slots or selection.block > 1 or schedule.case.draft:
+    draft = schedule.case.draft
+    if selection.slots or selection.block > 1 or (draft is not None and draft.branches > 1):
         # Only a position in a chain is the place of its key.
         return
     keys = keys.long()
