@@ -196,7 +196,8 @@ class Around:
             self.hidden = self.model.after(index - 1, self.hidden, out)
         if index == len(self.model.layers):
             return ()
-        return [each[:rows] for each in self.model.inputs(self._all, index, contiguous=self._contiguous)]
+        given = self.model.inputs(self._all, index, contiguous=self._contiguous)
+        return [each[:rows] for each in given] if self.model.rows_behind else given
 
 
 class Model:
