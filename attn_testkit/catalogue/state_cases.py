@@ -209,9 +209,10 @@ def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Itera
         return
     kinds, snapshots = _kinds(declared), min(declared.state.snapshots, default=0)
     for heads in dict.fromkeys([kinds[0], kinds[-1]]):
-        # One layer: three modes on an instance take minutes where kernels are interpreted.
-        case = _of_shape(_plain(declared, first, heads), snapshots=snapshots, rollback="commit")
-        case = case.with_changes(layers=Layers(1))
+        # Little work for each row: three modes on an instance take minutes where kernels are interpreted.
+        plain, keys = _plain(declared, first, heads), min(declared.state.k_dims)
+        case = _of_shape(plain, k_dim=keys, snapshots=snapshots, rollback="commit")
+        case = case.with_changes(head_dim=min(declared.head_dims), layers=Layers(1))
         if mode is ForwardMode.TARGET_VERIFY:
             # Links of its nodes, which stay behind, are wrong for every other mode.
             trees = (
