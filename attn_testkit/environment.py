@@ -28,6 +28,7 @@ from .emulation import (
     peak_above,
     scratch,
 )
+from .graphs.addresses import map_across
 from .graphs.allocator import give_back_idle_memory
 from .graphs.poison import dirty_fresh_memory, fresh_memory
 from .registry import UsageError, did_you_mean
@@ -209,13 +210,12 @@ _FOUR_GIB = 1 << 32
 
 def memory_across_4_gib(nbytes: int, below: int) -> torch.Tensor | None:
     """Allocate [nbytes] uint8, uninitialized, whose first ``below`` bytes lie below a multiple of 4 GiB and the others
-    from it on. None if 4 GiB more than ``nbytes`` cannot be reserved. None on a GPU, where such blocks would
-    take the memory of other processes.
+    from it on. None if addresses of 4 GiB more than ``nbytes`` cannot be reserved.
 
-    The tensor shares its storage with no other. Untouched pages of the block take no memory.
+    The tensor shares its storage with no other. The other addresses take no memory.
     """
     if not is_active():
-        return None
+        return map_across(_FOUR_GIB, nbytes, below)
     try:
         with torch._C.DisableTorchFunction():
             # No tensor: what fills those without numbers would fill 4 GiB.

@@ -40,8 +40,7 @@ def allocate_for(case: Case, parts: int, *, cleared: bool = True) -> Callable[..
     """The function that allocates a pool, as ``torch.zeros`` or, unless ``cleared``, ``torch.empty`` does.
 
     With such an address the first piece of memory lies across a multiple of 4 GiB: in the middle of one of its
-    ``parts``, which have equal sizes, so that slots of that part lie on both sides. Without room, and on a GPU, it is
-    anywhere.
+    ``parts``, which have equal sizes, so that slots of that part lie on both sides. Without room it is anywhere.
     """
     usual = torch.zeros if cleared else torch.empty
     quarter = case.derived("pool-address") if address_varies(case) and not _anywhere.get() else 0

@@ -218,7 +218,7 @@ class FlashInferBackend(AttentionBackend):
         plan_wrapper = self._plan_decode if decode else self._plan_prefill
         for (kind, part), wrapper in self._current_parts.items():
             if self._parts_in_pages:
-                of_part = masked_plan(plan, part, window=kind.window)
+                of_part = masked_plan(plan, part, window=kind.window, causal=self.context.causal)
             else:
                 of_part = part_plan(self.context, batch, plan, part, window=kind.window, masked=not decode)
             plan_wrapper(wrapper, kind._replace(window=-1), of_part)

@@ -166,7 +166,8 @@ class FlashInferGDNBackend(TorchNativeStateBackend):
             elif verifies:
                 self.scratch(layer)[0][: len(window), token] = window
         if not verifies:
-            self.store(conv, window, self.index, self.live)
+            # If drafts have slots, the pool's windows have columns for their tokens, too.
+            self.store(conv[..., : window.shape[-1]], window, self.index, self.live)
         return out[:-1]
 
 

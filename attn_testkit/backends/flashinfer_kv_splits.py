@@ -60,12 +60,17 @@ def by_slots(context: BackendContext) -> bool:
     return context.page_size == 1 or context.kv_pool.layout == "nhd"
 
 
-def masked_plan(plan: PagePlan, part: KVSplit, *, window: int = -1) -> PagePlan:
-    """``plan`` of all keys, with a custom mask of the keys of a split that a row sees. Host work and a copy."""
+def masked_plan(plan: PagePlan, part: KVSplit, *, window: int = -1, causal: bool) -> PagePlan:
+    """``plan`` of all keys, with a custom mask of the keys of a split that a row sees. Host work and a copy.
+
+    ``causal``: the model's layers are.
+    """
     masks: list[torch.Tensor] = []
     for kv_len, q_len in zip(plan.kv_lens.tolist(), plan.qo_indptr.diff().tolist(), strict=True):
         prefix, key = kv_len - q_len, torch.arange(kv_len)
-        masks.append((_seen(plan, key, prefix, q_len, window) & part.holds(key, torch.tensor(prefix))).reshape(-1))
+        masks.append(
+            (_seen(plan, key, prefix, q_len, window, causal) & part.holds(key, torch.tensor(prefix))).reshape(-1)
+        )
     mask = torch.cat(masks).to(plan.kv_indices.device)
     return replace(plan, custom_mask=mask if plan.custom_mask is None else mask & plan.custom_mask)
 
@@ -91,7 +96,7 @@ def part_plan(
         mine = key[held]
         lists.append(mine)
         row = torch.arange(q_len)[:, None]
-        masks.append(_seen(plan, mine, prefix, q_len, window).reshape(-1))
+        masks.append(_seen(plan, mine, prefix, q_len, window, context.causal).reshape(-1))
         # In the mask of all keys.
         places.append((start + row * kv_len + mine).reshape(-1))
         start += q_len * kv_len
@@ -112,11 +117,11 @@ def part_plan(
     )
 
 
-def _seen(plan: PagePlan, key: torch.Tensor, prefix: int, q_len: int, window: int) -> torch.Tensor:
-    """[q_len, keys] bool: keys that a row sees by the window, and by causality if the plan has no mask."""
+def _seen(plan: PagePlan, key: torch.Tensor, prefix: int, q_len: int, window: int, causal: bool) -> torch.Tensor:
+    """[q_len, keys] bool: keys that a row sees by the window and, if ``causal`` and the plan has no mask, causality."""
     row = torch.arange(q_len)[:, None]
     seen = (key >= prefix + row - window) | (window < 0)
-    return seen & (key <= prefix + row) if plan.custom_mask is None else seen
+    return seen & (key <= prefix + row) if causal and plan.custom_mask is None else seen
 
 
 def _slots(context: BackendContext, batch: ForwardBatch, keys: list[torch.Tensor]) -> torch.Tensor:

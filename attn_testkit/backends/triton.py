@@ -353,7 +353,7 @@ def _width(batch: ForwardBatch) -> int:
         return spec.draft_token_num
     # While a graph is captured it may be 0 or -1, and the batch then has all rows.
     given = spec.num_tokens_per_req if isinstance(spec, DraftExtendInput) else 0
-    return given if given > 0 else batch.input_ids.shape[0] // batch.batch_size
+    return given if given > 0 else batch.input_ids.shape[0] // max(batch.batch_size, 1)
 
 
 def _node_mask(spec: VerifyInput, prefix: torch.Tensor, n: int, *, causal: bool) -> torch.Tensor:

@@ -26,6 +26,7 @@ COMMITTED = "target-verify-gdn2x2-d128-bf16-p16-k5.1-chain3-shuffled-mild_decay-
 BY_SLOTS = (
     "target-verify-gdn2x2-d128-bf16-p16-k5.1-chain3-shuffled-mild_decay-k128w4s32.null.zeroed.slots-layers1from0-b3prod"
 )
+LOOP = "target-verify-gdn2x2-d128-bf16-p16-k5.1-chain2-loop1-shuffled-mild_decay-k128w4s32.zeroed.slots-layers1from0-b2prod"
 IN_EXTEND = "extend-gdn2x2-d128-bf16-p16-k0.17-n5a1.9-shuffled-mild_decay-k128w4s32.zeroed-layers1from0-b2prod"
 HALF = "decode-gdn2x2-d128-bf16-p16-k3.9-shuffled-mild_decay-k128w4sb16.slot0.zeroed-layers1from0-b3prod"
 HALF_VERIFY = (
@@ -45,6 +46,8 @@ def run(backend: str, case: str, execution: str) -> CaseResult:
         ("FlashInferGDNBackend", COMMITTED, "eager"),
         ("FlashInferGDNBackend", BY_SLOTS, "eager"),
         ("FlashInferGDNBackend", IN_EXTEND, "eager"),
+        # Prompts on an instance whose windows have columns for drafts.
+        ("FlashInferGDNBackend", LOOP, "eager"),
         ("FlashInferGDNBF16Backend", HALF, "eager"),
         ("FlashInferGDNBF16Backend", HALF_VERIFY, "eager"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -9,6 +10,8 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+
+from in_process import check_backend
 
 from attn_testkit.backends.triton import TritonBackend
 from attn_testkit.contract import (
@@ -21,6 +24,7 @@ from attn_testkit.contract import (
     Unsupported,
     VerifyInput,
 )
+from attn_testkit.results.case_result import Status
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 ROUNDOFF = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8, torch.float32: 2.0**-20}
@@ -286,6 +290,13 @@ def test_a_chain_needs_no_mask() -> None:
     step = Server(parents=CHAIN).step(VERIFY, (5, 17))
     step.batch.spec_info.custom_mask = None
     step.check(step.run())
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="Triton was set up without its interpreter")
+def test_an_eager_batch_without_a_request_is_planned() -> None:
+    case = "extend-gqa2x2-d32-fp16-p16-k9.0-n3a2x2-shuffled-gauss-b2prod-empty_batches"
+    [row] = [row for row in check_backend("triton", device="cpu", executions=["eager"], cases=[case]) if row.case]
+    assert row.status is Status.PASSED, [finding.headline for finding in row.findings]
 
 
 def test_what_is_not_declared_is_refused() -> None:

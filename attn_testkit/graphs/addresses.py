@@ -1,0 +1,92 @@
+"""Memory of a GPU at an address that the caller chooses, by CUDA's virtual memory management.
+
+Addresses are reserved apart from memory, so a pool across a multiple of 4 GiB takes no more memory than another one.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import weakref
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+__all__ = ["map_across"]
+
+
+def map_across(multiple: int, nbytes: int, below: int) -> torch.Tensor | None:
+    """Map [nbytes] uint8 on the current device, of which the first ``below`` bytes lie below a multiple of ``multiple``
+    and the others from it on. The memory is given back with the last tensor that uses it.
+
+    ``multiple`` is a power of 2, and at least the size that the driver maps, 2 MiB. None if the ``cuda-bindings``
+    package, on which torch's builds for CUDA depend, is missing, or the driver has no room.
+    """
+    driver = _driver()
+    if driver is None:
+        return None
+    try:
+        return torch.as_tensor(_Mapping(driver, multiple, nbytes, below), device="cuda")
+    except _Refused:
+        return None
+
+
+class _Refused(Exception):
+    """Raised if the driver does not give what was asked for."""
+
+
+class _Mapping:
+    """Mapped memory, as ``torch.as_tensor`` takes it: the tensor's storage keeps this object alive."""
+
+    def __init__(self, driver: Any, multiple: int, nbytes: int, below: int) -> None:
+        location = driver.CUmemLocation()
+        location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        location.id = torch.cuda.current_device()
+        kind = driver.CUmemAllocationProp()
+        kind.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location = location
+        access = driver.CUmemAccessDesc()
+        access.location = location
+        access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+        piece = _value(driver.cuMemGetAllocationGranularity(kind, driver.CUmemAllocationGranularity_flags(0)))
+        first, end = math.ceil(below / piece) * piece, math.ceil((nbytes - below) / piece) * piece
+        reserved = 2 * multiple + first + end
+        start = int(_value(driver.cuMemAddressReserve(reserved, 0, 0, 0)))
+        undo: list[tuple[Any, ...]] = [(driver.cuMemAddressFree, start, reserved)]
+        self._finalize = weakref.finalize(self, _give_back, undo)
+        # A multiple that has room before it: the reservation may begin with one.
+        boundary = math.ceil((start + first) / multiple) * multiple
+        memory = _value(driver.cuMemCreate(first + end, kind, 0))
+        undo.append((driver.cuMemRelease, memory))
+        _value(driver.cuMemMap(boundary - first, first + end, 0, memory, 0))
+        undo.append((driver.cuMemUnmap, boundary - first, first + end))
+        _value(driver.cuMemSetAccess(boundary - first, first + end, [access], 1))
+        self.__cuda_array_interface__ = {
+            "shape": (nbytes,), "typestr": "|u1", "data": (boundary - below, False), "version": 2,
+        }  # fmt: skip
+
+
+def _give_back(undo: Sequence[tuple[Any, ...]]) -> None:
+    """Call what undoes a mapping, the last part first, once no kernel uses it."""
+    if len(undo) > 1:
+        torch.cuda.synchronize()
+    for function, *arguments in reversed(undo):
+        function(*arguments)
+
+
+def _value(answer: tuple[Any, ...]) -> Any:
+    """The value that a function of the driver returned. Raises ``_Refused`` for an error."""
+    if int(answer[0]):
+        raise _Refused(answer[0])
+    return answer[1] if len(answer) > 1 else None
+
+
+@lru_cache
+def _driver() -> Any:
+    """``cuda.bindings.driver``, or None."""
+    try:
+        return importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        return None
