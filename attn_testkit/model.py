@@ -171,6 +171,10 @@ def _copy(out: torch.Tensor) -> torch.Tensor:
     return out.clone(memory_format=torch.contiguous_format)
 
 
+_ROWS_BEHIND = 64
+"""A chunk of public kernels of prefill (vllm-ascend #10276)."""
+
+
 class Around:
     """The model's work before the attention of each layer and after it, on rows [T] of its table."""
 
@@ -180,14 +184,20 @@ class Around:
 
     def before(self, index: int, out: torch.Tensor | None) -> Sequence[torch.Tensor]:
         """q, k and v of layer ``index``; none behind the last. ``out``: output of the layer before it."""
+        rows = len(self._ids)
         if out is None:
-            self.packed = self.model.table.index_select(0, self._ids)
+            ids = self._ids
+            if self.model.rows_behind:
+                ids = torch.cat([ids, ids.new_full((self.model.rows_behind,), self.model.nan_row)])
+            self._all = self.model.table.index_select(0, ids)
+            self.packed = self._all[:rows]
             self.hidden = self.model.hidden_table.index_select(0, self._ids)
         else:
             self.hidden = self.model.after(index - 1, self.hidden, out)
         if index == len(self.model.layers):
             return ()
-        return self.model.inputs(self.packed, index, contiguous=self._contiguous)
+        given = self.model.inputs(self._all, index, contiguous=self._contiguous)
+        return [each[:rows] for each in given] if self.model.rows_behind else given
 
 
 class Model:
@@ -226,6 +236,8 @@ class Model:
         self.contiguous = case.derived("qkv-memory") == CONTIGUOUS
         """True in half the cases; in the others q, k, v are strided views of one packed tensor."""
         self._side_by_side = strided_heads and case.strided_heads
+        self.rows_behind = _ROWS_BEHIND if case.has_rows_behind else 0
+        """Rows of NaN that follow the last row in the memory of q, k and v: a tile of a kernel may have rows there."""
         weights = make_weights(len(layers), case.heads.q_heads * case.head_dim).to(table.device)
         self._out, self._head = weights.out.unbind(0), weights.head
         if case.head_maps:

@@ -39,6 +39,8 @@ class RunOptions:
     """Make heads of new k and v contiguous even with ``takes_strided_heads``. Question: is the step right then?"""
     pools_anywhere: bool = False
     """Allocate pools as usual if they lie across a multiple of 4 GiB. Question: is the step right then?"""
+    nothing_behind: bool = False
+    """End the memory of q, k and v with the last row, where rows of NaN follow. Question: is the step finite then?"""
     programs_in_order: bool = False
     """Run programs of a Triton kernel in the order of their numbers, and side streams at once, as in eager runs.
     Question, where the device is emulated: is the graph right then, so that the result depends on the order?"""

@@ -66,6 +66,12 @@ class Case(Fields):
             self.mode is ForwardMode.EXTEND and not self.heads.layout.values_in_keys and self.derived("kv-memory") == 1
         )
 
+    @property
+    def has_rows_behind(self) -> bool:
+        """True if rows of NaN follow the last row in the memory of what a layer is given. One answer per instance."""
+        own = self.instance_of or self
+        return own.state is not None and own.derived("rows-behind") == 1
+
     def derived(self, name: str, n: int | None = None) -> int:
         """The value 0 .. n - 1 of a choice of ``cases/derived_parameters.py``: a hash of the case's id and the choice's
         name.

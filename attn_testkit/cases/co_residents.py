@@ -12,7 +12,7 @@ from .dimensions.rows import accepted
 from .draft import Draft
 from .head_layouts import alike, as_many
 from .nearest_declared import nearest_declared
-from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify
+from .rows import Accepted, Decode, Drafted, Extend, Rows, Verify, room_for
 from .server_variants import MIN_WIDTH, rows_of_width, width_of
 from .trees import Tree, chain
 
@@ -90,12 +90,26 @@ def co_residents(
         ForwardMode.TARGET_VERIFY: Verify(branching(width) if max_topk > 1 else chain(width)),
         ForwardMode.DRAFT_EXTEND: Accepted(counts, width),
         ForwardMode.DRAFT_EXTEND_V2: Accepted(counts, width, v2=True),
-        ForwardMode.EXTEND: Extend(accepted("uneven", few, case.bs), few),
+        ForwardMode.EXTEND: _prompts_with_states(case, max_extend_tokens)
+        if case.state
+        else Extend(accepted("uneven", few, case.bs), few),
     }
     if steps > 1:
         rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
     others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
     return [case.with_changes(rows=each, multi_mode=False, instance_of=case) for each in others]
+
+
+_CHUNK = 16
+"""Tokens of a chunk where no states are copied."""
+
+
+def _prompts_with_states(case: Case, most: int) -> Extend:
+    """Prompts of which two of three reach the end of a chunk, so that a server copies their states (sglang #34043)."""
+    chunk = (case.state.snapshots if case.state else 0) or _CHUNK
+    turns = (chunk + 1, chunk, 3)
+    new = tuple(min(turns[place % len(turns)], most) for place in range(case.bs))
+    return Extend(new, room_for(new))
 
 
 def declared_co_residents(declared: Capabilities, case: Case, modes: Set[ForwardMode]) -> list[Case]:

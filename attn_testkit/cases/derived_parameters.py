@@ -99,6 +99,15 @@ DERIVED_PARAMETERS: tuple[DerivedParameter, ...] = (
         (Value("as q does"), Value("side by side in each head, where takes_strided_heads is declared; else as q does")),
         lambda case: case.mode is ForwardMode.EXTEND and not case.heads.layout.values_in_keys,
     ),
+    # Rows of a tile that no request has count 0 times what lies there (vllm-ascend #10276). In the other half of the
+    # cases memory ends with the last row, so that the emulation reports what is read behind it. Layers without a state
+    # have the server variant ``piecewise``.
+    DerivedParameter(
+        "rows-behind",
+        "what follows the last row in the memory of q, k and v",
+        (Value("nothing: the memory ends there"), Value("rows of NaN, as in a server's longer buffer")),
+        lambda case: case.state is not None,
+    ),
     DerivedParameter(
         "windowed-layer",
         "the layer with the case's window; every second one from it on has it",

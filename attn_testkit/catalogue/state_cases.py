@@ -162,6 +162,65 @@ def _cases(declared: Capabilities, mode: ForwardMode, tier: str) -> Iterator[Cas
         yield from _named(declared, mode, first)
         yield from _continued(declared, mode, first)
         yield from _in_big_pools(declared, tier, first)
+        yield from _multi_mode(declared, mode, first)
+        yield from _beyond_a_grid(declared, mode, first)
+
+
+_GRID_HEADS, _GRID_REQUESTS = 64, 1024
+"""Value heads and requests whose product is more than 65,535, the largest y and z of a grid."""
+_MOST_ELEMENTS = 1 << 24
+"""Elements of their states in a layer: with heads of 16 by 16 a run takes 5 GB, and with those of 64 it would take 16
+times as much.
+"""
+
+
+def _beyond_a_grid(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
+    """A prefill of one row for each of more requests than a grid of requests and value heads takes, if heads as narrow
+    as that are declared (flash-linear-attention #1077).
+    """
+    assert declared.state is not None
+    values, keys = min(declared.head_dims), min(declared.state.k_dims)
+    if mode is not ForwardMode.EXTEND or _GRID_HEADS * _GRID_REQUESTS * values * keys > _MOST_ELEMENTS:
+        return
+    few = _kinds(declared)[0]
+    heads = replace(few, q_heads=_GRID_HEADS, kv_heads=_GRID_HEADS * few.kv_heads // few.q_heads)
+    case = _plain(declared, first, heads)
+    case = _of_shape(case, k_dim=keys, dtype=min(declared.state.dtypes, key=_NARROWEST.index))
+    prefixes = tuple(number * 3 // _GRID_REQUESTS * 4 for number in range(_GRID_REQUESTS))
+    case = case.with_changes(head_dim=values, layers=Layers(1))
+    yield _with_prompts(declared, case, (prefixes, (1,) * _GRID_REQUESTS))
+
+
+_HOSTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DECODE)
+"""Modes whose case names an instance of several, the preferred one first."""
+_BRANCHING = Tree((0, 1, 0, 3))
+
+
+def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
+    """All declared modes on one instance, as a server has them: prompts, whose states are copied for a prefix cache if
+    that is declared, next to decodes and drafts (sglang #34043). Of the first kind, and of the last.
+    """
+    assert declared.state is not None
+    supported = declared.graph | declared.eager
+    hosts = [host for host in _HOSTS if host in supported]
+    if len(supported) < 2 or not hosts or mode is not hosts[0]:
+        return
+    if mode is ForwardMode.TARGET_VERIFY and "commit" not in declared.state.rollback:
+        return
+    kinds, snapshots = _kinds(declared), min(declared.state.snapshots, default=0)
+    for heads in dict.fromkeys([kinds[0], kinds[-1]]):
+        # Little work for each row: three modes on an instance take minutes where kernels are interpreted.
+        plain, keys = _plain(declared, first, heads), min(declared.state.k_dims)
+        case = _of_shape(plain, k_dim=keys, snapshots=snapshots, rollback="commit")
+        case = case.with_changes(head_dim=min(declared.head_dims), layers=Layers(1))
+        if mode is ForwardMode.TARGET_VERIFY:
+            # Links of its nodes, which stay behind, are wrong for every other mode.
+            trees = (
+                [_BRANCHING] if heads.family in declared.state.trees and declared.max_topk >= _BRANCHING.topk else []
+            )
+            fits = (tree for tree in trees if len(tree) <= declared.max_q_rows)
+            case = case.with_changes(rows=Verify(next(fits, chain(min(4, declared.max_q_rows)))))
+        yield case.of_requests((33, 5, 12), padded=1, multi_mode=True)
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:

@@ -33,7 +33,8 @@ class StateBackend(AttentionBackend):
         """Update window and state of each request of the batch, row by row, and return what each row reads.
 
         ``mixed`` [T, C], ``a`` and ``b`` as ``StateLayer`` lists them, in the model's dtype, possibly strided views of
-        one packed tensor; none may be modified. Returns [T, Hv, V] (or [T, Hv * V]) in the model's dtype.
+        one packed tensor; none may be modified. Memory behind their last row may hold anything, NaN included. Returns
+        [T, Hv, V] (or [T, Hv * V]) in the model's dtype.
 
         Rows of request i are those of the mode: one in decode, ``extend_seq_lens[i]`` in extend. The state is that of
         slot ``batch.state.indices[i]``, and is stored there. In extend a request whose ``has_initial_state`` is False

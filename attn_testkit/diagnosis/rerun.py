@@ -51,6 +51,7 @@ class Rerunner:
         contiguous_heads: bool = False,
         most_programs: tuple[int, int] | None = None,
         pools_anywhere: bool = False,
+        nothing_behind: bool = False,
         fill: int = POISON,
     ) -> Observation | None:
         """Run one eager step; None if it raised, or if the mode does not run eagerly."""
@@ -61,6 +62,7 @@ class Rerunner:
             contiguous_heads=contiguous_heads,
             most_programs=most_programs,
             pools_anywhere=pools_anywhere,
+            nothing_behind=nothing_behind,
         )
         request = Rerun(schedule, step, options, unowned, fill)
         answer = self._ask(request, lambda _: step)
@@ -81,6 +83,7 @@ class Rerunner:
         most_programs: tuple[int, int] | None = None,
         contiguous_heads: bool = False,
         programs_in_order: bool = False,
+        nothing_behind: bool = False,
         fill: int = POISON,
     ) -> GraphRun | None:
         """Run all graphs, replays only; None if it raised."""
@@ -96,6 +99,7 @@ class Rerunner:
             most_programs=most_programs,
             contiguous_heads=contiguous_heads,
             programs_in_order=programs_in_order,
+            nothing_behind=nothing_behind,
             eager_steps=False,
         )
         answer = self._ask(Rerun(schedule, None, options, unowned, fill), schedule.step_named)

@@ -2,6 +2,7 @@
 
 Nothing here runs while results are right. Each question is one controlled run on a fresh backend instance:
 
+* does the NaN go away when nothing lies behind the last row?    then a tile is not cleared there
 * does the NaN go away when unowned slots hold zeros?             then it was read from there: ``reads-own-kv``
 * is the same step right in eager mode?                           then the graph is wrong
 * is it right when memory allocated in a capture is not poisoned?  ``captures-cleanly``
@@ -20,6 +21,7 @@ Nothing here runs while results are right. Each question is one controlled run o
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -168,12 +170,11 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
     given = _evaluated(schedule, rerunner.eager(schedule, replace(step, stored=False))) if step.stored else None
     if given is not None and given.right:
         return "finite", f"{_STORED_NAN} right"
-    if rerunner.runs_eagerly(schedule):
-        again = rerunner.eager(schedule, step, unowned=0.0)
-    else:
-        run = rerunner.graph(schedule, unowned=0.0)
-        again = run.replay_of(step) if run else None
-    calm = _evaluated(schedule, again)
+    if schedule.case.has_rows_behind:
+        short = _evaluated(schedule, _again(rerunner, schedule, step, nothing_behind=True))
+        if short is not None and short.all_finite:
+            return "finite", f"{_ROWS_BEHIND} {'right' if short.right else 'finite'}"
+    calm = _evaluated(schedule, _again(rerunner, schedule, step, unowned=0.0))
     if calm is None or not calm.all_finite:
         # A kernel that reads k and v in the place of q is wrong without NaN too, if the data show it.
         return "finite", f"{_STORED_NAN} finite, and wrong" if given is not None and given.all_finite else ""
@@ -187,6 +188,18 @@ def _blame_nan(rerunner: Rerunner, schedule: Schedule, step: Step) -> tuple[str,
     return family.reads, f"{finite}, and right" if calm.right else finite
 
 
+def _again(rerunner: Rerunner, schedule: Schedule, step: Step, **changes: Any) -> Observation | None:
+    """The step with these changes, eagerly if the mode runs so, else in graphs."""
+    if rerunner.runs_eagerly(schedule):
+        return rerunner.eager(schedule, step, **changes)
+    run = rerunner.graph(schedule, **changes)
+    return run.replay_of(step) if run else None
+
+
+_ROWS_BEHIND = (
+    "rows behind the last one are loaded, which hold NaN as the end of a longer buffer may: clear them in the last "
+    "tile, since 0 * NaN is NaN; if the memory ends with the last row, it is"
+)
 _STORED_NAN = "with save_kv_cache=False k and v hold NaN, and they are read: with save_kv_cache=True it is"
 
 

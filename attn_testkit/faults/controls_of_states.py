@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from typing_extensions import override
 
@@ -21,6 +23,7 @@ __all__ = [
     "StatesClearedByTheServer",
     "StatesInTrees",
     "StatesOfAPrefixCache",
+    "StatesOfNarrowHeads",
     "StatesOfPaddingUnwritten",
     "StatesOfRequestsThatHaveRows",
     "StatesWithSnapshots",
@@ -30,6 +33,16 @@ __all__ = [
 @control("states")
 class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
+
+
+@control("states-of-narrow-heads")
+class StatesOfNarrowHeads(StateParent):
+    """Heads of 16 by 16: so many requests and heads fit into memory as one axis of a grid does not hold."""
+
+    capabilities = StateParent.capabilities.with_changes(
+        families={"gdn"}, head_dims={16},
+        state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
+    )  # fmt: skip
 
 
 @control("states-by-slots")

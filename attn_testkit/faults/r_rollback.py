@@ -145,6 +145,23 @@ class SnapshotNeverWritten(SnapshotsParent):
 
 
 @fault(
+    slug="no-snapshots-on-an-instance-that-verifies",
+    source="sglang #34043",
+    modes=_VERIFY,
+    checks=("state-matches-oracle", "conv-window-exact"),
+    hint="prefix cache",
+)
+class NoSnapshotsOnAnInstanceThatVerifies(SnapshotsParent):
+    """Prompts of an instance that also verifies drafts leave no copies for the prefix cache."""
+
+    @override
+    def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        if ForwardMode.TARGET_VERIFY in self.context.modes and not self.verifies and self.most > 1:
+            return torch.zeros_like(rows)
+        return rows
+
+
+@fault(
     slug="snapshot-of-the-whole-prompt",
     source="sglang #29973",
     modes=_EXTEND,

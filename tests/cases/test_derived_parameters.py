@@ -14,6 +14,7 @@ from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.derived_parameters import DERIVED_PARAMETERS, DerivedParameter, chosen, derived
 from attn_testkit.cases.renamed_words import first_written
@@ -27,7 +28,10 @@ CAPABILITIES = TorchNativeBackend.capabilities.with_changes(lse=None)
 """What the first release declared, and what came with modes: cases with keys in parts would follow these."""
 CORE = [case for mode in ForwardMode for case in generate(CAPABILITIES, mode, "core")]
 OF_FORMATS = [*generate(TorchNativeFormatsBackend.capabilities, ForwardMode.DECODE, "core")]
-CLOSED = [parameter for parameter in DERIVED_PARAMETERS if parameter.values]
+STATES = [case for mode in ForwardMode for case in generate(TorchNativeStateBackend.capabilities, mode, "core")]
+OF_STATES = {"rows-behind"}
+"""Choices that only layers with a state have."""
+CLOSED = [each for each in DERIVED_PARAMETERS if each.values and each.name not in OF_STATES]
 ENOUGH = 5.0
 """A pair of values is looked for where so many cases should have it."""
 CERTAIN = 6.0
@@ -58,9 +62,11 @@ FEW_OF_ONE = {
 """Choices that too few cases have for most pairs."""
 
 
-def pairs(a: DerivedParameter, b: DerivedParameter) -> tuple[Counter[tuple[int, int]], dict[tuple[int, int], float]]:
+def pairs(
+    a: DerivedParameter, b: DerivedParameter, cases: list[Case] = CORE
+) -> tuple[Counter[tuple[int, int]], dict[tuple[int, int], float]]:
     """How often core has each pair of values, and how often it should."""
-    both = [case for case in CORE if a.applies(case) and b.applies(case)]
+    both = [case for case in cases if a.applies(case) and b.applies(case)]
     counts = Counter((case.derived(a.name), case.derived(b.name)) for case in both)
     return counts, {
         (i, j): len(both) * x.weight * y.weight / (a.total * b.total)
@@ -80,6 +86,17 @@ def test_every_value_of_a_choice_meets_every_value_of_another_about_as_often_as_
         assert bool(enough) is not listed, f"{sum(counts.values())} cases have both: should FEW_CASES list the pair?"
     for values, mean in enough.items():
         assert counts[values] >= 1 or mean < CERTAIN, f"{a.name} and {b.name} never have the values {values}"
+        assert abs(counts[values] - mean) < 4 * mean**0.5, f"{values}: {counts[values]} times, expected {mean:.1f}"
+
+
+@pytest.mark.parametrize("name", ["grad-mode", "qkv-memory", "pool-address", "second-step-memory"])
+@pytest.mark.parametrize("own", sorted(OF_STATES))
+def test_every_value_of_a_choice_of_states_meets_every_value_of_another(own: str, name: str) -> None:
+    by_name = {parameter.name: parameter for parameter in DERIVED_PARAMETERS}
+    counts, expected = pairs(by_name[own], by_name[name], STATES)
+    assert not any(by_name[own].applies(case) for case in CORE)
+    for values, mean in expected.items():
+        assert counts[values] >= 1
         assert abs(counts[values] - mean) < 4 * mean**0.5, f"{values}: {counts[values]} times, expected {mean:.1f}"
 
 

@@ -14,6 +14,7 @@ from attn_testkit.catalogue.minimal import minimal_case
 from attn_testkit.catalogue.not_covered import not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.faults import r_prefills as prefills
 from attn_testkit.faults import r_published as published
 from attn_testkit.faults import r_rollback as rollback
 from attn_testkit.faults import r_states as faults
@@ -196,6 +197,11 @@ def test_conventions_of_servers_pass(backend: type, mode: str) -> None:
 
 
 VERIFY_SLOTS, VERIFY_COPIES = (VERIFY.replace("{}-b5", word + "{}-b5") for word in (".slots", ".snap16"))
+BEHIND = "extend-gdn4x2-d64-bf16-p16-k0.17.0-n4a1x2.9-shuffled-weak_decay-k64w4s32-layers1from0-b3nan"
+SEVERAL = (
+    "target-verify-gdn4x2-d64-bf16-p16-k33.5.12-chain4-shuffled-mild_decay-"
+    "k64w4s32.snap16-layers1from0-b4prod-multi_mode"
+)
 MISTAKES = [
     (faults.PaddedIndexClampedToSlot0, DECODE, "graph", "writes-own-state", "slot 0"),
     (faults.StaleRowsOfPadding, DECODE, "graph", "writes-own-state", "padded request"),
@@ -216,6 +222,8 @@ MISTAKES = [
     (rollback.WindowStoredWithEachNode, VERIFY_SLOTS, "eager", "conv-window-exact", "first slot"),
     (rollback.StateStoredInTheSlotOfTheNodeBefore, VERIFY_SLOTS, "eager", "state-matches-oracle", "behind"),
     (rollback.PaddedDraftsWriteSlot0, VERIFY_SLOTS, "graph", "writes-own-state", "slot 0"),
+    (prefills.RowsBehindAPromptNotCleared, BEHIND, "eager", "finite", "behind the last one"),
+    (rollback.NoSnapshotsOnAnInstanceThatVerifies, SEVERAL, "eager", "state-matches-oracle", "not stored"),
     (rollback.SnapshotOfTheLastAcceptedNode, VERIFY_COPIES, "eager", "state-matches-oracle", "prefix cache"),
     (published.IdleReplayWritesStaleWindows, f"{DECODE}-empty_batches", "graph", "writes-own-state", "no request of"),
     (faults.SlotsOfTheCapture, DECODE, "graph", "conv-window-exact", "not stored"),

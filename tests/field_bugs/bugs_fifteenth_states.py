@@ -8,7 +8,7 @@ import torch
 
 from attn_testkit.faults.catalogue import bug
 from attn_testkit.faults.states import StateParent
-from attn_testkit.faults.states_of_servers import SlotsParent
+from attn_testkit.faults.states_of_servers import SlotsParent, SnapshotsParent
 
 
 @bug(
@@ -40,6 +40,22 @@ class FeaturesOf256(StateParent):
         feature = torch.arange(layer.v_heads, device=out.device) % ratio * layer.v_dim
         feature = feature[:, None] + torch.arange(layer.v_dim, device=out.device)
         return torch.where(feature < 256, out, torch.empty_like(out))
+
+
+@bug(
+    "sglang #34043",
+    "target-verify-gdn4x2-d64-bf16-p16-k33.5.12-chain4-shuffled-mild_decay-k64w4s32.snap16-layers1from0-b4prod-multi_mode",
+    "state-matches-oracle",
+)
+class NoCopiesIfSpeculating(SnapshotsParent):
+    """Prefills of an instance that speculates make no copies for the prefix cache."""
+
+    def init_forward_metadata_in_graph(self, batch):
+        self.skips = batch.forward_mode == "extend" and "target-verify" in self.context.modes
+        super().init_forward_metadata_in_graph(batch)
+
+    def copied_rows(self, rows):
+        return torch.zeros_like(rows) if self.skips else rows
 
 
 @bug(
@@ -118,3 +134,34 @@ class Lightning(StateParent):
         v = rows[:, 2 * wide :].reshape(-1, layer.v_heads, layer.v_dim)
         after = state * gates[0][..., None] + v[..., None] * k[:, :, None]
         return after, torch.einsum("bhvk,bhk->bhv", after, q)
+
+
+@bug(
+    "vllm-ascend #10276",
+    "extend-lightning2-d64-bf16-p16-k0.40-n34a65.3-shuffled-mild_decay-k64w1s32-layers1from0-b2stale",
+    "finite",
+)
+class TailOfBlockIsLoaded(Lightning):
+    """Rows behind a request in its last block of 64 are loaded, and count with weights of 0."""
+
+    BLOCK = 64
+
+    def forward(self, mixed, a, b, layer, batch):
+        self.tails = None
+        if batch.forward_mode == "extend" and len(mixed):
+            more = mixed.untyped_storage().nbytes() // mixed.dtype.itemsize - mixed.storage_offset()
+            rows = min(len(mixed) + self.BLOCK, (more - mixed.shape[1]) // mixed.stride(0) + 1)
+            memory = mixed.as_strided((rows, mixed.shape[1]), mixed.stride())
+            end = self.counts.cumsum(0)
+            offset = torch.arange(self.BLOCK, device=mixed.device)
+            row = end[:, None] + offset
+            loaded = (offset < (-self.counts % self.BLOCK)[:, None]) & (row < rows)
+            keys = memory[row.clamp(max=rows - 1)][..., : 2 * layer.v_heads * layer.k_dim].float()
+            self.tails = (keys * 0.0).masked_fill(~loaded[..., None], 0.0).sum((1, 2))
+        return super().forward(mixed, a, b, layer, batch)
+
+    def token(self, rows, state, gates, layer):
+        after, read = super().token(rows, state, gates, layer)
+        if self.tails is None:
+            return after, read
+        return after + self.tails[:, None, None, None], read + self.tails[:, None, None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -53,7 +54,7 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         self.real = attn_backend_wrapper(self.runner, ATTENTION_BACKENDS[self.declared.registered](self.runner))
         self.reals, self.draft = {softmax[0].scaling: self.real}, None
         self.layers = {layer.layer_id: made_layer(layer, context.kv_pool.dtype) for layer in softmax}
-        self.shared = set[int]()
+        self.shared: weakref.ref[torch.Tensor] | None = None
         """Addresses for which programs may race."""
         self.kind = KINDS[context.state.layers[0].kind]
         self.linear_layers = {layer.layer_id: self.kind.make(layer) for layer in context.state.layers}
@@ -91,8 +92,9 @@ class SGLangStateBackend(SGLangBackend, StateBackend):
         links, and stores what it knows so far behind each token. All end with the same, and none reads them.
         """
         parents = self.real.linear_attn_backend.forward_metadata.retrieve_parent_token
-        if parents is not None and parents.data_ptr() not in self.shared:
-            self.shared.add(parents.data_ptr())
+        # By the tensor, not by its address: each eager plan makes one, often where another mode's lay before.
+        if parents is not None and (self.shared is None or self.shared() is not parents):
+            self.shared = weakref.ref(parents)
             scratch(parents)
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:

@@ -448,6 +448,8 @@ def rerun(
                 backend_class, [schedule], environment.device, fill=request.fill, declared=declared, **unowned
             )
             harness.deliver, harness.copies_pool = drive.deliver, False
+            if request.options.nothing_behind:
+                harness.model.rows_behind = 0
             if request.step is not None:
                 pattern = request.options.pattern
                 seen = [run_eager(harness, schedule, request.step, drive.clock, pattern=pattern)]

@@ -1,0 +1,97 @@
+"""Instances with several modes and states, prefills beyond a grid, and what follows the last row in memory."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.cases.co_residents import declared_co_residents
+from attn_testkit.catalogue.tiers import generate
+from attn_testkit.contract import Capabilities, ForwardMode, State
+from attn_testkit.families.recurrent.data import make_state_data, state_layers
+from attn_testkit.model import Around, Model, row_width
+from attn_testkit.steps.data import HIDDEN
+from attn_testkit.steps.schedule import make_schedule
+
+DECLARED = TorchNativeStateBackend.capabilities
+MODES = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY})
+
+
+def on_one_instance(declared: Capabilities) -> dict[ForwardMode, list[Case]]:
+    return {mode: [each for each in generate(declared, mode, "core") if each.multi_mode] for mode in MODES}
+
+
+def test_core_has_prompts_with_copies_and_drafts_on_one_instance() -> None:
+    """SGLang made no copies for its prefix cache on instances that speculate (sglang #34043)."""
+    found = on_one_instance(DECLARED)
+    cases = found.pop(ForwardMode.TARGET_VERIFY)
+    assert not any(found.values())
+    assert len({case.heads.family for case in cases}) == len(cases) == 2
+    for case in cases:
+        others = {each.mode: each for each in declared_co_residents(DECLARED, case, MODES)}
+        assert set(others) == {ForwardMode.DECODE, ForwardMode.EXTEND}
+        assert {each.state for each in others.values()} == {case.state}
+        extend, state = others[ForwardMode.EXTEND], case.state
+        assert state is not None
+        assert state.snapshots == min(DECLARED.state.snapshots if DECLARED.state else ())
+        assert {new // state.snapshots for new in extend.new} == {0, 1}
+        data = make_state_data(make_schedule(extend), make_schedule(extend).steps[0])
+        assert any(data.snapshot_rows), "a prompt of the first step is copied"
+
+
+def test_an_instance_of_several_modes_goes_by_what_is_declared() -> None:
+    state = State(k_dims={32}, rollback={"slots"})
+    assert not any(on_one_instance(DECLARED.with_changes(max_topk=1, state=state)).values()), "not with slots of nodes"
+    plain = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}))
+    without = plain.with_changes(eager=MODES - {ForwardMode.TARGET_VERIFY}, graph={ForwardMode.DECODE})
+    hosts = on_one_instance(without)
+    assert [mode for mode, cases in hosts.items() if cases] == [ForwardMode.DECODE]
+    short = DECLARED.with_changes(max_extend_tokens=5)
+    (host, *_) = on_one_instance(short)[ForwardMode.TARGET_VERIFY]
+    (extend,) = (each for each in declared_co_residents(short, host, {ForwardMode.EXTEND}))
+    assert extend.new == (5, 5, 3)
+    alone = plain.with_changes(eager={ForwardMode.DECODE}, graph={ForwardMode.DECODE})
+    assert not any(on_one_instance(alone).values())
+
+
+@pytest.mark.parametrize(("width", "there"), [(16, True), (32, False)])
+def test_a_prefill_beyond_a_grid_is_one_of_narrow_heads(width: int, there: bool) -> None:
+    """64 heads of 16 by 16 take 5 GB for 1,024 requests; wider ones would take more than machines have."""
+    declared = DECLARED.with_changes(max_topk=1, head_dims={width, 64}, state=State(k_dims={width, 64}))
+    cases = [case for case in generate(declared, ForwardMode.EXTEND, "core") if case.bs > 1000]
+    assert [case.bs * case.heads.q_heads for case in cases] == [65_536] * there
+    assert all(case.new == (1,) * case.bs and 0 in case.prefixes for case in cases)
+
+
+@pytest.mark.parametrize("contiguous", [False, True])
+def test_rows_of_nan_follow_the_last_row_in_half_of_the_cases(contiguous: bool) -> None:
+    """A tile counts rows behind the last one with a weight of 0 (vllm-ascend #10276)."""
+    cases = [case for mode in MODES for case in generate(DECLARED, mode, "core")]
+    behind = [case for case in cases if case.has_rows_behind]
+    assert 0.4 < len(behind) / len(cases) < 0.6
+    for case, rows in ((behind[0], 64), (next(each for each in cases if not each.has_rows_behind), 0)):
+        layers = state_layers(case)
+        table = torch.rand(9, len(layers), row_width(layers, torch.float32)).index_fill_(0, torch.tensor([8]), math.nan)
+        model = Model(case, layers, table, torch.rand(9, HIDDEN))
+        around = Around(model, torch.tensor([2, 0, 1]), contiguous)
+        for each in around.before(0, None):
+            assert len(each) == 3
+            assert each.isfinite().all()
+            if each.shape[1]:
+                end = each.storage_offset() + 3 * each.stride(0)
+                room = each.untyped_storage().nbytes() // 4 - end - each.shape[1]
+                left = max(0, room // each.stride(0) + 1)
+                memory = each.as_strided((left, each.shape[1]), each.stride(), end)
+                assert memory.isnan().all()
+                assert left == rows
+        assert around.packed.shape == (3, *table.shape[1:])
+
+
+def test_modes_of_an_instance_agree_about_what_follows_their_rows() -> None:
+    (host, *_) = on_one_instance(DECLARED)[ForwardMode.TARGET_VERIFY]
+    assert {each.has_rows_behind for each in declared_co_residents(DECLARED, host, MODES)} == {host.has_rows_behind}
+    assert not parse_case("decode-mha2-d64-bf16-p16-k5-shuffled-gauss-b1prod").has_rows_behind
