@@ -93,7 +93,7 @@ def test_in_full_every_mode_but_draft_decode_has_a_pool_beyond_32_bits(mode: For
         ("gqa", 2, {65, 128}, [128]),
         ("gqa", 2, {64}, [64]),
         ("mqa", 4, {64, 128}, [128]),
-        ("mla", 16, {64, 512}, [512]),
+        ("mla", 16, {512}, [512]),
     ],
 )
 def test_decode_has_a_pool_of_slots_beyond_24_bits_if_rows_can_be_so_narrow(

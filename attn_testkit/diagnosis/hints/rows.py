@@ -47,7 +47,7 @@ def _in_tiles(e: Evidence) -> str:
     counts = {request.new for request in e.step.requests}
     groups = {shape.num_qo_heads // shape.num_kv_heads for shape in e.wrong_shapes}
     told = [row for row in e.misrouted if not row.copied]
-    # With results of request 0 alone any wide stride fits.
+    # If all results are those of request 0, any wide stride fits.
     if len(counts) != 1 or len(groups) != 1 or len(told) < _TELLING_ROWS or not any(row.of_request for row in told):
         return ""
     (count,), (group,) = counts, groups
