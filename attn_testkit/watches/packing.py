@@ -153,7 +153,7 @@ def send(named: Mapping[str, torch.Tensor], device: torch.device) -> tuple[dict[
         packing = pack_places(tuple((name, each.dtype, tuple(each.shape)) for name, each in named.items()))
         host = packing.fresh()
         for place, tensor in zip(packing.places, named.values(), strict=True):
-            # A tensor of one element counts as contiguous with any strides, and is no bytes then.
+            # One element of a row counts as contiguous, and cannot be seen as bytes.
             host[place.start : place.end] = bytes_of(tensor.clone(memory_format=torch.contiguous_format))
     memory = upload(torch.from_numpy(host), device)
     with past_modes():

@@ -17,14 +17,14 @@ WIDTH, VALUES = 128, (10.0, 30.0, 80.0, 88.0, 90.0, 200.0)
 
 
 def decode(dtype: torch.dtype, argument: float) -> torch.Tensor:
-    """One token of one request, whose state was ones, with a decay of exp(-argument)."""
-    row = torch.ones(1, 1, 1, WIDTH, device="cuda", dtype=torch.bfloat16)
-    gate = torch.full((1, 1, 1), argument, device="cuda", dtype=torch.bfloat16)
-    zero = torch.zeros(1, device="cuda")
+    """One token of two requests, whose states were ones, with a decay of exp(-argument)."""
+    row = torch.ones(2, 1, 2, WIDTH, device="cuda", dtype=torch.bfloat16)
+    gate = torch.full((2, 1, 2), argument, device="cuda", dtype=torch.bfloat16)
+    zero = torch.zeros(2, device="cuda")
     return gated_delta_rule_decode_pretranspose(
         row, row, row, None, zero, gate, zero, torch.zeros_like(gate), scale=1.0,
-        initial_state=torch.ones(1, 1, WIDTH, WIDTH, device="cuda", dtype=dtype),
-        initial_state_indices=torch.zeros(1, dtype=torch.int32, device="cuda"),
+        initial_state=torch.ones(2, 2, WIDTH, WIDTH, device="cuda", dtype=dtype),
+        initial_state_indices=torch.arange(2, dtype=torch.int32, device="cuda"),
     )[0]  # fmt: skip
 
 
