@@ -115,7 +115,7 @@ def accepted(packed: PackedRows, rows: torch.Tensor, want: torch.Tensor) -> torc
 
 def _by_tile(raw: torch.Tensor, tiles: int) -> torch.Tensor:
     """View of bytes [..., bytes] of a plane as [..., tiles, bytes]."""
-    return raw.unflatten(-1, (tiles, -1))  # type: ignore[no-untyped-call]
+    return raw.unflatten(-1, (tiles, -1))  # type: ignore[no-any-return, no-untyped-call]
 
 
 def holds_zeros(packed: PackedRows, plane: Plane, rows: torch.Tensor) -> torch.Tensor:

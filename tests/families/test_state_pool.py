@@ -10,6 +10,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import StatePool
 from attn_testkit.families.recurrent.data import make_state_data, state_layers, state_pool_slots
 from attn_testkit.families.recurrent.memory import STATE_POOL, StateWatch, as_rows, from_rows
+from attn_testkit.graphs.poison import fill_with_signaling_nan
 from attn_testkit.steps.schedule import make_schedule
 
 CASE = "extend-gdn2x2-d32-bf16-p16-k0.17.5-n6a1.4.9-shuffled-mild_decay-k16w4s32{}-b3prod"
@@ -136,3 +137,15 @@ def test_a_number_instead_of_nan_fills_slots_and_not_the_memory_between() -> Non
     foreign = next(slot for slot in range(1, pool.num_slots) if slot not in data.slots)
     assert not pool.temporal(pool.layers[0].layer_id)[foreign].any()
     assert int(pool.memory[0]) == 0xFF
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_an_update_of_what_slots_of_nobody_hold_changes_its_bits(dtype: torch.dtype) -> None:
+    number = torch.empty(4, 3, dtype=dtype).t()
+    fill_with_signaling_nan(number)
+    bits = number.view(torch.int32 if dtype is torch.float32 else torch.int16)
+    before = bits.clone()
+    assert bool(number.isnan().all())
+    assert torch.equal(torch.where(torch.tensor(True), number, 0 * number).view(bits.dtype), before)
+    number.mul_(0.5).add_(1)
+    assert not bool((bits == before).any())

@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ...contract import BackendContext, ForwardMode, StatePool
+from ...graphs.poison import fill_with_signaling_nan
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
@@ -28,7 +29,7 @@ __all__ = ["STATE_POOL", "StateWatch", "as_rows", "from_rows", "moved_states"]
 _Ints = npt.NDArray[np.int64]
 _Bytes = npt.NDArray[np.uint8]
 _NAN = 0xFF
-"""A byte. A number that consists of it is NaN in every dtype of states."""
+"""A byte of the memory between tensors. A number that consists of it is NaN in every dtype of states."""
 
 
 def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Tensor:
@@ -73,11 +74,9 @@ def _held_by_lists(data: StateStepData) -> tuple[_Ints, _Bytes]:
     """
     (count, nodes), layers = data.lists.shape, len(data.states)
     columns = data.shape.window_columns(nodes)
-    states = torch.full((layers, count, nodes, *data.states.shape[2:]), math.nan, dtype=data.states.dtype)
-    windows = torch.full((layers, count, nodes, data.windows.shape[2], columns), math.nan, dtype=data.windows.dtype)
-    # The pattern that unowned memory has.
-    for part in (states, windows):
-        part.view(torch.uint8).fill_(_NAN)
+    states = torch.empty(layers, count, nodes, *data.states.shape[2:], dtype=data.states.dtype)
+    windows = torch.empty(layers, count, nodes, data.windows.shape[2], columns, dtype=data.windows.dtype)
+    fill_with_signaling_nan(states, windows)
     width = data.windows.shape[-1]
     for request, taken in enumerate(data.taken):
         states[:, request, taken - 1] = data.states[:, request]
@@ -101,7 +100,11 @@ def _image(
     while chain[0].before is not None:
         chain.insert(0, chain[0].before)
     slots, rows = _held(schedule, step, chain[0], after=False, unowned=unowned)
-    found = torch.full((len(rows), state_pool_slots(schedule), rows.shape[-1]), _NAN, dtype=torch.uint8)
+    columns = chain[0].shape.window_columns(chain[0].lists.shape[1])
+    window = torch.empty(1, 1, chain[0].windows.shape[2], columns, dtype=chain[0].windows.dtype)
+    state = torch.empty(1, 1, *chain[0].states.shape[2:], dtype=chain[0].states.dtype)
+    fill_with_signaling_nan(window, state)
+    found = as_rows(window, state, chain[0].shape.order).repeat(len(rows), state_pool_slots(schedule), 1)
     found[:, slots] = torch.from_numpy(rows)
     for each in chain:
         own, sources, cleared = _filled_by_the_server(each)
@@ -177,9 +180,11 @@ class StateWatch:
 
     def _fill(self, unowned: float) -> None:
         self._twin.memory.fill_(_NAN)
-        if not math.isnan(unowned):
-            for part in self._twin.parts:
-                part.fill_(unowned)
+        if math.isnan(unowned):
+            fill_with_signaling_nan(*self._twin.parts)
+            return
+        for part in self._twin.parts:
+            part.fill_(unowned)
 
     def fill(self, name: object, held: Callable[[], tuple[_Ints, _Bytes]], unowned: float) -> None:
         """Do the work of ``Watch.fill``."""

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 from ...contract import StateLayer
+from ...graphs.poison import fill_with_signaling_nan
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
 from .data import StateStepData
 
@@ -322,7 +323,7 @@ def _windows(data: StateStepData) -> torch.Tensor:
     before, nodes = start_of(data).windows, data.lists.shape[1]
     columns = data.shape.window_columns(nodes)
     found = torch.empty(len(before), len(data.ends), before.shape[2], columns, dtype=before.dtype)
-    found.view(torch.uint8).fill_(0xFF)
+    fill_with_signaling_nan(found)
     starts = np.cumsum([0, *data.news])
     for index, end in enumerate(data.ends):
         if columns and end.has_window:
