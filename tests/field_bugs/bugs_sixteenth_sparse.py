@@ -556,7 +556,7 @@ class CausalByMask(Indexed):
 
     def run(self, q, kv, plan):
         selected = self.padded(plan.selected, len(q))
-        if self.extends():
+        if self.extends() and plan.layer.index_heads:  # selections that are given are taken as they are
             lens = plan.kv_lens[self.request_of_row(q, plan)][:, None]
             key = torch.arange(selected.shape[1], dtype=selected.dtype, device=q.device)
             selected = torch.where(lens <= plan.layer.topk, torch.where(key < lens, key, -1), selected)

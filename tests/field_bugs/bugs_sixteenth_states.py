@@ -204,9 +204,10 @@ class OneRowIsNaN(Kda):
         temporal = self.pools(layer)[1]
         nan = torch.full_like(temporal[self.index], torch.nan)
         self.store(temporal, nan, self.index, self.live & alone)
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
-        out[torch.where(alone, self.first, len(mixed))] = torch.nan
-        return out[:-1]
+        row = torch.arange(len(out), device=out.device)
+        request = torch.searchsorted(self.first + self.counts, row, right=True).clamp(max=len(self.counts) - 1)
+        hit = alone[request] & (row == self.first[request])
+        return out.masked_fill(hit[:, None, None], torch.nan)
 
 
 # 5: ATOM #1436. The kernels skip negative indices; padded requests of vLLM's full graphs have the null block 0.
@@ -298,13 +299,17 @@ class SlotsOfTrace(Kda):
 
     MODES = ("decode",)
 
+    def __init__(self, context):
+        super().__init__(context)
+        self.traced = []
+
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture:
-            self.traced = batch.state.indices.long().clamp(min=0).clone()
+            self.traced.append(batch.state.indices.long().clamp(min=0).clone())
 
     def slots_of_states(self, batch):
-        return (self.traced, self.traced) if self.in_graph else super().slots_of_states(batch)
+        return (self.traced[-1], self.traced[-1]) if self.in_graph else super().slots_of_states(batch)
 
 
 # 11: sglang #39219. ``fused_kda_conv_gating_verify`` rolls the window into ``conv_state``, which the commit would do.
