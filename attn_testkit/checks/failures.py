@@ -74,7 +74,10 @@ def context_lost(error: BaseException) -> bool:
 
 def device_full(error: BaseException) -> str:
     """Text for a device that ran out of memory; empty for any other error."""
-    return f"{_asked_for(first_line(error))} {_FULL_HINT}" if type(error).__name__ == "OutOfMemoryError" else ""
+    kind, first = type(error).__name__, first_line(error)
+    # torch's allocator raises the first. The driver has no room for a stream or a kernel: cudaErrorMemoryAllocation.
+    full = kind == "OutOfMemoryError" or (kind == "AcceleratorError" and first == "CUDA error: out of memory")
+    return f"{_asked_for(first)} {_FULL_HINT}" if full else ""
 
 
 def _asked_for(message: str) -> str:

@@ -156,5 +156,9 @@ def test_a_device_that_others_fill_says_nothing_about_the_backend(
     assert bool(answer.not_here) is by_others
     assert bool(answer.lost) is not by_others
     assert not filled_by_others(RuntimeError(str(FULL)))
+    # The driver had no room for a stream, and torch's allocator was not asked.
+    of_driver = torch.AcceleratorError("CUDA error: out of memory\nSearch for `cudaErrorMemoryAllocation'")
+    assert bool(filled_by_others(of_driver)) is (own <= 40 * 1024)
+    assert not filled_by_others(torch.AcceleratorError("CUDA error: invalid argument\nout of memory"))
     if by_others:
         assert "80.0 GiB of 80.0 GiB are used, 40.0 GiB of them by this process" in answer.not_here

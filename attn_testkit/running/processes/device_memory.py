@@ -22,16 +22,18 @@ def filled_by_others(error: BaseException) -> str:
     device, with what it asked for, would not have filled it by itself. The other half covers what torch does not count:
     the context, and memory of libraries.
     """
-    asked = _ASKED.search(message_of(error))
-    if not device_full(error) or asked is None:
+    if not device_full(error):
         return ""
+    # The driver does not say what it was asked for.
+    asked = _ASKED.search(message_of(error))
+    wanted = float(asked[1]) * _UNITS[asked[2]] if asked else 0.0
     try:
         free, total = torch.cuda.mem_get_info()
         own = torch.cuda.memory_reserved()
     except (AssertionError, RuntimeError):
         # This torch has no CUDA, or the context is lost.
         return ""
-    if own + float(asked[1]) * _UNITS[asked[2]] > total / 2:
+    if own + wanted > total / 2:
         return ""
     held, whole, used = (f"{size / (1 << 30):.1f} GiB" for size in (own, total, total - free))
     return (
