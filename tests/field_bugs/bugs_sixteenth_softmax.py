@@ -1,6 +1,6 @@
 """Softmax attention; bugs of the sixteenth set, on the ``torch_native`` adapter and on kernels of this folder.
 
-``MODES`` names the modes in which a bug can show.
+``MODES`` of a class without a case are those in which its bug can show.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.contract import CrossAttention, LogSumExp, TreeMaskMode, VerifyInput
+from attn_testkit.faults.catalogue import bug
 
 DRAFT_EXTENDS = ("draft-extend", "draft-extend-v2")
 MLA = {"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "page_sizes": {1, 16, 64}}
@@ -59,13 +60,18 @@ class Native(TorchNativeBackend):
 
 
 # sglang #31198: the flag that a captured prefill leaves makes the next capture, of a verify, record the fallback.
+@bug(
+    "sglang #31198",
+    "extend-mla16-d512r64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-shuffled-gauss-b8prod-multi_mode",
+    "buckets-independent",
+    execution="graph",
+)
 class FallbackOfPrefill(Native):
     """A verify is captured with the fallback, whose requests and lengths only prefills fill.
 
     It takes an instance with graphs of both modes; such a case may count as one of either.
     """
 
-    MODES = ("extend", "target-verify")
     capabilities = can("extend", "target-verify", **{**MLA, "gqa_ratios": {8, 16}})
     fallback = False
 
@@ -90,10 +96,15 @@ class FallbackOfPrefill(Native):
 
 
 # vllm #48167: attention that is not causal runs in a prefill wrapper which was not made for graphs.
+@bug(
+    "vllm #48167",
+    "target-verify-gqa2x2-d64-bf16-p16-k33.24.3-chain7-interleaved-shifted-b6prod-empty_batches-noncausal",
+    "replay-follows-batch",
+    execution="graph",
+)
 class PlanOfCapture(Native):
     """Lengths and slots of layers that are not causal are those of the capture, in tensors of that plan."""
 
-    MODES = ("target-verify",)
     capabilities = can(
         "decode", "target-verify", non_causal={"target-verify"}, server={"takes_bare_chains": True},
     )  # fmt: skip
@@ -124,10 +135,13 @@ class PlanOfCapture(Native):
 
 
 # imp #1345: the FP8 decode kernel takes no pointer to sinks.
+@bug(
+    "imp #1345",
+    "decode-gqa2x2-d64-bf16-p64-k63.64.65-shuffled-negative-kvfp8e4m3-sink-b3prod",
+)
 class NoSinksInFp8(Native):
     """A decode over an FP8 pool leaves the sinks out."""
 
-    MODES = ("decode",)
     capabilities = can("decode", "extend", kv_dtypes=FP8, sinks=True, windows={"decode", "extend"})
 
     def _attend(self, q, layer, seen):
@@ -137,10 +151,14 @@ class NoSinksInFp8(Native):
 
 
 # TensorRT-LLM #16916: the generation of MLA passes None for both KV scales. The mechanism is a guess.
+@bug(
+    "TensorRT-LLM #16916",
+    "decode-mla16-d512r64-bf16-p1-k32.128.64.16-reversed-peaked-kvfp8e4m3-b5stale",
+    "writes-own-kv",
+)
 class NoScalesInDecode(Native):
     """A decode of MLA stores and reads FP8 rows as if their scale was 1."""
 
-    MODES = ("decode",)
     capabilities = can("decode", "extend", **{**MLA, "gqa_ratios": {8, 16}}, kv_dtypes=FP8)
 
     def forward(self, q, k, v, layer, batch, save_kv_cache=True, out=None):
@@ -150,10 +168,15 @@ class NoScalesInDecode(Native):
 
 
 # InfiniLM #526: lengths of keys are host parameters of the captured kernel.
+@bug(
+    "InfiniLM #526",
+    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class LengthsOfCapture(Native):
     """A replay of a decode attends as many keys as the capture had; slots are the replay's."""
 
-    MODES = ("decode",)
     capabilities = can("decode", "extend", graph={"decode"})
 
     def __init__(self, context):
@@ -203,10 +226,13 @@ class HostLengths(Native):
 
 
 # sglang #31739: the draft is added to the host's lengths in place, and once more for the kernel.
+@bug(
+    "sglang #31739",
+    "target-verify-gqa4x2-d64-bf16-p64-k7x2-chain7-reversed-gauss-b2prod",
+    "reads-own-kv",
+)
 class DraftCountedTwice(HostLengths):
     """Keys of a verify are prefix + 2 N, of which the last N are not written, and row j is the j-th from the end."""
-
-    MODES = ("target-verify",)
 
     def host_lens(self, batch):
         lens = batch.seq_lens_cpu[: batch.batch_size]
@@ -215,10 +241,13 @@ class DraftCountedTwice(HostLengths):
 
 
 # ik_llama.cpp #2031: the vector kernel walks scores in blocks of Dk keys and values in blocks of Dv.
+@bug(
+    "ik_llama.cpp #2031",
+    "decode-mla16-d512r64-bf16-p16-k1025.33-shuffled-plus_minus_one-b3prod",
+)
 class BlocksOfTwoWidths(Native):
     """In a decode of MLA the value of the o-th key of block b is that of key b * Dv + o; behind Dv there is none."""
 
-    MODES = ("decode",)
     capabilities = can("decode", "extend", **{**MLA, "gqa_ratios": {8, 16}})
 
     def _sum(self, p, values, seen):
@@ -231,13 +260,17 @@ class BlocksOfTwoWidths(Native):
 
 
 # sglang-jax #1606: new rows are stored while the last block of queries is attended, from its window on.
+@bug(
+    "sglang-jax #1606",
+    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
+    "writes-own-kv",
+)
 class StoresFromLastWindow(Native):
     """New rows of a windowed layer before the first block of keys of the last block of queries stay unwritten.
 
     Blocks are 32 queries and a page of keys. The step itself attends what it was given.
     """
 
-    MODES = ("extend",)
     QUERIES = 32
     capabilities = can("decode", "extend", windows={"decode", "extend"})
 
@@ -265,10 +298,14 @@ class StoresFromLastWindow(Native):
 
 
 # tpu-inference #3167: query heads are packed in pairs for each KV head, and sinks are padded as one list.
+@bug(
+    "tpu-inference #3167",
+    "decode-mha2-d64-bf16-p16-k21-contiguous-shifted-sink-b1prod",
+    execution="graph",
+)
 class SinksPaddedAtTheEnd(Native):
     """With an odd number of query heads for a KV head, those of later KV heads have the sinks of others."""
 
-    MODES = ("decode", "extend")
     capabilities = can(
         "decode", "extend", families={"mha", "gqa"}, gqa_ratios={2, 4, 5, 7, 8}, sinks=True,
         windows={"decode", "extend"},
@@ -284,10 +321,14 @@ class SinksPaddedAtTheEnd(Native):
 
 
 # sglang #39737: a draft-extend takes lengths of all ranks for those of one.
+@bug(
+    "sglang #39737",
+    "draft-extend-gqa4x16-d128-bf16-p1-k130.5.40-n2a2.1.2-shuffled-gauss-lsetokens3-b4prod",
+    "log-sum-exp",
+)
 class BoundsOfAllRanks(Native):
     """In a draft-extend the n-th key of a rank is visible if n is not behind the row's place among all keys."""
 
-    MODES = DRAFT_EXTENDS
     capabilities = can(
         "decode", *DRAFT_EXTENDS, lse=LogSumExp(
             base="e", **{kind: {"decode", *DRAFT_EXTENDS} for kind in ("whole", "pages", "tokens")}
@@ -309,10 +350,13 @@ class BoundsOfAllRanks(Native):
 
 
 # sglang #35208: the plan of a verify has no window, only a first key for each request.
-class WindowOfFirstRow(Native):
+@bug(
+    "sglang #35208",
+    "target-verify-gqa4x2-d64-bf16-p64-k300.70.12-chain7-interleaved-shifted-w11-b3prod",
+)
+class WindowAnchoredAtFirstRow(Native):
     """All rows of a draft block begin at the window of the block's first row."""
 
-    MODES = ("target-verify",)
     capabilities = can(
         "decode", "target-verify", windows={"decode", "target-verify"}, server={"takes_bare_chains": True}
     )
@@ -325,10 +369,13 @@ class WindowOfFirstRow(Native):
 
 
 # vllm #46997: split and reduce metadata of FP8 MLA are made as for a pool in bf16.
+@bug(
+    "vllm #46997",
+    "decode-mla32-d512r64-bf16-p64-k133.3.0.64.9.33.1.17.5-shuffled-one_hot-kvfp8e4m3-b12small-empty_batches",
+)
 class MetadataOfUnfolded(Native):
     """32 heads run as two requests of 16, whose partial results are counted by the list of the real requests."""
 
-    MODES = ("decode",)
     SPLIT = 64
     capabilities = can("decode", "extend", **{**MLA, "gqa_ratios": {16, 32}}, kv_dtypes=FP8)
 
@@ -345,10 +392,13 @@ class MetadataOfUnfolded(Native):
 
 
 # vllm #45227: metadata of a verify are sized for one row per request.
+@bug(
+    "vllm #45227",
+    "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod",
+)
 class OneRowPerRequest(Native):
     """Rows of a verify have no causal bounds of their own: each sees all keys of its request."""
 
-    MODES = ("target-verify",)
     capabilities = can("decode", "target-verify", **{**MLA, "gqa_ratios": {8, 16}}, kv_dtypes=FP8)
 
     def _in_window(self, layer):
@@ -359,10 +409,13 @@ class OneRowPerRequest(Native):
 
 
 # aiter #5679: a verify of 8 rows and 16 heads is folded onto a kernel of 4 rows. The mechanism is a guess.
+@bug(
+    "aiter #5679",
+    "target-verify-mla16-d512r64-bf16-p64-k300.70.12-chain7-interleaved-shifted-b3prod",
+)
 class SecondFoldOfFour(Native):
     """Rows behind the fourth have the bounds of the rows four before them."""
 
-    MODES = ("target-verify",)
     capabilities = can("decode", "target-verify", **{**MLA, "gqa_ratios": {8, 16, 32}})
 
     def _in_window(self, layer):
@@ -409,18 +462,28 @@ class FinitePadding(Known):
 
 
 # vllm-plugin-FL #368: rows of the output behind num_actual_tokens are never written.
+@bug(
+    "vllm-plugin-FL #368",
+    "decode-gqa2x2-d128-bf16-p64-k0.1.64-contiguous-mean-b3prod",
+    "padding-finite",
+    execution="graph",
+)
 class PaddingUnwritten(FinitePadding):
-    MODES = ("decode",)
+    """Rows of the output behind the live ones are not written."""
 
     def finish(self, out, rows):
         return unwritten(out, self.behind(out, rows))
 
 
 # sglang #36915: the eager path of a draft-extend has no offsets of its own.
+@bug(
+    "sglang #36915",
+    "draft-extend-v2-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n4a4x7-shuffled-gauss-b10prod",
+    "finite",
+)
 class OffsetsOfLastPrefill(Known):
     """An eager draft-extend reads the offsets that the last prefill left; rows behind them are not written."""
 
-    MODES = ("draft-extend-v2",)
     capabilities = can("decode", "extend", "draft-extend-v2")
     eager = True
 
@@ -446,26 +509,16 @@ class OffsetsOfLastPrefill(Known):
         return unwritten(out, torch.arange(len(out), device=out.device) >= rows.plan.cu_seqlens_q[-1])
 
 
-# tokenspeed #530: physical_page * stride in 32 bits.
-class PagesOf32Bits(Known):
-    """Offsets of pages wrap at 2^31 numbers."""
-
-    MODES = ("decode", "extend")
-    capabilities = can("decode", "extend", windows={"decode", "extend"})
-
-    def slots(self, plan):
-        size, layer = plan.page_size, plan.layer
-        stride = size * layer.tp_k_head_num * layer.head_dim
-        offset = (plan.page_table.long() * stride + 2**31) % 2**32 - 2**31
-        page = offset // stride % (self.context.kv_pool.num_slots // size)
-        return (page[..., None] * size + torch.arange(size, device=page.device)).flatten(1)
-
-
 # mlxcel #405: a first prefill longer than the window keeps the last keys of the window only.
+@bug(
+    "mlxcel #405",
+    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
+    "finite",
+    execution="graph",
+)
 class FirstPrefillTrimmed(Known):
     """Of a prefill without prefix that is longer than the window the last keys count; a row without any gets NaN."""
 
-    MODES = ("extend",)
     capabilities = can("decode", "extend", windows={"decode", "extend"})
 
     def visible(self, index, rows):
@@ -483,10 +536,13 @@ class FirstPrefillTrimmed(Known):
 
 
 # tokenspeed #578: a decode clamps its keys to WINDOW_LEFT, which does not count the row's own.
+@bug(
+    "tokenspeed #578",
+    "decode-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-w4-b10prod",
+)
 class OneKeyTooFew(Known):
     """A decode sees W keys of its window, which has W + 1."""
 
-    MODES = ("decode",)
     capabilities = can("decode", "extend", windows={"decode", "extend"}, sinks=True)
 
     def window_start(self, rows):
@@ -543,10 +599,13 @@ class Crossing(Native):
 
 
 # sglang #36298: the encoder's page table stays one of slots.
+@bug(
+    "sglang #36298",
+    "decode-gqa4x2-d64-bf16-p16-k2.40.9.17-shuffled-gauss-cross37-b5prod",
+    "reads-own-kv",
+)
 class SlotsAsEncoderPages(Crossing):
     """Page p of an encoder is said to be the slot of its key p."""
-
-    MODES = ("decode", "extend")
 
     def _key_slots(self, batch, group, of_encoder):
         right = super()._key_slots(batch, group, of_encoder)
@@ -572,10 +631,12 @@ class Two(Known, TwoParts):
 
 
 # sglang #27738: the list of the prefix is made with seq_lens, which count the accepted tokens.
+@bug(
+    "sglang #27738",
+    "draft-extend-gqa4x2-d64-bf16-p64-k7x2-n6a1.3-reversed-gauss-b2prod",
+)
 class AcceptedInPrefix(Two):
     """An eager draft-extend sees all its rows as prefix, and those up to its own once more."""
-
-    MODES = ("draft-extend",)
 
     def run(self, q, kv, plan):
         if not self.eager or self.mode != "draft-extend":
@@ -588,10 +649,13 @@ class AcceptedInPrefix(Two):
 
 
 # vllm #48016: the copy that a prefill reads has its scales applied, and the kernel applies them again.
-class ScalesTwice(Native):
+@bug(
+    "vllm #48016",
+    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-kvfp8e4m3-b10prod",
+)
+class PrefillScalesTwice(Native):
     """A prefill over FP8 multiplies by the scales of K and V twice."""
 
-    MODES = ("extend",)
     capabilities = can("decode", "extend", kv_dtypes=FP8)
 
     def _attend(self, q, layer, seen):

@@ -1,17 +1,19 @@
-"""Selections and indexers; bugs of the sixteenth set. ``MODES`` of a class are those in which its bug can show."""
+"""Selections and indexers; bugs of the sixteenth set.
+
+``MODES`` of a class without a case are those in which its bug can show.
+"""
 
 from __future__ import annotations
 
 import torch
 
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
-from attn_testkit.contract import INDEX_PAGE, ForwardMode, Indexer, Sparse
+from attn_testkit.contract import INDEX_PAGE, ForwardMode, Sparse
 from attn_testkit.contract.index_pool import INDEX_WIDTH, index_scales
+from attn_testkit.faults.catalogue import bug
 
-_PAGE_BYTES = INDEX_PAGE * (INDEX_WIDTH + 4)
 _PAGED = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 _OF_DRAFTS = frozenset({ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2})
-_SINGLE = 65_535
 
 
 class Indexed(TorchNativeSparseBackend):
@@ -108,10 +110,14 @@ def _ordered(bits, sign):
 
 
 # cudnn-frontend #407: the top-k writes pairs if topk is larger than the threads of a block (512 here).
+@bug(
+    "cudnn-frontend #407",
+    "decode-mqa4-d64-bf16-p16-k7050.70-shuffled-gauss-sel705-idx4ties-layers1from0-b2prod",
+    "completes",
+)
 class PairsOfOddTopk(Indexed):
     """An odd topk that is larger than a block's threads does not compile."""
 
-    MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend")
     capabilities = Indexed.capabilities.with_changes(sparse={"topk": {16, 64, 705}})
 
     def best(self, scores, sees, layer):
@@ -122,10 +128,15 @@ class PairsOfOddTopk(Indexed):
 
 # vllm #47404: the plan renews metadata on a stream of its own, for which the replay does not wait. Here the copy is
 # always late: it is done when the next plan is made.
+@bug(
+    "vllm #47404",
+    "decode-mqa4-d128-bf16-p16-k0.1.16-contiguous-mean-sel16empty-b3prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class MetadataBehindReplay(Given):
     """A replay uses the numbers of keys of the step before."""
 
-    MODES = ("decode",)
     capabilities = Given.capabilities.with_changes(
         eager={"decode", "target-verify"}, graph={"decode", "target-verify"}, sparse={"holes": False}
     )
@@ -162,10 +173,15 @@ class MetadataBehindReplay(Given):
 
 
 # ATOM #1391: the decode graph reads the buffer of query offsets that prefills fill, and decode does not fill it again.
+@bug(
+    "ATOM #1391",
+    "decode-mqa4-d64-bf16-p64-k32.128.64.16-shuffled-gauss-sel64holes-b5prod-multi_mode",
+    "buckets-independent",
+    execution="graph",
+)
 class OffsetsOfPrefill(Given):
     """The graph of decode takes the offsets of the last prefill for its own."""
 
-    MODES = ("decode",)
     capabilities = Given.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
     eager = True
 
@@ -194,10 +210,14 @@ class OffsetsOfPrefill(Given):
 
 
 # sglang #38232: as many candidates as the next power of two are kept, sorted by index, and then cut to topk.
+@bug(
+    "sglang #38232",
+    "decode-mla16-d64r64-bf16-p64-k300.70.12-interleaved-shifted-sel24-idx4reuse-b3prod",
+    "selects-best",
+)
 class SortedThenCut(Indexed):
     """With a topk that is no power of two, the best keys with the highest positions are lost."""
 
-    MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend")
     capabilities = Indexed.capabilities.with_changes(sparse={"topk": {16, 24}})
 
     def best(self, scores, sees, layer):
@@ -220,10 +240,12 @@ class BinOf16384(Indexed):
 
 
 # ik_llama.cpp #2095: a layer without an index cache is not sparse.
+@bug(
+    "ik_llama.cpp #2095",
+    "draft-extend-mla16-d64r64-bf16-p64-k7x2-n6a1.3-reversed-gauss-sel1-idx4reuse-b2prod",
+)
 class DenseWithoutIndexKeys(Indexed):
     """A layer that reuses a selection attends to all keys."""
-
-    MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend")
 
     def run(self, q, kv, plan):
         if not plan.layer.reuses_selection:
@@ -233,24 +255,13 @@ class DenseWithoutIndexKeys(Indexed):
         return self.attend_all(q, kv, plan, table, key < self.keys_seen(q, plan)[:, None])[0]
 
 
-# sglang #36960: above 2 GiB the kernel of scores takes a way that does not compile.
-class ScoresOf2GiB(Indexed):
-    """A prefill whose scores have 2 GiB or more stops the server."""
-
-    MODES = ("extend",)
-    capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
-
-    def scored(self, q_index, weights, plan):
-        if self.extends() and len(q_index) * self.total_keys * 4 >= 1 << 31:
-            raise RuntimeError("llvm::iota_range: Begin must be less or equal to End")
-        return super().scored(q_index, weights, plan)
-
-
 # ik_llama.cpp #2069: with more than 8 rows the scores of the heads are added to the causal mask itself.
+@bug(
+    "ik_llama.cpp #2069",
+    "target-verify-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-chain4-shuffled-gauss-sel16-idx4reuse-b10prod",
+)
 class MaskAsAccumulator(Indexed):
     """Index scores of more than 8 rows stay in the mask, which attention and later layers add."""
-
-    MODES = ("extend", "target-verify")
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
@@ -284,10 +295,14 @@ class MaskAsAccumulator(Indexed):
 
 
 # DeepGEMM #392: on SM120 a launch leaves about 5% of the scores of a prefill at 0, each launch others.
+@bug(
+    "DeepGEMM #392",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "selects-best",
+)
 class RacingScores(Indexed):
     """Some scores are 0, and other ones in each launch."""
 
-    MODES = ("extend",)
     capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
 
     def __init__(self, context):
@@ -306,10 +321,15 @@ class RacingScores(Indexed):
 
 
 # TensorRT-LLM #14940: the scheduler of the paged scores reads behind its sums if all lengths are 0.
+@bug(
+    "TensorRT-LLM #14940",
+    "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-idx4-b6prod-zero_length_padding",
+    "completes",
+    execution="graph",
+)
 class NoLengthAtAll(Indexed):
     """If no request has a key, a task's request is one behind the last."""
 
-    MODES = ("decode", "target-verify")
     capabilities = Indexed.capabilities.with_changes(
         eager={"decode", "target-verify"},
         graph={"decode", "target-verify"},
@@ -324,31 +344,14 @@ class NoLengthAtAll(Indexed):
         return super().run_select(q_index, weights, plan)
 
 
-# vllm #46222: block_id * stride is 32 bits wide where keys are stored and gathered.
-class StridesOf32Bits(Indexed):
-    """Index keys behind 2 GiB of a layer are neither stored nor scored."""
-
-    MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend")
-
-    @staticmethod
-    def reached(slots):
-        return slots // INDEX_PAGE * _PAGE_BYTES < 1 << 31
-
-    def write_index(self, k_index, plan):
-        slots = plan.out_cache_loc.long()
-        self.store(slots, k_index, plan.layer.layer_id, self.reached(slots))
-
-    def scores_of_slots(self, q_index, weights, layer, slots=None):
-        scores = super().scores_of_slots(q_index, weights, layer, slots)
-        slots = torch.arange(scores.shape[1], device=scores.device) if slots is None else slots
-        return scores.masked_fill(~self.reached(slots), 0.0)
-
-
 # sglang #29798: eager drafts ask for lengths on the host, which the class says not to need.
+@bug(
+    "sglang #29798",
+    "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod",
+    "completes",
+)
 class AsksForHostLengths(Indexed):
     """An eager plan of a draft asserts that there is ``seq_lens_cpu``."""
-
-    MODES = ("draft-decode", "draft-extend", "draft-extend-v2")
 
     def init_forward_metadata(self, batch):
         if batch.forward_mode in _OF_DRAFTS:
@@ -358,10 +361,14 @@ class AsksForHostLengths(Indexed):
 
 # TensorRT-LLM #16219: tokens per block are those of the manager before. Chunks behind a prefix, and only they, use
 # slot mappings.
+@bug(
+    "TensorRT-LLM #16219",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "completes",
+)
 class BlocksOfOtherManager(Indexed):
     """Index slots of requests with a prefix have four times the stride."""
 
-    MODES = ("extend",)
     capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
 
     @staticmethod
@@ -383,10 +390,14 @@ class BlocksOfOtherManager(Indexed):
 
 
 # TensorRT-LLM #18034: kernels of decode count the rows of their input, and scratch is that of the plan.
+@bug(
+    "TensorRT-LLM #18034",
+    "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-b4prod-padded_tokens",
+    "completes",
+)
 class PaddingIsRequests(Indexed):
     """Rows behind those of the plan need scratch that is not there."""
 
-    MODES = ("decode", "target-verify")
     capabilities = Indexed.capabilities.with_changes(
         eager={"decode", "target-verify"}, graph={"decode", "target-verify"}
     )
@@ -444,10 +455,14 @@ class EvenRows(Indexed):
 
 
 # vllm #48404: the expanded block table has the columns of the greatest context, and the runner's table has more.
+@bug(
+    "vllm #48404",
+    "target-verify-mla16-d64r64-bf16-p16-k9.64.1-chain4-shuffled-gauss-sel16-idx4-b4prod-context_of_prefixes",
+    "selects-best",
+)
 class TableOfContext(Indexed):
     """Keys behind the greatest context are those of the next row; rows that are not even raise an error."""
 
-    MODES = ("target-verify", "draft-extend", "draft-extend-v2")
     capabilities = Indexed.capabilities.with_changes(server={"context_len": {"all", "prefix"}})
 
     def scored(self, q_index, weights, plan):
@@ -464,28 +479,15 @@ class TableOfContext(Indexed):
         return listed[row[:, None], of_row, key % width], self.keys_seen(q_index, plan)
 
 
-# ik_llama.cpp #2286: rows of a chunk times heads are an axis of the grid. Chunks have 1,024 rows or more only if there
-# are at most 1,024 keys.
-class RowsTimesHeads(Indexed):
-    """A chunk of 1,024 rows with 64 heads is too large for an axis of the grid."""
-
-    MODES = ("extend",)
-    capabilities = Indexed.capabilities.with_changes(
-        eager={"decode", "extend"}, graph={"decode"}, sparse={"indexer": Indexer(heads={64}, reuses_selections=True)}
-    )
-
-    def scored(self, q_index, weights, plan):
-        chunk = min(len(q_index), (1 << 20) // plan.slot_table.shape[1])
-        if self.extends() and chunk * plan.layer.index_heads > _SINGLE:
-            raise RuntimeError("CUDA error: invalid argument")
-        return super().scored(q_index, weights, plan)
-
-
 # vllm #52109: keys are written row by row; a prefill gathers them in tiles of 16 tokens by 16 bytes.
+@bug(
+    "vllm #52109",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "selects-best",
+)
 class TiledReader(Indexed):
     """A prefill reads tiles where rows were written."""
 
-    MODES = ("extend",)
     capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
 
     def scores_of_slots(self, q_index, weights, layer, slots=None):
@@ -523,10 +525,14 @@ class LeavesPadding(Indexed):
 
 # TensorRT-LLM #18673: slot -1 is token -1 of page 0, as C divides. The bytes in front of the layer's pages are written;
 # those of the first layer, which would be outside the pool, are left out here.
+@bug(
+    "TensorRT-LLM #18673",
+    "decode-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-shuffled-gauss-sel16-idx4-b10prod",
+    "index-stored",
+    execution="graph",
+)
 class SlotOfNoPage(LeavesPadding):
     """The index key of padding is stored in front of page 0."""
-
-    MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend")
 
     def write_index(self, k_index, plan):
         super().write_index(k_index, plan)
@@ -543,10 +549,14 @@ class SlotOfNoPage(LeavesPadding):
 
 
 # mlxcel #619: only a mask of the caller makes a prefill causal, and callers give none. Up to topk keys are dense.
+@bug(
+    "mlxcel #619",
+    "extend-mqa4-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-sel1-idx4ties-b10prod",
+    "selection-well-formed",
+)
 class CausalByMask(Indexed):
     """Rows of a prefill see later rows, in the indexer and in the dense path of short requests."""
 
-    MODES = ("extend",)
     capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
 
     def keys_seen(self, rows, plan):
@@ -556,7 +566,7 @@ class CausalByMask(Indexed):
 
     def run(self, q, kv, plan):
         selected = self.padded(plan.selected, len(q))
-        if self.extends():
+        if self.extends() and plan.layer.index_heads:  # selections that are given are taken as they are
             lens = plan.kv_lens[self.request_of_row(q, plan)][:, None]
             key = torch.arange(selected.shape[1], dtype=selected.dtype, device=q.device)
             selected = torch.where(lens <= plan.layer.topk, torch.where(key < lens, key, -1), selected)
@@ -580,10 +590,14 @@ class PartsGatherAgain(Indexed):
 
 
 # aiter #4440: the kernel of paged scores takes a block to be a token.
+@bug(
+    "aiter #4440",
+    "decode-mla16-d64r64-bf16-p64-k63.64.65-shared-negative-sel16-idx4gauss-b6small",
+    "selects-best",
+)
 class BlockIsToken(Indexed):
     """A key's position is looked up in the block table, and its block's first token is read."""
 
-    MODES = ("decode", "target-verify")
     capabilities = Indexed.capabilities.with_changes(
         eager={"decode", "target-verify"}, graph={"decode", "target-verify"}, page_sizes={1, 64}
     )

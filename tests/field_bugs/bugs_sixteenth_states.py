@@ -1,6 +1,7 @@
-"""Recurrent states and rows of formats; bugs of the sixteenth set. The number is that of ``sixteenth_set_states.md``.
+"""Recurrent states and rows of formats; bugs of the sixteenth set. The number is that of ``sixteenth_set.md``.
 
-The classes were written before any ran, so none names a check. Their parents, which are right, are in this file, too.
+Their parents, which are right, are in this file, too. ``MODES`` of a class without a case are those in which its bug
+can show.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparsePackedBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ROW_FORMATS, ForwardMode
+from attn_testkit.faults.catalogue import bug
 
 PLAIN = {"eager": {"decode", "extend"}, "graph": {"decode"}, "max_topk": 0}
 SPECULATES = {"eager": {"decode", "extend", "target-verify"}, "graph": {"decode", "target-verify"}, "max_topk": 1}
@@ -127,12 +129,16 @@ class KdaSlots(TwoIndices):
     capabilities = of_states("kda", SPECULATES, (1,), rollback={"slots"}, padding={"skip_zero"})
 
 
-# 1: sparkinfer #604. The scan of a chunk reads the sum of gates in row 31, which holds 0 in a shorter chunk: what is
+# 48: sparkinfer #604. The scan of a chunk reads the sum of gates in row 31, which holds 0 in a shorter chunk: what is
 # stored is S + sum exp(-G_p) k_p u_p instead of exp(G) S + sum exp(G - G_p) k_p u_p. What rows read is right.
+@bug(
+    "sparkinfer #604",
+    "extend-gdn4x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-strong_decay-k64w2s32.slot0.kv-b3prod",
+    "state-matches-oracle",
+)
 class GateOfRow31(Gdn32):
     """The state behind a prefill lacks the decay of the rows of its last chunk, if that has fewer than 32."""
 
-    MODES = ("extend",)
     chunk = 32
 
     def forward(self, mixed, a, b, layer, batch):
@@ -150,12 +156,14 @@ class GateOfRow31(Gdn32):
         return out
 
 
-# 2: transformers #46741. Whether a step is a decode is told by the cache having a state, not by the number of rows.
+# 49: transformers #46741. Whether a step is a decode is told by the cache having a state, not by the number of rows.
 # The convolution makes one step, dt keeps the first row, and the one result stands for all rows.
+@bug(
+    "transformers #46741",
+    "extend-mamba1x2-d64-bf16-p16-k64-n5a5-shuffled-like_keys-k64w4s32-b1prod",
+)
 class ContinuedAsDecode(Mamba):
     """A prefill that continues a state updates it by the first row of a request only."""
-
-    MODES = ("extend",)
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
@@ -173,7 +181,7 @@ class ContinuedAsDecode(Mamba):
         return torch.where((self.begun[request] & inside)[:, None, None], out[self.first[request]], out)
 
 
-# 3: vllm #53051. ``_is_uniform_decode`` looks at shapes only: each request as many rows as a draft has nodes.
+# 50: vllm #53051. ``_is_uniform_decode`` looks at shapes only: each request as many rows as a draft has nodes.
 class TakenForVerify(GdnSlots):
     """A prefill in which each request has as many rows as a draft has nodes stores no state and no window."""
 
@@ -190,11 +198,14 @@ class TakenForVerify(GdnSlots):
             super().store(pool, rows, index, live)
 
 
-# 4: vllm #50649. Decodes of a mixed batch go through the chunk kernel as sequences of one row.
+# 51: vllm #50649. Decodes of a mixed batch go through the chunk kernel as sequences of one row.
+@bug(
+    "vllm #50649",
+    "extend-kda1x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-strong_decay-k64w2s32.slot0.kv-b3prod",
+    "finite",
+)
 class OneRowIsNaN(Kda):
     """A request that continues a state by one row, next to one with more rows, gets NaN."""
-
-    MODES = ("extend",)
 
     def forward(self, mixed, a, b, layer, batch):
         out = super().forward(mixed, a, b, layer, batch)
@@ -204,27 +215,35 @@ class OneRowIsNaN(Kda):
         temporal = self.pools(layer)[1]
         nan = torch.full_like(temporal[self.index], torch.nan)
         self.store(temporal, nan, self.index, self.live & alone)
-        out = torch.nn.functional.pad(out, (0, 0, 0, 0, 0, 1))
-        out[torch.where(alone, self.first, len(mixed))] = torch.nan
-        return out[:-1]
+        row = torch.arange(len(out), device=out.device)
+        request = torch.searchsorted(self.first + self.counts, row, right=True).clamp(max=len(self.counts) - 1)
+        hit = alone[request] & (row == self.first[request])
+        return out.masked_fill(hit[:, None, None], torch.nan)
 
 
-# 5: ATOM #1436. The kernels skip negative indices; padded requests of vLLM's full graphs have the null block 0.
+# 52: ATOM #1436. The kernels skip negative indices; padded requests of vLLM's full graphs have the null block 0.
+@bug(
+    "ATOM #1436",
+    "decode-gdn4x2-d64-fp32-p16-k0.33.0.4-shuffled-weak_decay-k64w2s32.null.zeroed.strided-b4prod",
+    "writes-own-state",
+    execution="graph",
+)
 class PaddingIsNotNegative(GdnPaddedByZero):
     """Padded requests of a replayed decode read and write slot 0."""
-
-    MODES = ("decode",)
 
     def stores(self, indices):
         return indices >= 0 if self.in_graph else super().stores(indices)
 
 
-# 6: vllm #57266. States are known at ends of chunks, which a stride of (grid // chunk) chunks walks: with a chunk of
+# 53: vllm #57266. States are known at ends of chunks, which a stride of (grid // chunk) chunks walks: with a chunk of
 # three quarters of the grid that is one chunk for a block. Windows are copied by another kernel, rightly.
+@bug(
+    "vllm #57266",
+    "extend-mamba4x2-d128-fp16-p16-k0.3.0-n16a15.16.17-shuffled-strong_decay-k64w2sb16.slot0.kv.snap16-layers1from0-b3stale",
+    "state-matches-oracle",
+)
 class CopiesAtChunkEnds(MambaCopies):
     """A copy of a prefill has the state behind three quarters of the rows that it should include."""
-
-    MODES = ("extend",)
 
     def forward(self, mixed, a, b, layer, batch):
         self.done = 0
@@ -241,21 +260,27 @@ class CopiesAtChunkEnds(MambaCopies):
         super().store(pool, rows, index, live)
 
 
-# 7: sglang #30047. Track indices moved from the arguments into metadata; the verify path of Ascend lost them.
+# 54: sglang #30047. Track indices moved from the arguments into metadata; the verify path of Ascend lost them.
+@bug(
+    "sglang #30047",
+    "target-verify-gdn4x2-d64-fp32-p16-k3.1.12.7.2.20.5-chain2-shuffled-strong_decay-k64w2s32.slot0.kv.snap64-b7prod",
+    "state-matches-oracle",
+)
 class CommitsWithoutCopies(GdnCopies):
     """The commit behind a verify makes no copies for the prefix cache."""
-
-    MODES = ("target-verify",)
 
     def commit(self, steps, state):
         super().commit(steps, replace(state, snapshot=None))
 
 
-# 8: ik_llama.cpp #1932. Subgraphs of tokens share scratch buffers from the third sequence on; windows are right.
+# 55: ik_llama.cpp #1932. Subgraphs of tokens share scratch buffers from the third sequence on; windows are right.
+@bug(
+    "ik_llama.cpp #1932",
+    "decode-gdn4x2-d64-fp16-p16-k5.1.30-shuffled-unit_keys-k64w4s32-b4prod",
+    "state-counts-tokens",
+)
 class TwoBuffers(Gdn):
     """In a decode of three requests or more, each reads the state of one of the last two."""
-
-    MODES = ("decode",)
 
     def slots_of_states(self, batch):
         bs = len(self.taken)
@@ -265,11 +290,14 @@ class TwoBuffers(Gdn):
         return self.taken[bs - 1 - (bs - 1 - place) % 2], self.index
 
 
-# 9: mlx-lm #1736. The mask of the rows of padding on the right is dropped; windows follow the lengths.
+# 56: mlx-lm #1736. The mask of the rows of padding on the right is dropped; windows follow the lengths.
+@bug(
+    "mlx-lm #1736",
+    "extend-gdn4x2-d64-fp32-p16-k0.17.0-n4a1x2.9-shuffled-strong_decay-k64w2s32.slot0.kv-b3prod",
+    "state-matches-oracle",
+)
 class PaddingUpdatesStates(Gdn32):
     """Shorter requests of a prefill are padded with rows of zeros, which update their states."""
-
-    MODES = ("extend",)
 
     def forward(self, mixed, a, b, layer, batch):
         # The windows before the step are overwritten by it; those behind the rows follow from them.
@@ -291,23 +319,31 @@ class PaddingUpdatesStates(Gdn32):
         return out
 
 
-# 10: tt-metal #54850. The slot is a host scalar when the trace is captured; eager steps pass the real one. There it is
+# 57: tt-metal #54850. The slot is a host scalar when the trace is captured; eager steps pass the real one. There it is
 # that of prefills, which no graph of states has here; a decode of a graph has the same slots.
+@bug(
+    "tt-metal #54850",
+    "decode-kda1x2-d64-fp32-p16-k0.33.0.4-shuffled-weak_decay-k64w2s32.slot0.zeroed.strided-b4prod",
+    "replay-follows-batch",
+    execution="graph",
+)
 class SlotsOfTrace(Kda):
     """A replay reads and writes the states of the slots of its capture; windows follow the batch."""
 
-    MODES = ("decode",)
+    def __init__(self, context):
+        super().__init__(context)
+        self.traced = []
 
     def init_forward_metadata_out_graph(self, batch, in_capture=False):
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture:
-            self.traced = batch.state.indices.long().clamp(min=0).clone()
+            self.traced.append(batch.state.indices.long().clamp(min=0).clone())
 
     def slots_of_states(self, batch):
-        return (self.traced, self.traced) if self.in_graph else super().slots_of_states(batch)
+        return (self.traced[-1], self.traced[-1]) if self.in_graph else super().slots_of_states(batch)
 
 
-# 11: sglang #39219. ``fused_kda_conv_gating_verify`` rolls the window into ``conv_state``, which the commit would do.
+# 58: sglang #39219. ``fused_kda_conv_gating_verify`` rolls the window into ``conv_state``, which the commit would do.
 class VerifyStoresWindows(KdaChains):
     """A verify stores the window behind the last node in the slot of each request."""
 
@@ -321,7 +357,7 @@ class VerifyStoresWindows(KdaChains):
         return out
 
 
-# 12: vllm #52792. The builder derives the slot as ``block_table[:, 0]``, a strided view; the kernel of the recurrence
+# 59: vllm #52792. The builder derives the slot as ``block_table[:, 0]``, a strided view; the kernel of the recurrence
 # loads ``state_indices + i``. The convolution takes the stride.
 class FirstColumnAsContiguous(KdaSlots):
     """A decode reads and writes the state of slot i of the flat table of slots, which has several for a request."""
@@ -424,11 +460,14 @@ class PackedMla(TorchNativeSparsePackedBackend):
     capabilities = TorchNativeSparsePackedBackend.capabilities.with_changes(kv_dtypes={"fp8_ds_mla"})
 
 
-# 13: vllm #50084. ``swizzle_scale_offset`` of trtllm-gen: scale s of token t of four lies at 4 s + t of their scales.
+# 60: vllm #50084. ``swizzle_scale_offset`` of trtllm-gen: scale s of token t of four lies at 4 s + t of their scales.
+@bug(
+    "vllm #50084",
+    "draft-extend-mha2-d256-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-kvnvfp4-cap1.5-b3prod",
+    "writes-own-kv",
+)
 class ScalesOfFourTokens(Nvfp4):
     """Scales of values are stored with four tokens interleaved; numbers, and scales of keys, lie in linear order."""
-
-    MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
 
     def put_scales(self, pool, part, rows, layer, slots):
         if part == 0:
@@ -442,11 +481,14 @@ class ScalesOfFourTokens(Nvfp4):
         scales.index_put_((page[:, None].expand_as(token), token, column), rows.transpose(1, 2))
 
 
-# 14: kvcached #424. ``get_kv_cache_shape`` without ``cache_dtype_str`` gives rows of D bytes instead of D + 4.
+# 61: kvcached #424. ``get_kv_cache_shape`` without ``cache_dtype_str`` gives rows of D bytes instead of D + 4.
+@bug(
+    "kvcached #424",
+    "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvfp8pertokenhead-cap1.5-b3prod",
+    "writes-own-kv",
+)
 class StepsWithoutScales(Fp8PerTokenHead):
     """Numbers are written and read with steps of D bytes; scales lie where rows of D + 4 bytes have them."""
-
-    MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
 
     def narrow(self, rows, layer):
         """[pages, page_size, Hk, D] of [pages, page_size, Hk, D + 4]: the same memory with shorter steps."""
@@ -464,11 +506,13 @@ class StepsWithoutScales(Fp8PerTokenHead):
         return torch.cat([self.narrow(pages, layer)[places], pages[places][..., layer.head_dim :]], -1)
 
 
-# 15: vllm #54563. ``pow2_fp32`` extracts the exponent of a scale that the writer stores as amax / 448.
+# 62: vllm #54563. ``pow2_fp32`` extracts the exponent of a scale that the writer stores as amax / 448.
+@bug(
+    "vllm #54563",
+    "target-verify-mla2-d512r64-bf16-p64-k0.1.64-chain7-contiguous-mean-kvfp8dsmla-sel16empty-b3prod",
+)
 class ScalesAsPowersOfTwo(PackedMla):
     """A scale counts as the power of two at or below it."""
-
-    MODES = ("decode", "extend", "target-verify")
 
     def read(self, kv, slot, layer):
         keys, _ = super().read(kv, slot, layer)
@@ -480,12 +524,14 @@ class ScalesAsPowersOfTwo(PackedMla):
         return torch.cat([latent, keys[..., layer.kv_lora_rank :]], -1), latent
 
 
-# 16: sgl-kernel-xpu #305. Only the split path folds the descales in. The thread does not say from which length on keys
+# 63: sgl-kernel-xpu #305. Only the split path folds the descales in. The thread does not say from which length on keys
 # are split; here a batch whose longest context has more than 512 keys is.
+@bug(
+    "sgl-kernel-xpu #305",
+    "decode-mqa4-d64-fp16-p128-k7x2-reversed-gauss-kvfp8e4m3-w11-b2prod",
+)
 class DecodeWithoutSplits(Fp8):
     """A decode of short contexts leaves out the scales of K and V."""
-
-    MODES = ("decode",)
 
     def init_forward_metadata_in_graph(self, batch):
         super().init_forward_metadata_in_graph(batch)
@@ -501,31 +547,38 @@ class DecodeWithoutSplits(Fp8):
         return torch.where(self.unsplit, plain, out), logits
 
 
-# 17: FreeToken #309. Scales are not handed to the kernel.
+# 64: FreeToken #309. Scales are not handed to the kernel.
+@bug(
+    "FreeToken #309",
+    "draft-decode-mha2-d256-bf16-p16-k0.1.16-topk1steps7-contiguous-mean-kvint8pertokenhead-cap1.5-b3prod",
+)
 class IntegersWithoutScales(Int8PerTokenHead):
     """Attention takes the integers for keys and values."""
-
-    MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
 
     def _numbers(self, rows, part, layer):
         return rows[..., : layer.head_dim].contiguous().view(torch.int8).float().transpose(1, 2).contiguous()
 
 
-# 18: vllm #51363. The call of FA4 drops ``k_descale`` and ``v_descale``; that of FA3 has them.
+# 65: vllm #51363. The call of FA4 drops ``k_descale`` and ``v_descale``; that of FA3 has them.
+@bug(
+    "vllm #51363",
+    "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvfp8perhead-cap1.5-b3prod",
+)
 class PathWithoutHeadScales(Fp8PerHead):
     """Attention leaves out the scales of heads, by which the writer divided."""
-
-    MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
 
     def _numbers(self, rows, part, layer):
         return super()._numbers(rows, part, replace(layer, k_head_scales=None, v_head_scales=None))
 
 
-# 19: aiter #3894. The thread says no more than that the flat index is wrong in the other layout of pages.
+# 66: aiter #3894. The thread says no more than that the flat index is wrong in the other layout of pages.
+@bug(
+    "aiter #3894",
+    "decode-mha2-d256-bf16-p16-k0.1.16-contiguous-mean-kvint8pertokenheadapart-kvhnd-cap1.5-b3prod",
+    "reads-own-kv",
+)
 class ScaleIndexOfTokensFirst(Int8Apart):
     """The scale of a token and head is read where pages with tokens first would have it."""
-
-    MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
 
     def _rows(self, part, places, layer):
         pool = self.context.group_of(layer).kv_pool
@@ -537,11 +590,15 @@ class ScaleIndexOfTokensFirst(Int8Apart):
         return torch.cat([rows, wrong[places]], -1)
 
 
-# 20: mlxcel #717. ``maximum(absmax / 127, 1.0)`` in the path of a single stream; batches are quantized elsewhere.
+# 67: mlxcel #717. ``maximum(absmax / 127, 1.0)`` in the path of a single stream; batches are quantized elsewhere.
+@bug(
+    "mlxcel #717",
+    "draft-decode-mha2-d256-bf16-p16-k0.1.16-topk1steps7-contiguous-mean-kvint8pertokenhead-cap1.5-b3prod",
+    "writes-own-kv",
+    execution="graph",
+)
 class ScaleAtLeastOne(Int8PerTokenHead):
     """The scales of a batch of one request are 1 at least."""
-
-    MODES = ("decode", "extend", "target-verify", "draft-extend", "draft-extend-v2", "draft-decode")
 
     def packed_of(self, layer, batch):
         packed = super().packed_of(layer, batch)
