@@ -59,42 +59,6 @@ class Native(TorchNativeBackend):
         return self.context.kv_pool.dtype == torch.float8_e4m3fn
 
 
-# sglang #31198: the flag that a captured prefill leaves makes the next capture, of a verify, record the fallback.
-@bug(
-    "sglang #31198",
-    "extend-mla16-d512r64-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-shuffled-gauss-b8prod-multi_mode",
-    "buckets-independent",
-    execution="graph",
-)
-class FallbackOfPrefill(Native):
-    """A verify is captured with the fallback, whose requests and lengths only prefills fill.
-
-    It takes an instance with graphs of both modes; such a case may count as one of either.
-    """
-
-    capabilities = can("extend", "target-verify", **{**MLA, "gqa_ratios": {8, 16}})
-    fallback = False
-
-    def init_cuda_graph_state(self, max_bs, max_num_tokens):
-        super().init_cuda_graph_state(max_bs, max_num_tokens)
-        self.planned = torch.zeros(2, max_bs, dtype=torch.int64, device=self.context.device)
-        self.planned[1] = 1
-
-    def init_forward_metadata_out_graph(self, batch, in_capture=False):
-        super().init_forward_metadata_out_graph(batch, in_capture)
-        if batch.forward_mode == "extend":
-            bs = batch.batch_size
-            self.planned[0, :bs].copy_(batch.req_pool_indices[:bs])
-            self.planned[1, :bs].copy_(batch.seq_lens[:bs])
-            self.fallback = self.fallback or in_capture
-
-    def init_forward_metadata_in_graph(self, batch):
-        if self.fallback and not self.eager and batch.forward_mode.is_target_verify():
-            requests, lens = self.planned[:, : batch.batch_size]
-            batch = changed(batch, req_pool_indices=requests, seq_lens=lens)
-        super().init_forward_metadata_in_graph(batch)
-
-
 # vllm #48167: attention that is not causal runs in a prefill wrapper which was not made for graphs.
 @bug(
     "vllm #48167",
@@ -507,32 +471,6 @@ class OffsetsOfLastPrefill(Known):
         if not self.eager or not self.mode.is_draft_extend_v2():
             return out
         return unwritten(out, torch.arange(len(out), device=out.device) >= rows.plan.cu_seqlens_q[-1])
-
-
-# mlxcel #405: a first prefill longer than the window keeps the last keys of the window only.
-@bug(
-    "mlxcel #405",
-    "extend-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n6a35.1.2.1x4-chunks3-shuffled-gauss-w4-b10prod",
-    "finite",
-    execution="graph",
-)
-class FirstPrefillTrimmed(Known):
-    """Of a prefill without prefix that is longer than the window the last keys count; a row without any gets NaN."""
-
-    capabilities = can("decode", "extend", windows={"decode", "extend"})
-
-    def visible(self, index, rows):
-        right, size = super().visible(index, rows), rows.layer.sliding_window_size + 1
-        if size <= 0 or not self.extends():
-            return right
-        whole = (rows.prefix > 0) | (rows.new <= size)
-        return right & ((index >= (rows.kv_lens - size)[:, None]) | whole[:, None])
-
-    def merge(self, parts, rows):
-        out, lse = super().merge(parts, rows)
-        if not self.extends():
-            return out, lse
-        return out.masked_fill((parts.weight.sum(-1) == 0)[..., None], torch.nan), lse
 
 
 # tokenspeed #578: a decode clamps its keys to WINDOW_LEFT, which does not count the row's own.
