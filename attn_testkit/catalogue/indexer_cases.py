@@ -52,8 +52,9 @@ def indexer_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Ca
 
 
 def _of_near_scores(case: Case) -> Case:
-    """More scores in a bin of a radix select than it keeps, of which the best are anywhere (vLLM #52149, sglang #36807);
-    in extend more rows than small kernels take."""
+    """More scores in a bin of a radix select than it keeps, of which the best are anywhere (vLLM #52149,
+    sglang #36807); in extend more rows than small kernels take.
+    """
     new = (_MANY_ROWS, 1)
     rows = Extend(new, room_for(new)) if case.mode is ForwardMode.EXTEND else case.rows
     return case.of_requests((_NEAR_KEYS, 70), rows=rows)
@@ -61,7 +62,8 @@ def _of_near_scores(case: Case) -> Case:
 
 def _of_2_gib(declared: Capabilities, case: Case) -> Case:
     """A float32 for each row and each key of all requests takes just more than 2^31 bytes: kernels score the keys of a
-    batch as one list, in parts of 512 MiB (vLLM #46478), or fail behind 2 GiB (sglang #36960). Keys are shared."""
+    batch as one list, in parts of 512 MiB (vLLM #46478), or fail behind 2 GiB (sglang #36960). Keys are shared.
+    """
     assert case.selection is not None
     keys = max(_FEW_KEYS, 2 * case.selection.topk + 9)
     count = math.isqrt(_SCORES // (_ROWS * (keys + _ROWS))) + 1
@@ -72,7 +74,8 @@ def _of_2_gib(declared: Capabilities, case: Case) -> Case:
 
 def with_indexer(declared: Capabilities, case: Case, topk: int = 0, data: str = "") -> Case:
     """``case`` with the declared indexer. ``topk``: 0 for the smallest that selects several keys. Without an indexer in
-    ``declared`` it raises ``AssertionError``."""
+    ``declared`` it raises ``AssertionError``.
+    """
     sparse = declared.sparse
     assert sparse is not None
     assert not isinstance(INDEXER.fit, Without)

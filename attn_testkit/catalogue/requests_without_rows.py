@@ -29,7 +29,8 @@ _EVEN = (0, 4, 4, 0, 4, 0, 0, 4)
 
 def requests_without_rows_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Three cases of extend, made of ``small``, a case with little work for each row and key: the second in chunks, the
-    third with an even number of rows, and with an indexer where that is declared."""
+    third with an even number of rows, and with an indexer where that is declared.
+    """
     if small.mode is not ForwardMode.EXTEND or not declared.server.takes_requests_without_rows:
         return
     new = tuple(min(count, most_rows(declared, small.mode)) for count in _NEW)

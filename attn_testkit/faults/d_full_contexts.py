@@ -100,7 +100,7 @@ class LengthsClampedToTheContext(ContextOfPrefixes):
     hint="",
 )
 class TreeMasksWithoutTheDrafts(ContextOfPrefixes):
-    """The buffer of tree masks has max_context_len columns, and a row of a mask has as many more as there are drafts."""
+    """The buffer of tree masks has max_context_len columns, and a row of a mask has one more for each draft."""
 
     cells = 0
 
