@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-__all__ = ["INDEX_DATA", "PATTERN", "Indexing"]
+__all__ = ["INDEX_DATA", "NEAR", "PATTERN", "Indexing"]
 
 INDEX_DATA = ("", "ties", "gauss")
 """Numbers of index keys and queries. Empty: whole numbers of which every row has one best selection."""
-PATTERN = r"idx(\d+)(pow2)?(fused)?(reuse)?(ties|gauss)?"
+NEAR = "near"
+"""Whole numbers, too: scores of all keys are within a few percent of each other. In cases of its own only."""
+PATTERN = r"idx(\d+)(pow2)?(fused)?(reuse)?(ties|gauss|near)?"
 """The word of an indexer in a case id."""
 
 
@@ -26,7 +28,7 @@ class Indexing:
     reuse: bool = False
     """Every second layer uses the selection of the layer before it."""
     data: str = ""
-    """One of ``INDEX_DATA``."""
+    """One of ``INDEX_DATA``, or ``NEAR``."""
 
     @property
     def is_exact(self) -> bool:

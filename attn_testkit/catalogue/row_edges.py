@@ -14,6 +14,7 @@ from ..cases.dimensions.rows import most_rows
 from ..cases.rows import Accepted, Extend, Verify, room_for
 from ..cases.trees import chain
 from ..contract import Capabilities, ForwardMode
+from .layer_options import with_options
 
 __all__ = ["row_edge_cases"]
 
@@ -27,6 +28,7 @@ _PACKED = 200
 _MOST_ROWS = 40
 _PREFIXES = (107, 20)
 """The rows of the first request end beyond 128 keys."""
+_DRAFTS_OF_A_KERNEL, _LENGTHS_IN_TURN, _WINDOW = 8, tuple(range(21, 33)), 7
 _ONE_ROW = (ForwardMode.DECODE, ForwardMode.DRAFT_DECODE)
 
 
@@ -39,6 +41,12 @@ def row_edge_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[C
         yield codes.with_changes(prefixes=lens, bucket=len(lens))
     if small.mode in _ONE_ROW or rows < 2:
         return
+    if small.mode is ForwardMode.TARGET_VERIFY and declared.max_q_rows >= _DRAFTS_OF_A_KERNEL:
+        # The most rows that kernels of drafts have code for, with all options of a layer: one head of one row was wrong
+        # at some lengths (flashinfer #3864).
+        drafts = Verify(chain(_DRAFTS_OF_A_KERNEL))
+        each = small.of_requests(_LENGTHS_IN_TURN, data="gauss", layout="shuffled", rows=drafts)
+        yield with_options(declared, each, _WINDOW).with_changes(kv_dtype=min(declared.kv_dtypes))
     # With the edge before, in and behind the rows.
     yield _with_rows(codes, rows, tuple(edge - 2 for edge in _EDGES))
     if small.heads.layout.wide_rows:

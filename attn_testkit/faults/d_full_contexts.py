@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, VerifyInput
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -89,3 +89,30 @@ class LengthsClampedToTheContext(ContextOfPrefixes):
     @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().plan_lengths(batch, counts).clamp(max=self.context.max_context_len)
+
+
+@fault(
+    slug="tree-masks-without-the-drafts",
+    source="sglang #29450",
+    modes=(ForwardMode.TARGET_VERIFY,),
+    executions=("graph",),
+    checks=("completes", "captures-cleanly"),
+    hint="",
+)
+class TreeMasksWithoutTheDrafts(ContextOfPrefixes):
+    """The buffer of tree masks has max_context_len columns, and a row of a mask has one more for each draft."""
+
+    cells = 0
+
+    @override
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        self.cells = max_bs * self.context.num_draft_tokens * self.context.max_context_len
+
+    @override
+    def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
+        spec = batch.spec_info
+        mask = spec.custom_mask if isinstance(spec, VerifyInput) else None
+        if self.context.topk > 1 and mask is not None and mask.numel() > self.cells:
+            raise RuntimeError(f"{mask.numel()} cells of a mask do not fit into a buffer of {self.cells}")
+        super().init_forward_metadata_out_graph(batch, in_capture)

@@ -80,6 +80,36 @@ class TileDividedByTheRowsOfARequest(PlannedBackend):
 
 
 @fault(
+    slug="few-rows-shared-evenly-among-all-requests",
+    source="vLLM #52500",
+    modes=_EXTEND,
+    executions=_EAGER,
+    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    modelled="upstream rows of an indexer, here of attention",
+)
+class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
+    """Up to 8 rows for each request that has any are taken for drafts, and divided by the number of all requests."""
+
+    capabilities = _OF_ROWS.with_changes(graph=())
+    width = 0
+
+    @override
+    def plan(self, batch: ForwardBatch) -> Metadata:
+        news = [rows for rows in batch.extend_seq_lens_cpu or () if rows]
+        even = len(set(news)) == 1 and news[0] <= 8
+        self.width = max(1, sum(news) // batch.batch_size) if even else 0
+        return super().plan(batch)
+
+    @override
+    def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
+        if not self.width:
+            return super().scatter(out, meta, tokens)
+        row = self.index[:tokens]
+        request = (row // self.width).clamp(max=len(out) - 1)
+        return out[request, (row % self.width).clamp(max=out.shape[1] - 1)]
+
+
+@fault(
     slug="last-row-of-an-empty-request-is-that-of-the-one-before",
     source="general; cu_seqlens[i + 1] - 1 of an empty request",
     modes=_EXTEND,

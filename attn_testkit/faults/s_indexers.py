@@ -550,3 +550,26 @@ class IndexerRowsBehind2GiB(IndexerParent):
         scores = super().scored(q, weights, plan)
         begins = torch.arange(len(scores), device=q.device) * plan.slot_table.shape[1] * scores.element_size()
         return scores.masked_fill((begins >= 1 << 31)[:, None], 0.0)
+
+
+@fault(
+    slug="indexer-bin-of-4096",
+    source="sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    checks=(_BEST,),
+)
+class IndexerBinOf4096(IndexerKeeps1024Ties):
+    """The bin of the threshold, of 8 bits of a half, keeps its first 4,096 keys; better ones behind them are lost."""
+
+    KEPT = 4096
+
+    @override
+    def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+        place = torch.arange(scores.shape[1], device=scores.device)
+        seen = torch.where(place < lengths[:, None], scores, -torch.inf)
+        bits = seen.half().view(torch.int16).int()
+        bins = torch.where(bits < 0, ~bits, bits + (1 << 16)) >> 8
+        last = bins.gather(1, seen.topk(min(topk, seen.shape[1]), 1).indices[:, -1:])
+        inside = bins == last
+        kept = scores.masked_fill(inside & (inside.cumsum(1) > self.KEPT), -torch.inf)
+        return IndexerParent.best(self, kept, lengths, topk)

@@ -8,6 +8,8 @@ from dataclasses import replace
 from ...contract import Capabilities, ForwardMode
 from ..fields import C, Fields
 from ..plan import Plan
+from ..rows import Verify
+from ..trees import Tree
 from .narrower_widths import rows_of_width, width_of
 from .variant import ServerVariant
 
@@ -16,6 +18,8 @@ __all__ = ["CONTEXT_OF_PREFIXES"]
 _PAGES = 4
 """Pages that are full at the cap, so that new tokens begin one that a table of the context lacks."""
 _WIDTH = 4
+_TREE = Tree((0, 0, 1))
+"""Two branches, of one node and of two."""
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
@@ -32,6 +36,11 @@ def _cases(declared: Capabilities, small: C) -> Iterator[C]:
         # The request at the cap has rows behind it.
         case = case.with_changes(rows=case.rows.counted((1, width, width)))
     yield case.with_changes(variants=frozenset({CONTEXT_OF_PREFIXES.word}))
+    if case.tree and declared.max_topk >= _TREE.topk and declared.max_q_rows >= len(_TREE):
+        # A buffer of tree masks with a column for each token of the context is too small only if all requests of the
+        # largest graph are at the cap (sglang #29450).
+        full = small.of_requests((_PAGES * small.page_size,) * 2, data="gauss", layout="shuffled")
+        yield full.with_changes(rows=Verify(_TREE), variants=frozenset({CONTEXT_OF_PREFIXES.word}))
 
 
 def _plans(case: Fields, plans: list[Plan]) -> list[Plan]:
