@@ -74,8 +74,13 @@ class GraphRun:
 
 
 def in_graphs(schedules: Sequence[Schedule], declared: Capabilities) -> list[Schedule]:
-    """Schedules of a run that are captured: the first, and those of modes that are declared for graphs."""
-    return [schedules[0], *(each for each in schedules[1:] if each.case.mode in declared.graph)]
+    """Schedules of a run that are captured: the first, and those of modes that are declared for graphs.
+
+    With a slot for each node of a draft only the first: vLLM captures no step that is narrower than a draft.
+    """
+    first = schedules[0]
+    others = [] if first.case.by_slots else schedules[1:]
+    return [first, *(each for each in others if each.case.mode in declared.graph)]
 
 
 def run_graphs(

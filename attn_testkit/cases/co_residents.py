@@ -6,6 +6,7 @@ from collections.abc import Set
 from dataclasses import replace
 
 from ..contract import Capabilities, ForwardMode
+from ..contract.state import ROLLBACKS
 from .case import Case, Heads
 from .dimensions.heads import MOST_USUAL_RATIO, typical_heads
 from .dimensions.rows import accepted
@@ -97,7 +98,9 @@ def co_residents(
     if steps > 1:
         rows[ForwardMode.DRAFT_DECODE] = Drafted(Draft(min(2, max_draft_branches), steps))
     others = (rows[mode] for mode in sorted(modes - {case.mode}) if mode in rows)
-    return [case.with_changes(rows=each, multi_mode=False, instance_of=case) for each in others]
+    # With a slot for each node of a draft, the other modes have the first of them.
+    state = replace(case.state, rollback=ROLLBACKS[0]) if case.state else None
+    return [case.with_changes(rows=each, state=state, multi_mode=False, instance_of=case) for each in others]
 
 
 _CHUNK = 16
@@ -106,6 +109,9 @@ _CHUNK = 16
 
 def _prompts_with_states(case: Case, most: int) -> Extend:
     """Prompts of which two of three reach the end of a chunk, so that a server copies their states (sglang #34043)."""
+    if case.by_slots:
+        # As many tokens as a draft has nodes, for each request: shapes are those of a target-verify (vLLM #53051).
+        return Extend((case.width,) * case.bs, case.width)
     chunk = (case.state.snapshots if case.state else 0) or _CHUNK
     turns = (chunk + 1, chunk, 3)
     new = tuple(min(turns[place % len(turns)], most) for place in range(case.bs))

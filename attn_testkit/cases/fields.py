@@ -252,6 +252,11 @@ class Fields:
         return self.tree.topk if self.tree else 0
 
     @property
+    def by_slots(self) -> bool:
+        """True if each node of a draft has a slot for its state (``StateShape.rollback``)."""
+        return self.state is not None and self.state.rollback == "slots"
+
+    @property
     def id(self) -> str:
         """The name of the case. ``Case`` has it."""
         raise NotImplementedError("Fields have no name; make a Case")
@@ -317,7 +322,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "keys wider than values": lambda case: case.rope_dim > 0 and not case.heads.layout.values_in_keys,
     "K and V in one allocation": lambda case: case.kv_layout not in ("nhd", OWN),
     "states": lambda case: case.state is not None,
-    "rollback of states by slots": lambda case: case.state is not None and case.state.rollback == "slots",
+    "rollback of states by slots": lambda case: case.by_slots,
     "snapshots of states": lambda case: case.state is not None and case.state.snapshots > 0,
     "states of a prefix cache": lambda case: case.state is not None and bool(case.state.continues),
     "copies of states before a step": lambda case: case.state is not None and case.state.continues == "copy",
@@ -402,7 +407,6 @@ _EXCLUSIVE = (
     ("states", "rows of a draft model", "layers of a draft model are attention layers, and keep no state"),
     ("rollback of states by slots", "no draft to verify", "only rejected nodes are taken back"),
     ("rollback of states by slots", "branching trees", "with a slot for each node a draft is a chain"),
-    ("rollback of states by slots", "multi-mode instance", "the other modes of the instance have one slot per request"),
     ("rollback of states by slots", "snapshots of states", "a request has a slot for each node already"),
     ("states of a prefix cache", "drafts to verify", "a request that verifies has a state of its own"),
     ("states of a prefix cache", "chunks", "the second chunk of a prompt continues the request's own state"),

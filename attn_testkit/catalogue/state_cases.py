@@ -198,29 +198,34 @@ _BRANCHING = Tree((0, 1, 0, 3))
 
 def _multi_mode(declared: Capabilities, mode: ForwardMode, first: Case) -> Iterator[Case]:
     """All declared modes on one instance, as a server has them: prompts, whose states are copied for a prefix cache if
-    that is declared, next to decodes and drafts (sglang #34043). Of the first kind, and of the last.
+    that is declared, next to decodes and drafts (sglang #34043). Of the first kind, and of the last; with a slot for
+    each node of a draft (vLLM #53051, #52792), of the first only if there are those with a commit.
     """
     assert declared.state is not None
     supported = declared.graph | declared.eager
     hosts = [host for host in _HOSTS if host in supported]
     if len(supported) < 2 or not hosts or mode is not hosts[0]:
         return
-    if mode is ForwardMode.TARGET_VERIFY and "commit" not in declared.state.rollback:
-        return
-    kinds, snapshots = _kinds(declared), min(declared.state.snapshots, default=0)
-    for heads in dict.fromkeys([kinds[0], kinds[-1]]):
-        # Little work for each row: three modes on an instance take minutes where kernels are interpreted.
-        plain, keys = _plain(declared, first, heads), min(declared.state.k_dims)
-        case = _of_shape(plain, k_dim=keys, snapshots=snapshots, rollback="commit")
-        case = case.with_changes(head_dim=min(declared.head_dims), layers=Layers(1))
-        if mode is ForwardMode.TARGET_VERIFY:
-            # Links of its nodes, which stay behind, are wrong for every other mode.
-            trees = (
-                [_BRANCHING] if heads.family in declared.state.trees and declared.max_topk >= _BRANCHING.topk else []
-            )
-            fits = (tree for tree in trees if len(tree) <= declared.max_q_rows)
-            case = case.with_changes(rows=Verify(next(fits, chain(min(4, declared.max_q_rows)))))
-        yield case.of_requests((33, 5, 12), padded=1, multi_mode=True)
+    kinds, rollbacks = _kinds(declared), _rollbacks(declared) if mode is ForwardMode.TARGET_VERIFY else ROLLBACKS[:1]
+    both = dict.fromkeys([kinds[0], kinds[-1]])
+    for rollback in rollbacks:
+        for heads in both if rollback == rollbacks[0] else kinds[:1]:
+            yield _of_all_modes(declared, _plain(declared, first, heads), rollback)
+
+
+def _of_all_modes(declared: Capabilities, plain: Case, rollback: str) -> Case:
+    """A case that names an instance of all declared modes. ``plain``: of its mode and heads."""
+    assert declared.state is not None
+    # Little work for each row: three modes on an instance take minutes where kernels are interpreted.
+    keys, snapshots = min(declared.state.k_dims), min(declared.state.snapshots, default=0)
+    case = _of_shape(plain, k_dim=keys, snapshots=snapshots if rollback == "commit" else 0, rollback=rollback)
+    case = case.with_changes(head_dim=min(declared.head_dims), layers=Layers(1))
+    if plain.tree is not None:
+        # Links of its nodes, which stay behind, are wrong for every other mode.
+        branches = plain.heads.family in declared.state.trees and declared.max_topk >= _BRANCHING.topk
+        fits = branches and rollback == "commit" and len(_BRANCHING) <= declared.max_q_rows
+        case = case.with_changes(rows=Verify(_BRANCHING if fits else chain(min(4, declared.max_q_rows))))
+    return case.of_requests((33, 5, 12), padded=1, multi_mode=True)
 
 
 def _plain(declared: Capabilities, first: Case, heads: Heads) -> Case:

@@ -111,6 +111,43 @@ class WindowStoredWithEachNode(SlotsParent):
 
 
 @fault(
+    slug="prompts-as-long-as-a-draft-taken-for-it",
+    source="vLLM #53051",
+    modes=_VERIFY,
+    checks=("state-matches-oracle", "conv-window-exact"),
+    hint="not stored",
+)
+class PromptsAsLongAsADraftTakenForIt(SlotsParent):
+    """A prefill of which each request has as many rows as a draft is taken for a verify: no first slot is written."""
+
+    @override
+    def stores(self, batch: ForwardBatch) -> torch.Tensor:
+        found, speculates = super().stores(batch), ForwardMode.TARGET_VERIFY in self.context.modes
+        if batch.forward_mode is not ForwardMode.EXTEND or not speculates:
+            return found
+        uniform = set(batch.extend_seq_lens_cpu or ()) == {self.context.num_draft_tokens}
+        return torch.zeros_like(found) if uniform else found
+
+
+@fault(
+    slug="first-column-of-slots-read-as-contiguous",
+    source="vLLM #52792",
+    modes=_VERIFY,
+    checks=("writes-own-state", "reads-own-state", "matches-oracle"),
+)
+class FirstColumnOfSlotsReadAsContiguous(SlotsParent):
+    """A decode takes slot i of the flat table of slots, which has several for each request, for that of request i."""
+
+    @override
+    def slots(self, batch: ForwardBatch) -> torch.Tensor:
+        table = self.states.req_to_state
+        if not batch.forward_mode.is_decode() or table.dim() < 2:
+            return super().slots(batch)
+        bs = batch.batch_size
+        return table[batch.req_pool_indices[:bs].long()].reshape(-1)[:bs].long()
+
+
+@fault(
     slug="commits-a-rejected-token",
     source="general (accepted counts that include the bonus token)",
     modes=_VERIFY,

@@ -53,7 +53,7 @@ class VerifyLoop(Loop):
         """Schedules that have graphs. A server computes prompts without one, and with a slot for each node (vLLM) it
         has graphs only of as many rows as a draft.
         """
-        return self.schedules[:1] if _by_slots(self.schedules[0].case) else self.schedules[:2]
+        return self.schedules[:1] if self.schedules[0].case.by_slots else self.schedules[:2]
 
     def decodes(self, accepted: Sequence[Sequence[int]]) -> list[int]:
         """Decode steps of each round: as many as it takes until each request has S decoded tokens that are not
@@ -81,7 +81,7 @@ class VerifyLoop(Loop):
         One, or with rollback ``slots`` one for each node of a draft. Slot 0 is nobody's.
         """
         case = self.schedules[0].case
-        count, nodes = len(self.texts), case.width if _by_slots(case) else 1
+        count, nodes = len(self.texts), case.width if case.by_slots else 1
         rng = np.random.default_rng(case.digest ^ 0x57A7)
         found = rng.permutation(count * nodes).reshape(count, nodes) + 1
         while any(found[text, 0] in (text, text + 1) for text in range(count)):
@@ -93,13 +93,9 @@ def verify_loop_runs(case: Case, modes: Set[ForwardMode], eager: Set[ForwardMode
     """True if the case has a loop of target-verify, and it runs: ``modes`` are those of the execution, and ``eager``
     those of eager steps (``VerifyLoop.in_graphs``).
     """
-    decodes = eager if _by_slots(case) else modes
+    decodes = eager if case.by_slots else modes
     there = ForwardMode.TARGET_VERIFY in modes and ForwardMode.DECODE in decodes and ForwardMode.EXTEND in eager
     return bool(case.rounds and case.tree) and there
-
-
-def _by_slots(case: Case) -> bool:
-    return case.state is not None and case.state.rollback == "slots"
 
 
 def make_verify_loop(case: Case) -> VerifyLoop:

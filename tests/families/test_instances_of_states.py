@@ -6,10 +6,12 @@ import math
 
 import pytest
 import torch
+from attn_testkit.runner_modes.graphs import in_graphs
 
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import Case, parse_case
 from attn_testkit.cases.co_residents import declared_co_residents
+from attn_testkit.cases.declared import not_declared
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode, State
 from attn_testkit.families.recurrent.data import make_state_data, state_layers
@@ -30,8 +32,9 @@ def test_core_has_prompts_with_copies_and_drafts_on_one_instance() -> None:
     found = on_one_instance(DECLARED)
     cases = found.pop(ForwardMode.TARGET_VERIFY)
     assert not any(found.values())
-    assert len({case.heads.family for case in cases}) == len(cases) == 2
-    for case in cases:
+    committed = [case for case in cases if not case.by_slots]
+    assert len({case.heads.family for case in committed}) == len(committed) == len(cases) - 1 == 2
+    for case in committed:
         others = {each.mode: each for each in declared_co_residents(DECLARED, case, MODES)}
         assert set(others) == {ForwardMode.DECODE, ForwardMode.EXTEND}
         assert {each.state for each in others.values()} == {case.state}
@@ -39,13 +42,35 @@ def test_core_has_prompts_with_copies_and_drafts_on_one_instance() -> None:
         assert state is not None
         assert state.snapshots == min(DECLARED.state.snapshots if DECLARED.state else ())
         assert {new // state.snapshots for new in extend.new} == {0, 1}
-        data = make_state_data(make_schedule(extend), make_schedule(extend).steps[0])
-        assert any(data.snapshot_rows), "a prompt of the first step is copied"
+        schedule = make_schedule(extend)
+        copied = [any(make_state_data(schedule, step).snapshot_rows) for step in schedule.steps if step.requests]
+        assert any(copied), "prompts of a step are copied"
+
+
+def test_prompts_are_as_long_as_the_drafts_of_an_instance_with_slots() -> None:
+    """vLLM took such a prefill for a verify (#53051), and its decode read the table of slots as flat (#52792)."""
+    slots = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}, rollback={"slots"}))
+    hosts = on_one_instance(slots)[ForwardMode.TARGET_VERIFY]
+    assert len({host.heads.family for host in hosts}) == len(hosts) == 2
+    host = hosts[0]
+    others = {each.mode: each for each in declared_co_residents(slots, host, MODES)}
+    assert others[ForwardMode.EXTEND].new == (host.width,) * host.bs
+    for other in others.values():
+        schedule = make_schedule(other)
+        data = make_state_data(schedule, schedule.steps[0])
+        assert (data.lists.shape[1], data.more_columns) == (1, host.width - 1)
+    schedules = [make_schedule(each) for each in (host, *others.values())]
+    assert in_graphs(schedules, slots) == schedules[:1], "vLLM captures no decode beside drafts"
+
+
+def test_only_a_verify_names_an_instance_with_a_slot_for_each_node() -> None:
+    decode = parse_case("decode-gdn4x2-d32-bf16-p16-k33.5-shuffled-mild_decay-k32w4s32-b2prod-multi_mode")
+    assert not not_declared(DECLARED, decode)
+    slots = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}, rollback={"slots"}))
+    assert "a mode without drafts" in not_declared(slots, decode)
 
 
 def test_an_instance_of_several_modes_goes_by_what_is_declared() -> None:
-    state = State(k_dims={32}, rollback={"slots"})
-    assert not any(on_one_instance(DECLARED.with_changes(max_topk=1, state=state)).values()), "not with slots of nodes"
     plain = DECLARED.with_changes(max_topk=1, state=State(k_dims={32}))
     without = plain.with_changes(eager=MODES - {ForwardMode.TARGET_VERIFY}, graph={ForwardMode.DECODE})
     hosts = on_one_instance(without)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+from ...contract import Capabilities, ForwardMode
 from .dimension import Asked, Dimension, Without, flag_word, of_flag
 
 __all__ = ["MULTI_MODE"]
+
+
+def _by_slots_only(declared: Capabilities) -> bool:
+    """True if drafts need a slot for each node, the number of which only a case of target-verify says."""
+    verifies = ForwardMode.TARGET_VERIFY in declared.graph | declared.eager
+    return declared.state is not None and verifies and "commit" not in declared.state.rollback
+
 
 MULTI_MODE = Dimension(
     name="multi_mode",
@@ -17,6 +25,10 @@ MULTI_MODE = Dimension(
         Asked(
             lambda case: "several modes on one instance",
             lambda declared, case: not case.multi_mode or {case.mode} < declared.graph | declared.eager,
+        ),
+        Asked(
+            lambda case: "states that are committed, on an instance which is named by a mode without drafts",
+            lambda declared, case: not case.multi_mode or case.tree is not None or not _by_slots_only(declared),
         ),
     ),
     fit=Without("Cases are made so if several modes are declared."),

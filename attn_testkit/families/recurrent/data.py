@@ -157,6 +157,8 @@ class StateStepData(StepData):
     """Tree of each request's rows, if it branches; empty where each row follows the one before it."""
     lists: _Ints = field(default_factory=lambda: np.zeros((0, 1), np.int64))
     """[B, N] with rollback ``slots``, else [B, 1]: slots of each request; ``slots`` are the first."""
+    more_columns: int = 0
+    """Columns of a window in memory that only drafts of the instance have: N - 1 in its other modes with ``slots``."""
     taken: tuple[int, ...] = ()
     """Place in its list, from 1 on, of the slot that holds the state of each request before the step."""
     ends: tuple[End, ...] = ()
@@ -392,7 +394,9 @@ def _memory_of(
     else:
         ends = [End(int(own[0]), request, kept[request]) for request, own in enumerate(lists)]
     ends += [End(slots[request], request, rows) for request, rows in enumerate(copies) if rows]
+    more_columns = slots_listed(case) - lists.shape[1] if shape.conv_width > 1 else 0
     return {"slots": torch.from_numpy(lists[:, 0].copy()), "lists": lists, "taken": taken, "ends": tuple(ends),
+            "more_columns": more_columns,
             "snapshot_rows": copies, "snapshot_slots": slots, "sources": sources}  # fmt: skip
 
 

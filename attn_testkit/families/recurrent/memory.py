@@ -39,13 +39,26 @@ def as_rows(windows: torch.Tensor, states: torch.Tensor, order: str) -> torch.Te
     return torch.cat([part.view(torch.uint8) for part in parts if part.shape[-1]], -1)
 
 
+def _with_more_columns(windows: torch.Tensor, data: StateStepData) -> torch.Tensor:
+    """Windows [L, n, C, W - 1] with the columns behind them that only drafts of the instance have: NaN."""
+    if not data.more_columns:
+        return windows
+    more = torch.empty(*windows.shape[:3], data.more_columns, dtype=windows.dtype)
+    more.view(torch.uint8).fill_(_NAN)
+    return torch.cat([windows, more], -1)
+
+
 def from_rows(rows: torch.Tensor, data: StateStepData) -> tuple[torch.Tensor, torch.Tensor]:
-    """Windows [L, n, C, columns] in the model's dtype and states [L, n, Hv, V, K] in theirs, of rows [L, n, bytes]."""
+    """Windows [L, n, C, columns] in the model's dtype and states [L, n, Hv, V, K] in theirs, of rows [L, n, bytes].
+
+    ``StateStepData.more_columns`` are left out: they may hold anything, as no step reads them.
+    """
     channels, (heads, wide, keys) = data.windows.shape[2], data.states.shape[2:]
-    width = data.shape.window_columns(data.lists.shape[1])
+    own = data.shape.window_columns(data.lists.shape[1])
+    width = own + data.more_columns
     count = rows.shape[:2]
     size = channels * width * data.windows.dtype.itemsize
-    windows = rows[..., :size].contiguous().view(data.windows.dtype).view(*count, channels, width)
+    windows = rows[..., :size].contiguous().view(data.windows.dtype).view(*count, channels, width)[..., :own]
     states = rows[..., size:].contiguous().view(data.states.dtype)
     if data.shape.order == "vk":
         return windows, states.view(*count, heads, wide, keys)
@@ -63,7 +76,7 @@ def _held(
         there = torch.ones_like(there)
     if data.lists.shape[1] > 1:
         return _held_by_lists(data)
-    rows = as_rows(data.windows[:, there], data.states[:, there], data.shape.order)
+    rows = as_rows(_with_more_columns(data.windows[:, there], data), data.states[:, there], data.shape.order)
     return np.array(data.sources, np.int64)[there.numpy()], rows.numpy()
 
 
@@ -134,7 +147,9 @@ def _stored(data: StepData) -> Stored:
     data = cast(StateStepData, data)
     found = recur(data)
     slots, order = torch.tensor([end.slot for end in data.ends], dtype=torch.int64).sort()
-    rows = as_rows(found.windows, found.states.to(data.states.dtype), data.shape.order)[:, order]
+    rows = as_rows(_with_more_columns(found.windows, data), found.states.to(data.states.dtype), data.shape.order)[
+        :, order
+    ]
     return Stored(slots, rows[:, None, :, None])
 
 

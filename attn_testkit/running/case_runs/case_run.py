@@ -89,7 +89,8 @@ def schedules_of(case: Case, execution: Execution, declared: Capabilities, envir
     """Schedules that a case-run runs on one instance: the case's own and, in multi-mode cases, those of other modes."""
     cases = [case]
     if case.multi_mode:
-        supported = declared.graph | declared.eager if execution is Execution.GRAPH else declared.eager
+        captured = declared.graph if execution is Execution.GRAPH and not case.by_slots else frozenset()
+        supported = declared.eager | captured
         runnable = {mode for mode in supported if not missing_here(declared, environment, mode)}
         cases += declared_co_residents(declared, case, runnable)
     cases += narrower(case)
