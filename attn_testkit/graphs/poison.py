@@ -63,7 +63,7 @@ def fill_with_signaling_nan(*tensors: torch.Tensor) -> None:
     """Fill tensors of any strides with a NaN whose bits any arithmetic changes.
 
     A CPU's arithmetic keeps those of a quiet NaN, such as 0xFFFFFFFF. So a padded request that updates the state of
-    slot 0 in place would be seen on a GPU alone, as was a dummy run of vLLM's linear attention. Copies keep the bits.
+    slot 0 in place would be seen only on a GPU, as was a dummy run of vLLM's linear attention. Copies keep the bits.
     """
     for tensor in tensors:
         tensor.view(_INTEGERS[tensor.dtype.itemsize]).fill_(_SIGNALING[tensor.dtype])

@@ -44,7 +44,7 @@ def _with_more_columns(windows: torch.Tensor, data: StateStepData) -> torch.Tens
     if not data.more_columns:
         return windows
     more = torch.empty(*windows.shape[:3], data.more_columns, dtype=windows.dtype)
-    more.view(torch.uint8).fill_(_NAN)
+    fill_with_signaling_nan(more)
     return torch.cat([windows, more], -1)
 
 
@@ -113,7 +113,7 @@ def _image(
     while chain[0].before is not None:
         chain.insert(0, chain[0].before)
     slots, rows = _held(schedule, step, chain[0], after=False, unowned=unowned)
-    columns = chain[0].shape.window_columns(chain[0].lists.shape[1])
+    columns = chain[0].shape.window_columns(chain[0].lists.shape[1]) + chain[0].more_columns
     window = torch.empty(1, 1, chain[0].windows.shape[2], columns, dtype=chain[0].windows.dtype)
     state = torch.empty(1, 1, *chain[0].states.shape[2:], dtype=chain[0].states.dtype)
     fill_with_signaling_nan(window, state)
