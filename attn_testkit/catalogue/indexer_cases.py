@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 from ..cases.case import Case
@@ -20,15 +19,13 @@ __all__ = ["indexer_cases", "with_indexer"]
 _TIED_MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 _MANY_ROWS, _NEAR_KEYS = 34, 20_480
 """FlashInfer's filtered top-k takes more than 32 rows, and a bin of it has room for 16,384 keys."""
-_SCORES, _ROWS, _FEW_KEYS = (1 << 31) // 4, 17, 840
-"""More rows than drafts have, so that a prefill is not attended as decode."""
 _LEAST = 256
 """Smallest top-k with such ties: a place for fewer candidates than that is met in other cases."""
 _KEYS_EACH = 10
 """Keys for each that a row selects. Data of ties have nine vectors, so a tenth more keys tie than a row selects."""
 
 
-def indexer_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Case]:
+def indexer_cases(declared: Capabilities, small: Case) -> Iterator[Case]:
     """Made of ``small``, a case with little work for each row and key; none without an indexer in its mode."""
     sparse = declared.sparse
     if sparse is None or sparse.indexer is None or small.mode is ForwardMode.DRAFT_DECODE:
@@ -46,9 +43,6 @@ def indexer_cases(declared: Capabilities, tier: str, small: Case) -> Iterator[Ca
         many = many.with_changes(page_size=usual_page(declared), layers=Layers(1), layout="shuffled", data="gauss")
         yield many.of_requests((_KEYS_EACH * topk, 70))
         yield _of_near_scores(with_indexer(declared, many, topk, NEAR))
-    if tier == "full" and small.mode is ForwardMode.EXTEND:
-        # Thousands of rows in each step: 11 s of a CPU.
-        yield _of_2_gib(declared, with_indexer(declared, small, data="gauss"))
 
 
 def _of_near_scores(case: Case) -> Case:
@@ -58,18 +52,6 @@ def _of_near_scores(case: Case) -> Case:
     new = (_MANY_ROWS, 1)
     rows = Extend(new, room_for(new)) if case.mode is ForwardMode.EXTEND else case.rows
     return case.of_requests((_NEAR_KEYS, 70), rows=rows)
-
-
-def _of_2_gib(declared: Capabilities, case: Case) -> Case:
-    """A float32 for each row and each key of all requests takes just more than 2^31 bytes: kernels score the keys of a
-    batch as one list, in parts of 512 MiB (vLLM #46478), or fail behind 2 GiB (sglang #36960). Keys are shared.
-    """
-    assert case.selection is not None
-    keys = max(_FEW_KEYS, 2 * case.selection.topk + 9)
-    count = math.isqrt(_SCORES // (_ROWS * (keys + _ROWS))) + 1
-    new = (_ROWS,) * count
-    shared = case.with_changes(page_size=usual_page(declared), layers=Layers(1), layout="shared", data="gauss")
-    return shared.of_requests((keys,) * count, rows=Extend(new, _ROWS))
 
 
 def with_indexer(declared: Capabilities, case: Case, topk: int = 0, data: str = "") -> Case:

@@ -187,7 +187,7 @@ def _later(declared: Capabilities, mode: ForwardMode, base: Case, tier: str) -> 
     if tier != "smoke":
         yield from seldom_cases(declared, base)
         yield from big_index_pool_cases(declared, base, tier)
-        yield from indexer_cases(declared, tier, base)
+        yield from indexer_cases(declared, base)
         yield from wide_scores_cases(declared, base, tier)
     if tier == "full":
         yield from big_pool_cases(declared, base)

@@ -8,8 +8,6 @@ from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend, 
 from attn_testkit.cases.case import Case
 from attn_testkit.cases.indexing import NEAR
 from attn_testkit.cases.server_variants import variant_of, wide_scores_cases
-from attn_testkit.catalogue.cases_for_uncovered import two_request_case
-from attn_testkit.catalogue.indexer_cases import indexer_cases
 from attn_testkit.catalogue.large_cases import too_large_for_a_cpu
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import AttentionBackend, Capabilities, ForwardMode, Indexer, Sparse
@@ -81,17 +79,6 @@ def test_more_scores_than_a_bin_keeps_are_near_the_last_selected_one_and_the_bes
         last = each.scores.sort(descending=True).values[255]
         assert int(((each.scores / last - 1).abs() < 0.1).sum()) > 16_384
         assert int((each.scores[16_384:] > last).sum()) > 20, "a bin with room for the first ones loses these"
-
-
-def test_in_full_a_prefill_has_two_gibibytes_of_scores_of_the_keys_of_all_requests() -> None:
-    for topk, most in ((16, 1.02), (2048, 1.05)):
-        declared = of_width(topk)
-        small = two_request_case(declared, EXTEND)
-        (case,) = [case for case in indexer_cases(declared, "full", small) if case.bs > 64]
-        assert not [case for case in indexer_cases(declared, "core", small) if case.bs > 64]
-        assert min(case.prefixes) > 2 * topk, "rows leave keys out"
-        size = 4 * sum(case.new) * (sum(case.prefixes) + sum(case.new))
-        assert 1 << 31 <= size <= most * (1 << 31)
 
 
 # Server variants.
