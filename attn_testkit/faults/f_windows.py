@@ -199,7 +199,7 @@ class WindowCountedFromThePrefix(DenseBackend):
     modes=(ForwardMode.TARGET_VERIFY,),
     checks=("matches-oracle",),
     hint="window",
-    modelled="upstream one head is wrong, too, and why is not distinguished",
+    modelled="upstream one head is wrong, too, and the thread does not say why",
 )
 class WindowIgnoredByTheLastOfEightRows(DenseBackend):
     """A kernel for 8 rows over an FP8 pool has no window in the last row, at one in four lengths."""
