@@ -22,10 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .allocator import free_blocks
 
-__all__ = [
-    "Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison", "fill_with_signaling_nan",
-    "fresh_memory", "poisoned",
-]  # fmt: skip
+__all__ = ["Canaries", "FreshMemory", "churn", "dirty_fresh_memory", "fill_with_poison", "fresh_memory", "poisoned"]
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MOST_BYTES = 256 << 20
@@ -51,22 +48,6 @@ def poisoned(tensor: torch.Tensor, byte: int = 0xFF) -> tuple[torch.Tensor, int]
     # Through integers, so that the very bits are known: a computed NaN has others, and a row that still holds these was
     # never written.
     return tensor.view(_INTEGERS[dtype.itemsize]), int.from_bytes(bytes([byte] * dtype.itemsize), "little", signed=True)
-
-
-_SIGNALING = {
-    torch.float32: 0xFFBFFFFF - (1 << 32), torch.bfloat16: 0xFFBF - (1 << 16), torch.float16: 0xFDFF - (1 << 16),
-}  # fmt: skip
-"""Dtype -> bits of a signaling NaN, as a signed integer."""
-
-
-def fill_with_signaling_nan(*tensors: torch.Tensor) -> None:
-    """Fill tensors of any strides with a NaN whose bits any arithmetic changes.
-
-    A CPU's arithmetic keeps those of a quiet NaN, such as 0xFFFFFFFF. So a padded request that updates the state of
-    slot 0 in place would be seen only on a GPU, as was a dummy run of vLLM's linear attention. Copies keep the bits.
-    """
-    for tensor in tensors:
-        tensor.view(_INTEGERS[tensor.dtype.itemsize]).fill_(_SIGNALING[tensor.dtype])
 
 
 _FRESH = (512 << 10,) * 8 + (9 << 20,) * 4 + (64 << 20,)

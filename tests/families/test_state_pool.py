@@ -10,8 +10,8 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import StatePool
 from attn_testkit.families.recurrent.data import make_state_data, state_layers, state_pool_slots
 from attn_testkit.families.recurrent.memory import STATE_POOL, StateWatch, as_rows, from_rows
-from attn_testkit.graphs.poison import fill_with_signaling_nan
 from attn_testkit.steps.schedule import make_schedule
+from attn_testkit.watches.signaling_nan import fill_with_signaling_nan
 
 CASE = "extend-gdn2x2-d32-bf16-p16-k0.17.5-n6a1.4.9-shuffled-mild_decay-k16w4s32{}-b3prod"
 

@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 
 from ...contract import BackendContext, ForwardMode, StatePool
-from ...graphs.poison import fill_with_signaling_nan
 from ...steps.data import StepData
 from ...steps.schedule import Schedule, Step
 from ...watches.past_modes import past_modes
+from ...watches.signaling_nan import fill_with_signaling_nan
 from ...watches.uploads import upload
 from ..family import Memory, Noted, Stored, Watch
 from .data import StateStepData, make_state_data, shape_of, state_places, state_pool_slots

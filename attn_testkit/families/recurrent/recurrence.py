@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from ...contract import StateLayer
-from ...graphs.poison import fill_with_signaling_nan
+from ...watches.signaling_nan import fill_with_signaling_nan
 from ..rounding import FLOAT32, FLUSHED, SMALLEST, UNIT_ROUNDOFF, rounding
 from .data import StateStepData
 
