@@ -100,7 +100,7 @@ def test_its_log_sum_exp_is_in_base_2() -> None:
     assert "it is in base 2, but base e is declared" in str(results)
     for backend, words in ((FlashInferBackend, "lsepages2merged"), (FlashInferBackend, "w5-lsetokens3merged")):
         assert check_backend(backend, cases=[DECODE.format(words)], **eager)
-    rows = "extend-mha2-d64-fp16-p16-k9.20-n3a2-shuffled-gauss-kvhnd-lsepages2merged-b2prod-noncausal"
+    rows = "extend-mha2-d64-fp16-p16-k9.20-n3a2x2-shuffled-gauss-kvhnd-lsepages2merged-b2prod-noncausal"
     assert check_backend(FlashInferBackend, cases=[rows], **eager)
     mla = "decode-mla16-d512r64-bf16-p16-k9.40.0-shuffled-gauss-lsepages2merged-b4prod"
     assert check_backend(FlashInferMLABackend, cases=[mla], **eager)

@@ -185,8 +185,12 @@ def test_the_known_failure_of_mla_is_a_log_sum_exp_that_fp16_cannot_hold() -> No
 
 @pytest.mark.parametrize("name", ["bailing", "linear"])
 def test_known_failures_of_linear_attention_are_prefills_with_a_decay_that_continue_a_request(name: str) -> None:
-    known = known_failures_of(f"vllm:{name}")
-    assert {each.checks for each in known} == {("matches-oracle",)}
+    every = known_failures_of(f"vllm:{name}")
+    known = [each for each in every if each.checks == ("matches-oracle",)]
+    # A dummy run updates the null block, which linear attention of MiniMax is declared to do.
+    dummies = {(each.cases, each.execution, each.checks) for each in every if each not in known}
+    modes = ("decode", "target-verify") if name == "bailing" else ()
+    assert dummies == {(f"{mode}-*-empty_batches*", "graph", ("writes-own-state",)) for mode in modes}
     declared = CAPABILITIES[name].capabilities
     assert declared.state is not None
     assert declared.state.fresh == {"zeroed"}, "a fresh prompt of one token reads what its block held"
