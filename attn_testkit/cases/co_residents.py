@@ -110,7 +110,7 @@ _CHUNK = 16
 def _prompts_with_states(case: Case, most: int) -> Extend:
     """Prompts of which two of three reach the end of a chunk, so that a server copies their states (sglang #34043)."""
     if case.by_slots:
-        # As many tokens as a draft has nodes, for each request: shapes are those of a target-verify (vLLM #53051).
+        # Each request has as many new tokens as a draft has nodes, so shapes look like a target-verify (vLLM #53051).
         return Extend((case.width,) * case.bs, case.width)
     chunk = (case.state.snapshots if case.state else 0) or _CHUNK
     turns = (chunk + 1, chunk, 3)

@@ -10,7 +10,7 @@ __all__ = ["INDEX_DATA", "NEAR", "PATTERN", "Indexing"]
 INDEX_DATA = ("", "ties", "gauss")
 """Numbers of index keys and queries. Empty: whole numbers of which every row has one best selection."""
 NEAR = "near"
-"""Whole numbers, too: scores of all keys are within a few percent of each other. In cases of its own only."""
+"""Data of whole numbers, with which the scores of all keys differ by a few percent. Only cases of its own have it."""
 PATTERN = r"idx(\d+)(pow2)?(fused)?(reuse)?(ties|gauss|near)?"
 """The word of an indexer in a case id."""
 

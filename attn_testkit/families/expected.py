@@ -86,7 +86,7 @@ def _answer(schedule: Schedule, step: Step, pattern: str | None) -> _Answer:
         given = {name: every for name, every in first.items() if every is not None}
         none = {name: every[:, :0] if name in layered else every[:0] for name, every in given.items()}
         return _Answer(**{**first, **none})
-    # If the first request has no rows, the model takes row 0, since there is no row before it.
+    # The model takes row 0 for a first request without rows: no row is before it.
     ends = np.maximum(np.cumsum([r.new for r in step.requests]) - 1, 0)
     rows = torch.from_numpy(ends) if schedule.case.mode.is_ragged() else None
     data = family_of(schedule.case).data(schedule, step, pattern)

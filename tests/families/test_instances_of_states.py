@@ -60,7 +60,7 @@ def test_prompts_are_as_long_as_the_drafts_of_an_instance_with_slots() -> None:
         data = make_state_data(schedule, schedule.steps[0])
         assert (data.lists.shape[1], data.more_columns) == (1, host.width - 1)
     schedules = [make_schedule(each) for each in (host, *others.values())]
-    assert in_graphs(schedules, slots) == schedules[:1], "vLLM captures no decode beside drafts"
+    assert in_graphs(schedules, slots) == schedules[:1], "vLLM captures drafts only"
 
 
 def test_only_a_verify_names_an_instance_with_a_slot_for_each_node() -> None:

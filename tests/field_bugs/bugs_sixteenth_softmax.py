@@ -26,7 +26,7 @@ def can(*modes, **more):
 
 
 def changed(batch, **fields):
-    """A batch with other fields; a replay has a view of a batch, which is no dataclass."""
+    """A batch with other fields. A replay has a view of a batch, and ``replace`` takes only dataclasses."""
     other = copy(batch)
     for name, value in fields.items():
         setattr(other, name, value)
@@ -439,7 +439,7 @@ class PaddingUnwritten(FinitePadding):
         return unwritten(out, self.behind(out, rows))
 
 
-# sglang #36915: the eager path of a draft-extend has no offsets of its own.
+# sglang #36915: the eager path of a draft-extend does not compute its offsets.
 @bug(
     "sglang #36915",
     "draft-extend-v2-gqa2x2-d128-bf16-p16-k1.2.5.9.14.2.30-n4a4x7-shuffled-gauss-b10prod",

@@ -126,7 +126,7 @@ class PairsOfOddTopk(Indexed):
         return super().best(scores, sees, layer)
 
 
-# vllm #47404: the plan renews metadata on a stream of its own, for which the replay does not wait. Here the copy is
+# vllm #47404: the plan renews metadata on another stream, for which the replay does not wait. Here the copy is
 # always late: it is done when the next plan is made.
 @bug(
     "vllm #47404",
@@ -216,7 +216,7 @@ class OffsetsOfPrefill(Given):
     "selects-best",
 )
 class SortedThenCut(Indexed):
-    """With a topk that is no power of two, the best keys with the highest positions are lost."""
+    """With a topk that is not a power of two, the best keys with the highest positions are lost."""
 
     capabilities = Indexed.capabilities.with_changes(sparse={"topk": {16, 24}})
 

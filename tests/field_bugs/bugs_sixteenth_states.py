@@ -156,7 +156,7 @@ class GateOfRow31(Gdn32):
         return out
 
 
-# 49: transformers #46741. Whether a step is a decode is told by the cache having a state, not by the number of rows.
+# 49: transformers #46741. A step counts as a decode if the cache has a state, whatever the number of rows.
 # The convolution makes one step, dt keeps the first row, and the one result stands for all rows.
 @bug(
     "transformers #46741",
@@ -455,7 +455,7 @@ class Fp8(TorchNativeBackend):
 
 
 class PackedMla(TorchNativeSparsePackedBackend):
-    """Packed rows of MLA with float32 scales that are no powers of two."""
+    """Packed rows of MLA with float32 scales that are not powers of two."""
 
     capabilities = TorchNativeSparsePackedBackend.capabilities.with_changes(kv_dtypes={"fp8_ds_mla"})
 

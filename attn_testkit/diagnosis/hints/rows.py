@@ -31,7 +31,7 @@ def rows_of_others(e: Evidence) -> str:
         return f"{tiles}: {text}"
     if v2 and "cu_seqlens_q" in cause:
         rows = f"in this mode each request has {requests[0].new} rows"
-        # Of two equal rows neither need be right.
+        # Two equal rows may both be wrong.
         others = any(row.of_request != row.request and not row.copied for row in e.misrouted)
         if not others or _as_packed(e):
             cause += f", probably the running sum of accepted counts, though {rows}"
