@@ -12,7 +12,9 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from _pytest.junitxml import xml_key
 
+from ..reports.junit import VERDICT_PROPERTY
 from ..results.case_result import Status
 from ..running.planning.request import param_id
 from ..running.processes.gpus import visible_gpus
@@ -185,6 +187,9 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
         session.config.workeroutput |= {"attn_seen": own.seen, "attn_in_shard": own.in_shard}  # type: ignore[attr-defined]
     else:
         session.exitstatus = stash[OWN_SESSION].finish(stash[SESSION].finish(int(exitstatus)))
+        junit = stash.get(xml_key, None)
+        if junit is not None and (verdict := stash[SESSION].verdict()):
+            junit.add_global_property(VERDICT_PROPERTY, verdict)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
-from ..reports.outcome import failure_lines, verdict
+from ..reports.outcome import failure_lines
 from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
 from ..reports.tally import text_table
-from ..reports.verdict import narrowed
+from ..reports.verdict import conclude, narrowed, next_lines, not_tried_lines
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.failure_text import format_failure
-from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.remarks import launch_lines, left_lines, not_declared_lines, note_lines, printed_lines
 from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
     Diagnose,
@@ -263,18 +263,26 @@ class Session:
         for line in printed_lines(self.results):
             terminal.line(line)
         how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
-        for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered, how)]:
+        concluded = conclude(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
+        for line in [*left_lines(self.header, self.results), *not_tried_lines(self.header, concluded, how)]:
             terminal.line(line)
         for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)
         for line in launch_lines(self.header, self.results):
             terminal.line(line)
-        text = verdict(self.header, self.results, problems=self.problems, interrupted=self.interrupted)
-        terminal.line(text, bold=True, green=self.code == 0, red=self.code != 0)
+        for line in next_lines(self.header, concluded, "--attn-tier core"):
+            terminal.line(line)
+        terminal.line(str(concluded), bold=True, green=self.code == 0, red=self.code != 0)
         if self.report:
             terminal.line(f"report: {self.report}")
         if self._not_recorded:
             terminal.line(f"the results file is incomplete: {self._not_recorded}", red=True)
+
+    def verdict(self) -> str:
+        """The verdict in one line; empty if no test of the suite was collected."""
+        if self.header is None:
+            return ""
+        return str(conclude(self.header, self.results, problems=self.problems, interrupted=self.interrupted))
 
     def close(self) -> None:
         """End the judge. If the session broke off, leave the results file as it is, readable and unfinished."""

@@ -8,11 +8,11 @@ from typing import overload
 
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure, repro_command
-from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines
+from ..results.remarks import launch_lines, left_lines, not_declared_lines
 from ..results.run_header import RunHeader
 from .grouping import Causes, group_failures
 from .in_common import in_common
-from .verdict import Verdict, conclude, verdict
+from .verdict import Verdict, conclude, next_lines, not_tried_lines, verdict
 
 __all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "verdict"]
 
@@ -136,9 +136,10 @@ class Results(Sequence[CaseResult]):
                 (
                     self.texts,
                     *left_lines(self.header, self.rows),
-                    *not_covered_lines(self.header.not_covered, "header.not_covered lists them"),
+                    *not_tried_lines(self.header, self._concluded, "header.not_covered lists them"),
                     *not_declared_lines(self.header.not_declared),
                     *launch_lines(self.header, self.rows),
+                    *next_lines(self.header, self._concluded, 'tier="core"'),
                     self.verdict,
                 ),
             )

@@ -174,7 +174,7 @@ def age_words(age: Age | None) -> str:
 def verdict_of(report: Report) -> str:
     """The verdict of a run in one line."""
     text = verdict(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
-    return text if report.finished or report.interrupted else f"UNFINISHED: the run was cut off; until then: {text}"
+    return text if report.finished or report.interrupted else f"INCOMPLETE: the run was cut off; until then: {text}"
 
 
 def page_model(report: Report, previous: Report | None, history: History) -> dict[str, Any]:

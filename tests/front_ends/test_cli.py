@@ -43,9 +43,9 @@ def call(fake, capfd, tmp_path, monkeypatch):
 def test_a_conformant_run_is_zero_and_says_what_it_is_worth(call):
     code, out, err = call("run", "--backend", "fake:ok,ok")
     assert code == 0, err
-    assert "fake:ok,ok  decode           graph           2    0.40      1.0  emulated: device, graph" in out
+    assert "decode           graph           2    0.40      1.0\n" in out, "the backend and the emulation are said once"
     assert out.splitlines()[-1] == (
-        "CONFORMANT: 8 of 8 planned case-runs passed; emulated device, graph: no proof about hardware"
+        "CONFORMANT (smoke): 8 of 8 planned case-runs passed; emulated device, graph: no proof about hardware"
     )
     assert "attn-testkit 0.1.0: fake:ok,ok 1.0" in err
 
@@ -185,7 +185,7 @@ def test_the_kits_own_failure_is_three(call, how):
     code, out, _ = call("run", "--backend", "fake:ok,bug", *how)
     assert code == 3
     assert "the kit itself failed: ZeroDivisionError" in out
-    assert out.splitlines()[-1].startswith("KIT ERROR")
+    assert out.splitlines()[-1].startswith("INCOMPLETE: the kit itself failed")
 
 
 def test_nothing_declared_is_five(call):
@@ -214,7 +214,7 @@ def test_known_failures_alone_and_errors_of_the_kit_are_no_green(call):
     args = ("run", "--mode", "decode", "--known-failures", "known.toml", "--backend")
     code, out, _ = call(*args, "fake:wrong,bug")
     assert code == 3
-    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 2 of 4 selected case-runs (8 planned)")
+    assert out.splitlines()[-1].startswith("INCOMPLETE: the kit itself failed in 2 of 4 selected case-runs (8 planned)")
     Path("known.toml").write_text(known("*-wrong-*"))
     code, out, _ = call(*args, "fake:wrong")
     assert code == 1
@@ -483,7 +483,7 @@ def test_an_interrupted_run_is_two_leaves_a_record_and_no_process(tmp_path, numb
     out, err = process.communicate(timeout=120)
     assert process.returncode == 2
     assert "Traceback" not in out + err
-    assert out.splitlines()[-1] == "INTERRUPTED: 1 of 4 selected case-runs (8 planned) had run"
+    assert out.splitlines()[-1] == "INCOMPLETE: interrupted after 1 of 4 selected case-runs (8 planned)"
     report = read_report(record)
     assert report.interrupted
     assert not report.finished
