@@ -1,7 +1,9 @@
 """Properties that the failing cases of a cause share and no passing case has, read from the words of case ids.
 
 Only case-runs of the same backend, in the modes and executions of the failures, are compared: what is not tried there
-says nothing. This module imports neither torch nor the cases: a page is made without them.
+says nothing. Properties that the failing cases share and no passing case has cannot be told apart by these cases, so
+all of them are named, in one phrase: the first ones alone could hide the true one. This module imports neither torch
+nor the cases: a page is made without them.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ __all__ = ["in_common"]
 
 _FEWEST = 2
 """Fewest different failing cases, and passing ones, of which a difference is reported."""
-_MOST = 2
-"""Most properties that are named."""
 
 _WORDS = (
     (r"(mha|gqa|mqa|mla)\d+(?:x\d+)?", "heads {0}"),
@@ -36,15 +36,15 @@ _WORDS = (
 )
 """Pairs of a word of an id, and its property in words. A word that is not here is named as it is."""
 _ANY = (
-    (r"w\d+(?:one|same)?", "a sliding window"),
-    (r"cap[\d.]+", "a soft cap"),
-    (r"sink", "sinks"),
-    (r"kvfp8\w+", "an FP8 KV pool"),
-    (r"lse\w+", "KV splits"),
-    (r"layers\w+", "layers that differ"),
-    (r"t[\d.]+(?:x\d+)*[\d.x]*", "a draft tree"),
+    (r"w\d+(?:one|same)?", "a sliding window", "window"),
+    (r"cap[\d.]+", "a soft cap", "soft cap"),
+    (r"sink", "sinks", ""),
+    (r"kvfp8\w+", "an FP8 KV pool", "KV pool of"),
+    (r"lse\w+", "KV splits", ""),
+    (r"layers\w+", "layers that differ", ""),
+    (r"t[\d.]+(?:x\d+)*[\d.x]*", "a draft tree", ""),
 )
-"""Pairs of a word of an id, and the property that it has whatever its number."""
+"""Word of an id, the property that it has whatever its number, and the kind of property with its number."""
 _UNNAMED = re.compile(r"[knb][\d.x]+\w*|chain\d+|s\d+")
 """Words that are compared by their numbers, or not at all."""
 
@@ -67,29 +67,36 @@ def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> st
         for kind, value in ours[0].items()
         if all(each.get(kind) == value for each in ours) and all(each.get(kind) != value for each in theirs)
     ]
-    found = [_named(kind, value, [each[kind] for each in theirs if kind in each]) for kind, value in shared]
+    general = {kind for kind, _ in shared}
+    # ``a sliding window`` says more than ``window 4`` if no passing case has a window at all.
+    needless = {kind for _, what, kind in _ANY if what in general}
+    shared = [(kind, value) for kind, value in shared if kind not in needless]
+    passing = [_passing(kind, [each[kind] for each in theirs if kind in each]) for kind, _ in shared]
+    found = [kind if value == "yes" else value for kind, value in shared]
     for number, (words, more) in _NUMBERS.items():
         least = min(_numbers(case)[number] for case in bad)
         most = max(_numbers(case)[number] for case in good)
         if least > most:
-            found.append(f"{words} {least}{more}; all cases with up to {most} pass")
-    return "; ".join(found[:_MOST])
+            found.append(f"{words} {least}{more}")
+            passing.append(f"all cases with up to {most} pass")
+    if len(found) > 1:
+        return f"{', '.join(found)} (always together here; minimize tells them apart); all cases without them pass"
+    return "; ".join((*found, *passing))
 
 
 _NUMBERS = {
     "keys": ("a request of at least", " KV tokens before the step"),
     "requests": ("at least", " requests"),
 }
-"""Number of a case -> how a failing case has it, before and behind the number."""
+"""Number of a case -> the words before and after the number of a failing case."""
 
 
-def _named(kind: str, value: str, others: Sequence[str]) -> str:
-    if value == "yes":
-        return f"{kind}; all cases without pass"
+def _passing(kind: str, others: Sequence[str]) -> str:
+    """The passing cases in words. ``others``: what they have instead of the property, if they have one of its kind."""
     passing = sorted(set(others), key=lambda word: (len(word), word))
     prefix = kind.split(" of ")[0]
     values = ", ".join(word.removeprefix(prefix).strip() for word in passing)
-    return f"{value}; all cases of {prefix} {values} pass" if values else f"{value}; all cases without pass"
+    return f"all cases of {prefix} {values} pass" if values else "all cases without it pass"
 
 
 @lru_cache(maxsize=4096)
@@ -104,10 +111,9 @@ def _properties(case: str) -> tuple[tuple[str, str], ...]:
                 found.append((text.partition(" {")[0], phrase))
                 break
         else:
-            if not _UNNAMED.fullmatch(word) and not any(re.fullmatch(pattern, word) for pattern, _ in _ANY):
+            if not _UNNAMED.fullmatch(word) and not any(re.fullmatch(pattern, word) for pattern, _, _ in _ANY):
                 found.append((f"`{word}`", "yes"))
-    # ``a sliding window`` comes before ``window 4``, where both are shared: it says more.
-    general = [(what, "yes") for pattern, what in _ANY if any(re.fullmatch(pattern, word) for word in words)]
+    general = [(what, "yes") for pattern, what, _ in _ANY if any(re.fullmatch(pattern, word) for word in words)]
     return (*general, *found)
 
 
