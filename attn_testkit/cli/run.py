@@ -22,7 +22,7 @@ from ..reports.verdict import refuse_another_run
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.names import NO_CASE
 from ..results.run_header import CUT
-from ..running.planning.request import DIAGNOSE, Options, Prepared, Request, final_code, prepare
+from ..running.planning.request import DIAGNOSE, DIAGNOSE_SECONDS, Options, Prepared, Request, final_code, prepare
 from ..running.processes.gpus import visible_gpus
 from ..running.processes.judge_process import JudgeError, JudgeProcess, judge_for
 from .choosing import choose, echo_durations, echo_items, pytest_options
@@ -77,6 +77,10 @@ Examples:
 @click.option("--max-failures", type=click.IntRange(1), metavar="N", help="Stop after N failures.")
 @click.option("-x", "stop_first", is_flag=True, help="Stop after the first, simplest cases first.")
 @click.option("--diagnose", type=click.Choice(DIAGNOSE), default="first", help="Failures to explain; default: first.")
+@click.option(
+    "--diagnose-seconds", type=Seconds("diagnose-seconds"), default=DIAGNOSE_SECONDS, show_default=True, metavar="S",
+    help="Time limit of one diagnosis.",
+)  # fmt: skip
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
@@ -124,6 +128,7 @@ def _run(request: Request, values: dict[str, Any]) -> int:
         in_process=values["in_process"],
         budget_s=values["budget"],
         diagnose=values["diagnose"],
+        diagnose_s=values["diagnose_seconds"],
     )
     earlier = {name: read_report(name) for name in values["rest_of"]}
     if values["budget"]:

@@ -52,6 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
         timeout_s=config.option.attn_timeout,
         budget_s=config.option.attn_budget,
         diagnose=config.option.attn_diagnose,
+        diagnose_s=config.option.attn_diagnose_seconds,
         show_not_covered=config.option.attn_show_not_covered,
         collects_only=config.option.collectonly,
         named=bool(config.option.attn_backend or config.option.attn_report),

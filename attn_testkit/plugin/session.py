@@ -22,6 +22,7 @@ from ..results.failure_text import format_failure
 from ..results.remarks import launch_lines, left_lines, not_declared_lines, note_lines, printed_lines
 from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
+    DIAGNOSE_SECONDS,
     Diagnose,
     Item,
     Judge,
@@ -88,6 +89,7 @@ class Session:
     """Node id -> what it runs, for every test of the suite that was selected."""
     results: list[CaseResult] = field(default_factory=list)
     diagnose: Diagnose = "first"
+    diagnose_s: float = DIAGNOSE_SECONDS
     show_not_covered: bool = False
     problems: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -124,7 +126,9 @@ class Session:
     def judge(self) -> Judge:
         """The judge's process, started on first use."""
         if self._judge is None:
-            options = Options(timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose)
+            options = Options(
+                timeout_s=self.timeout_s or Options.timeout_s, diagnose=self.diagnose, diagnose_s=self.diagnose_s
+            )
             self._judge = JudgeProcess(options, self.request.device, place=self.judge_place)
         return self._judge
 

@@ -1,8 +1,8 @@
 """Properties that the failing cases of a cause share and no passing case has, read from the words of case ids.
 
 Only case-runs of the same backend, in the modes and executions of the failures, are compared: what is not tried there
-says nothing. Properties that the failing cases share and no passing case has cannot be told apart by these cases, so
-all of them are named, in one phrase: the first ones alone could hide the true one. This module imports neither torch
+says nothing. These cases do not show which of the properties is the cause if there are several, so all of them are
+named, in one phrase: a choice of them could leave out the true one. This module imports neither torch
 nor the cases: a page is made without them.
 """
 

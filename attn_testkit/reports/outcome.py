@@ -39,7 +39,8 @@ def failure_lines(header: RunHeader | None, results: Sequence[CaseResult], more:
     ``more``: the options that show more than the first failure of each cause.
     """
     bad = [result for result in results if result.case and result.status in BAD]
-    groups = group_failures(bad)
+    # The cause of the failure that was printed first comes first: that is the simplest case. Then the largest.
+    groups = sorted(group_failures(bad), key=lambda group: bad[0] not in group.results)
     if not groups:
         return []
     several = len({result.backend for result in results}) > 1
@@ -53,7 +54,7 @@ def failure_lines(header: RunHeader | None, results: Sequence[CaseResult], more:
             lines.append(f"     in common: {shared}")
     if len(groups) > MOST_CAUSES:
         lines.append(f"  and {len(groups) - MOST_CAUSES} more causes")
-    return [*lines, f"start here: {repro_command(groups[0].results[0], header)}"]
+    return [*lines, f"start here: {repro_command(bad[0], header)}"]
 
 
 MOST_CAUSES = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from pathlib import Path
 
@@ -111,4 +112,10 @@ def test_what_is_declared_is_not_named():
     assert not_declared_here(wide.with_changes(eager={"decode"})) == (
         "eager for target-verify, draft-extend, draft-extend-v2, extend, draft-decode",
     )
-    assert not_declared_here(wide.with_changes(gqa_ratios={1, 2, 4, 8})) == ("left at the default: gqa_ratios",)
+    assert not_declared_here(wide.with_changes(gqa_ratios={1, 2, 4, 8})) == (), "written, though it equals the default"
+    defaults = Capabilities(eager={"decode"}).with_changes(graph={"decode"})
+    assert not_declared_here(pickle.loads(pickle.dumps(defaults)))[-1].startswith(
+        "left at the default: families, head_dims"
+    )
+    written = defaults.with_changes(families={"mha"}, head_dims={64, 128})
+    assert not_declared_here(written)[-1] == "left at the default: dtypes, page_sizes, max_context_len"
