@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import json
 import os
 import signal
 import sys
@@ -17,6 +18,7 @@ import click
 
 from ..registry import UsageError
 from ..reports.junit import junit_xml, unfinished_xml
+from ..reports.outcome import outcome_of
 from ..reports.record import Record, Report, read_report, write_text
 from ..reports.verdict import refuse_another_run
 from ..results.case_result import BAD, RAN, CaseResult
@@ -39,9 +41,9 @@ __all__ = ["NO_GATE", "Interrupts", "run", "terminated_like_interrupted"]
     short_help="Test backends in every mode they declare.",
     epilog="""\b
 Examples:
-  attn-testkit run --backend triton --device cpu
   attn-testkit run --backend my_pkg.attn:MyBackend --tier full --jobs 8 -k "decode and graph" --html out.html""",
 )
+@click.argument("files", nargs=-1, metavar="[FILE.py]...")
 @selection_options
 @pytest_options
 @click.option(
@@ -49,7 +51,7 @@ Examples:
     help="Only the cases in a file, one per line.",
 )  # fmt: skip
 @click.option("--known-failures", type=click.Path(), metavar="FILE", help="TOML file of failures to tolerate.")
-@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results, updated as they come.")
+@click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results; -: one line on stdout.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write an HTML report.")
 @click.option(
     "--jobs", "-j", type=click.IntRange(1), default=1, show_default=True, metavar="N",
@@ -84,14 +86,32 @@ Examples:
 @click.option("--verbose", "-v", is_flag=True, help="Print every failure in full.")
 @click.option("--show-not-covered", is_flag=True, help="List what no case covers.")
 def run(**values: Any) -> int:
-    """Test one or more backends in every mode they declare, in child processes."""
+    """Test backends, or the only one in FILE.py, in every mode they declare."""
+    files = values.pop("files")
+    for name in files:
+        if not name.endswith(".py"):
+            raise UsageError(f"Got unexpected extra argument ({name}); a backend is named with --backend {name}")
+    values["backends"] = (*files, *values["backends"])
     request = replace(request_from(values), counts_tier=True)
     if values["cases_from"]:
         cases = (*request.cases, *_cases_from(values["cases_from"]))
         request = replace(request, cases=cases, cases_from=values["cases_from"])
     _refuse_clashes(values)
-    with terminated_like_interrupted():
+    with terminated_like_interrupted(), _for_programs(values):
         return _run(request, values)
+
+
+@contextlib.contextmanager
+def _for_programs(values: dict[str, Any]) -> Iterator[None]:
+    """Print one line on stdout, at the end, and everything else on stderr, if ``--json -`` asks for it."""
+    if values["json_file"] != "-":
+        yield
+        return
+    stdout, values["json_file"], values["reports"] = sys.stdout, None, []
+    with contextlib.redirect_stdout(sys.stderr):
+        yield
+    for report in values["reports"]:
+        print(json.dumps(outcome_of(report)), file=stdout)
 
 
 def _cases_from(name: str) -> tuple[str, ...]:
@@ -253,6 +273,7 @@ def _follow(prepared: Prepared, values: dict[str, Any], limit: int | None, carri
         code = 3
     keep_failed(results)
     report = Report(header, tuple(results), not interrupted, interrupted, code, tuple(problems))
+    values.get("reports", []).append(report)
     if values["durations"] is not None:
         echo_durations(prepared, results, values["durations"])
     print_summary(

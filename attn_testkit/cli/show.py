@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections import Counter
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from ..reports.annotations import annotation_lines
 from ..reports.outcome import FailureTexts, failure_lines
 from ..reports.tally import WORDS, cells, text_table
 from ..reports.verdict import conclude, next_lines, not_tried_lines
@@ -137,6 +139,8 @@ def print_summary(
     for line in not_declared_lines(header.not_declared):
         click.echo(line)
     for line in launch_lines(header, results):
+        click.echo(line)
+    for line in annotation_lines(header, results, os.environ):
         click.echo(line)
     for line in next_lines(header, concluded, "--tier core"):
         click.echo(line)

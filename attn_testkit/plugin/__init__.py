@@ -162,7 +162,7 @@ def attn_case(request: pytest.FixtureRequest) -> CaseRun:
 @pytest.fixture
 def attn_check(request: pytest.FixtureRequest) -> Check:
     """Return a callable, ``attn_check(backend, ...)``, that fails the test unless the backend conforms."""
-    return Check(request.config.stash[OWN_TESTS], request.path.parent)
+    return Check(request.config.stash[OWN_TESTS], (request.path.parent, request.config.rootpath))
 
 
 @pytest.hookimpl(wrapper=True)

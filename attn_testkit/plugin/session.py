@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import time
 from collections.abc import Generator, Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from ..registry import UsageError
+from ..reports.annotations import annotation_lines
 from ..reports.outcome import failure_lines
 from ..reports.record import Record, result_from_plain
 from ..reports.shards import Shard
@@ -273,6 +275,8 @@ class Session:
         for line in not_declared_lines(self.header.not_declared):
             terminal.line(line)
         for line in launch_lines(self.header, self.results):
+            terminal.line(line)
+        for line in annotation_lines(self.header, self.results, os.environ):
             terminal.line(line)
         for line in next_lines(self.header, concluded, "--attn-tier core"):
             terminal.line(line)

@@ -15,7 +15,7 @@ from functools import lru_cache
 from ..results.case_result import RAN, CaseResult, Status
 from ..results.names import MODES
 
-__all__ = ["in_common"]
+__all__ = ["in_common", "numbers_of", "properties_of"]
 
 _FEWEST = 2
 """Fewest different failing cases, and passing ones, of which a difference is reported."""
@@ -61,7 +61,10 @@ def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> st
     good -= other
     if len(bad) < _FEWEST or len(good) < _FEWEST:
         return ""
-    ours, theirs = [dict(_properties(case)) for case in sorted(bad)], [dict(_properties(case)) for case in sorted(good)]
+    ours, theirs = (
+        [dict(properties_of(case)) for case in sorted(bad)],
+        [dict(properties_of(case)) for case in sorted(good)],
+    )
     shared = [
         (kind, value)
         for kind, value in ours[0].items()
@@ -74,8 +77,8 @@ def in_common(failed: Sequence[CaseResult], results: Iterable[CaseResult]) -> st
     passing = [_passing(kind, [each[kind] for each in theirs if kind in each]) for kind, _ in shared]
     found = [kind if value == "yes" else value for kind, value in shared]
     for number, (words, more) in _NUMBERS.items():
-        least = min(_numbers(case)[number] for case in bad)
-        most = max(_numbers(case)[number] for case in good)
+        least = min(numbers_of(case)[number] for case in bad)
+        most = max(numbers_of(case)[number] for case in good)
         if least > most:
             found.append(f"{words} {least}{more}")
             passing.append(f"all cases with up to {most} pass")
@@ -100,7 +103,7 @@ def _passing(kind: str, others: Sequence[str]) -> str:
 
 
 @lru_cache(maxsize=4096)
-def _properties(case: str) -> tuple[tuple[str, str], ...]:
+def properties_of(case: str) -> tuple[tuple[str, str], ...]:
     """Pairs of a kind of property and the property in words, in the order of the id."""
     words = _words(case)
     found: list[tuple[str, str]] = []
@@ -118,12 +121,12 @@ def _properties(case: str) -> tuple[tuple[str, str], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _numbers(case: str) -> dict[str, int]:
-    """The longest request in KV tokens before the step, and the number of requests."""
+def numbers_of(case: str) -> dict[str, int]:
+    """The longest and the shortest request in KV tokens before the step, and the number of requests."""
     keys = next((word[1:] for word in _words(case) if re.fullmatch(r"k\d+(?:x\d+)?(?:\.\d+(?:x\d+)?)*", word)), "0")
     lengths = [int(each.partition("x")[0]) for each in keys.split(".")]
     count = sum(int(each.partition("x")[2] or 1) for each in keys.split("."))
-    return {"keys": max(lengths), "requests": count}
+    return {"keys": max(lengths), "fewest": min(lengths), "requests": count}
 
 
 def _words(case: str) -> list[str]:

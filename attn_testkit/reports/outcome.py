@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import overload
+from typing import Any, overload
 
 from ..results.case_result import BAD, CaseResult, Status
 from ..results.failure_text import format_failure, repro_command
 from ..results.remarks import launch_lines, left_lines, not_declared_lines
 from ..results.run_header import RunHeader
-from .grouping import Causes, group_failures
+from .grouping import Causes, Group, group_failures
 from .in_common import in_common
+from .record import Report
 from .verdict import Verdict, conclude, next_lines, not_tried_lines, verdict
 
-__all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "verdict"]
+__all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "outcome_of", "verdict"]
 
 
 class FailureTexts:
@@ -55,6 +57,39 @@ def failure_lines(header: RunHeader | None, results: Sequence[CaseResult], more:
     if len(groups) > MOST_CAUSES:
         lines.append(f"  and {len(groups) - MOST_CAUSES} more causes")
     return [*lines, f"start here: {repro_command(bad[0], header)}"]
+
+
+def outcome_of(report: Report) -> dict[str, Any]:
+    """The outcome of a run for a program, as ``run --json -`` prints it: the verdict, and the first failure of each
+    cause with what to do next.
+    """
+    bad = [result for result in report.results if result.case and result.status in BAD]
+    found = conclude(report.header, report.results, problems=report.problems, interrupted=report.interrupted)
+    return {
+        "verdict": str(found),
+        "word": found.word,
+        "exit_code": report.exit_code,
+        "counts": dict(Counter(result.status.value for result in report.results if result.case)),
+        "problems": list(report.problems),
+        "causes": [_for_a_program(group, report) for group in group_failures(bad)],
+    }
+
+
+def _for_a_program(group: Group, report: Report) -> dict[str, Any]:
+    first = group.results[0]
+    finding = first.findings[0] if first.findings else None
+    return {
+        "cause": group.cause,
+        "check": group.check,
+        "case_runs": len(group.results),
+        "case": first.case,
+        "execution": first.execution,
+        "headline": finding.headline if finding else first.reason,
+        "where": finding.where if finding else "",
+        "hint": finding.hint if finding else "",
+        "in_common": in_common(group.results, report.results),
+        "repro": repro_command(first, report.header),
+    }
 
 
 MOST_CAUSES = 10

@@ -16,6 +16,7 @@ from ..results.names import MODES
 from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
 from .check_matrix import check_matrices
 from .compare import compare_reports
+from .covered import COLUMNS, covered
 from .grouping import Group, group_failures
 from .history import Age, History, Night, age_of, key_of, night_of
 from .in_common import in_common
@@ -184,6 +185,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
     counts = Counter(result.status for result in runs)
     nights = (history.nights or ((night_of(previous),) if previous else ()))[-MOST_NIGHTS:]
     tally = rows(results)
+    good = report.exit_code == 0 and report.finished
     emulated = report.header.device == "emulated"
     found = cards(report, nights)
     known = [result for result in runs if result.status in (Status.KNOWN_FAILURE, Status.QUARANTINED)]
@@ -191,7 +193,7 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "report": report,
         "header": report.header,
         "verdict": verdict_of(report),
-        "good": report.exit_code == 0 and report.finished,
+        "good": good,
         "counts": [(status, counts[status]) for status in Status if counts[status]],
         "total": max(1, sum(counts.values())),
         "bad": sum(result.status in BAD for result in runs),
@@ -209,8 +211,10 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "known": [(result, issue_splits(result.reason)) for result in known[:MOST_LINES]],
         "known_more": max(0, len(known) - MOST_LINES),
         "margins": _margins(runs),
-        "tightest": _tightest(runs),
-        "slowest": sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
+        "tightest": [] if good else _tightest(runs),
+        "slowest": [] if good else sorted((r for r in runs if r.status in RAN), key=seconds_of, reverse=True)[:TOP],
+        "covered": covered(runs) if good else [],
+        "covered_columns": COLUMNS,
         "matrices": check_matrices(runs),
         "rows": tally,
         "memory_rows": [row for row in tally if row.memory],

@@ -281,7 +281,7 @@ def test_data_goes_to_stdout_and_nothing_else_does(call):
         (["audit", "--json", "."], "cannot write .: Is a directory"),
         (["repro", "-b", "fake:ok", "decode-okk-k0"], "no case matches 'decode-okk-k0'"),
         (["report", "none.json", "--markdown"], "cannot read none.json"),
-        (["report", "none.json"], "no kind of report is named"),
+        (["report", "none.json"], "cannot read none.json"),
         (["compare", "a.json", "b.json"], "cannot read a.json"),
         (["known", "none.toml"], "none.toml; if no failure is known, leave it out"),
         (["list", "--backend", "fake:ok"], "did you mean list --cases --backend SPEC?"),
