@@ -10,7 +10,7 @@ g3  the audit: each seeded bug and field bug with the checks that caught it, eac
 g4  mutants of the kit that no test notices, for each package: a sample
 
 Everything runs on a CPU, and prints its progress. ``--only`` is a regular expression for names of backends (g1, g2), of
-entries of the corpus (g3), or for paths of a comparison. Exit code 1 if two records differ, 2 if a command gave nothing.
+entries of the corpus (g3), or for paths of a comparison. Exit code 1 if two records differ, 2 if one came to nothing.
 """
 
 from __future__ import annotations
