@@ -9,21 +9,10 @@ from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import CountingBackend, Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
-_VERIFY = (ForwardMode.TARGET_VERIFY,)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
-_GRAPH = ("graph",)
 
 
-@fault(
-    slug="capture-zero-lens-nan",
-    source="sglang #26521",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("finite",),
-    hint="capture metadata do not hold seq_lens",
-)
+@fault("sglang #26521", "finite", "capture metadata do not hold seq_lens", modes="decode", executions="graph")
 class CaptureZeroLensNan(PlannedBackend):
     """Capture binds a zeroed length buffer and never copies seq_lens in: the warm-up divides 0 by 0."""
 
@@ -39,12 +28,10 @@ class CaptureZeroLensNan(PlannedBackend):
 
 
 @fault(
-    slug="fresh-tensor-instead-of-copy",
-    source="sglang #26019 (review)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable", "replay-follows-batch"),
-    hint="fill it in place|allocate it once|captured",
+    "sglang #26019 (review)",
+    "addresses-stable replay-follows-batch",
+    "fill it in place|allocate it once|captured",
+    executions="graph",
 )
 class FreshTensorInsteadOfCopy(PlannedBackend):
     """Replay assigns new tensors to the metadata object instead of copying into the captured buffers."""
@@ -57,12 +44,11 @@ class FreshTensorInsteadOfCopy(PlannedBackend):
 
 
 @fault(
-    slug="fp8-sched-meta-fresh-tensors",
-    source="vLLM #35175, #33638",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("addresses-stable", "replay-follows-batch"),
-    hint="fill it in place|allocate it once",
+    "vLLM #35175, #33638",
+    "addresses-stable replay-follows-batch",
+    "fill it in place|allocate it once",
+    modes="decode",
+    executions="graph",
 )
 class Fp8SchedMetaFreshTensors(PlannedBackend):
     """The split plan is a new tensor with an FP8 pool, and its graph buffer is not updated."""
@@ -80,12 +66,11 @@ class Fp8SchedMetaFreshTensors(PlannedBackend):
 
 
 @fault(
-    slug="plan-kernel-not-recorded",
-    source="vLLM #42444",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
+    "vLLM #42444",
+    "replay-follows-batch",
+    "only the graph is wrong|value from capture time",
+    modes="decode",
+    executions="graph",
 )
 class PlanKernelNotRecorded(PlannedBackend):
     """The first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph."""
@@ -104,12 +89,7 @@ class PlanKernelNotRecorded(PlannedBackend):
 
 
 @fault(
-    slug="plan-not-refreshed-before-replay",
-    source="rtp-llm #378, #1084",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="KV tokens are right, of|KV tokens are missing",
+    "rtp-llm #378, #1084", "replay-follows-batch", "KV tokens are right, of|KV tokens are missing", executions="graph"
 )
 class PlanNotRefreshedBeforeReplay(PlannedBackend):
     """Replay updates the page table in place but not the plan: chunk sizes stay those of capture."""
@@ -121,12 +101,12 @@ class PlanNotRefreshedBeforeReplay(PlannedBackend):
 
 
 @fault(
+    "TensorRT-LLM #15556",
+    "replay-follows-batch output-written",
+    "only the graph is wrong|value from capture time",
+    modes="decode",
+    executions="graph",
     slug="replay-page-count-mismatch-hang",
-    source="TensorRT-LLM #15556",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "output-written"),
-    hint="only the graph is wrong|value from capture time",
     modelled="a request whose tiles never all come keeps its unfinished partial result, where the kernel hung",
 )
 class ReplayPageCountMismatch(CountingBackend):
@@ -142,12 +122,10 @@ class ReplayPageCountMismatch(CountingBackend):
 
 
 @fault(
-    slug="split-count-grows-past-capture",
-    source="vLLM #20301, #25490",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="KV tokens are right, of|KV tokens are missing",
+    "vLLM #20301, #25490",
+    "replay-follows-batch",
+    "KV tokens are right, of|KV tokens are missing",
+    executions="graph",
     modelled="splits past the accumulators are dropped, where the kernel wrote behind them",
 )
 class SplitCountGrowsPastCapture(PlannedBackend):
@@ -160,12 +138,10 @@ class SplitCountGrowsPastCapture(PlannedBackend):
 
 
 @fault(
-    slug="row-stride-from-live-batch-max",
-    source="vLLM #41834 (comment)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="request 0 is right and all others are wrong|only the graph is wrong|value from capture time",
+    "vLLM #41834 (comment)",
+    "replay-follows-batch",
+    "request 0 is right and all others are wrong|only the graph is wrong|value from capture time",
+    executions="graph",
 )
 class RowStrideFromLiveBatchMax(PlannedBackend):
     """Rows of a flat page list are laid out by the longest live request; the captured kernel has full width."""
@@ -189,12 +165,12 @@ class RowStrideFromLiveBatchMax(PlannedBackend):
 
 
 @fault(
+    "sglang #26019 (review)",
+    "completes",
+    "planned",
+    modes="extend",
+    executions="graph",
     slug="extend-branch-missing-in-graph-path",
-    source="sglang #26019 (review)",
-    modes=(ForwardMode.EXTEND,),
-    executions=_GRAPH,
-    checks=("completes",),
-    hint="planned",
 )
 class BranchMissingInGraphPath(PlannedBackend):
     """The branch of extend was not ported when capture and replay were merged: it has no metadata."""
@@ -207,11 +183,9 @@ class BranchMissingInGraphPath(PlannedBackend):
 
 
 @fault(
-    slug="graph-key-missing-query-len",
-    source="lmdeploy #4661; vLLM #48261",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("completes", "buckets-independent"),
+    "lmdeploy #4661; vLLM #48261",
+    "completes buckets-independent",
+    executions="graph",
     modelled="the key is the backend's, where upstream it was the runner's",
 )
 class GraphKeyMissingQueryLen(PlannedBackend):
@@ -223,13 +197,7 @@ class GraphKeyMissingQueryLen(PlannedBackend):
         return known[0] if known else super().views(batch)
 
 
-@fault(
-    slug="replay-bucket-recomputed",
-    source="lmdeploy #3372, #4005",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "writes-own-kv", "padding-inert"),
-)
+@fault("lmdeploy #3372, #4005", "replay-follows-batch writes-own-kv padding-inert", executions="graph")
 class ReplayBucketRecomputed(PlannedBackend):
     """Replay fills as many rows as the next power of two of the live batch, not as many as the bucket has."""
 
@@ -247,12 +215,11 @@ class ReplayBucketRecomputed(PlannedBackend):
 
 
 @fault(
-    slug="frozen-kv-step-offset-baked",
-    source="sglang 0.5.23 (frozen_kv_mtp_cuda_graph_runner)",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "reads-own-kv"),
-    hint="only the graph is wrong|value from capture time",
+    "sglang 0.5.23 (frozen_kv_mtp_cuda_graph_runner)",
+    "replay-follows-batch reads-own-kv",
+    "only the graph is wrong|value from capture time",
+    modes="decode",
+    executions="graph",
 )
 class FrozenKvStepOffsetBaked(PlannedBackend):
     """The recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written."""
@@ -264,12 +231,10 @@ class FrozenKvStepOffsetBaked(PlannedBackend):
 
 
 @fault(
-    slug="grid-covers-the-capture-lengths",
-    source="flashinfer #639, #641",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="KV tokens are right, of|KV tokens are missing",
+    "flashinfer #639, #641",
+    "replay-follows-batch",
+    "KV tokens are right, of|KV tokens are missing",
+    executions="graph",
     modelled="the grid runs over keys, where upstream it ran over query rows",
 )
 class GridCoversTheCaptureLengths(PlannedBackend):
@@ -290,12 +255,11 @@ class GridCoversTheCaptureLengths(PlannedBackend):
 
 
 @fault(
-    slug="swa-draft-extend-has-no-window-buffers",
-    source="sglang #29858, #22679",
-    modes=_V1 + _V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "matches-oracle"),
-    hint="before the window|only the graph is wrong|value from capture time",
+    "sglang #29858, #22679",
+    "replay-follows-batch matches-oracle",
+    "before the window|only the graph is wrong|value from capture time",
+    modes="draft-extend draft-extend-v2",
+    executions="graph",
     modelled="with one pool for all layers the missing indices show as a missing window",
 )
 class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
@@ -307,12 +271,11 @@ class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
 
 
 @fault(
-    slug="tree-mask-of-the-capture",
-    source="general",
-    modes=_VERIFY,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="tree mask|only the graph is wrong|value from capture time",
+    "general",
+    "replay-follows-batch",
+    "tree mask|only the graph is wrong|value from capture time",
+    modes="target-verify",
+    executions="graph",
 )
 class TreeMaskOfTheCapture(PlannedBackend):
     """Lengths and pages are refreshed at replay, and the mask buffer is not."""
@@ -323,14 +286,7 @@ class TreeMaskOfTheCapture(PlannedBackend):
             super().copy_in(name, target, source)
 
 
-@fault(
-    slug="page-table-refreshed-for-the-first-pages-only",
-    source="general",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
-)
+@fault("general", "replay-follows-batch", "only the graph is wrong|value from capture time", executions="graph")
 class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
     """A replay copies as many page-table columns as the capture batch used."""
 
@@ -343,12 +299,11 @@ class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
 
 
 @fault(
-    slug="kv-splits-not-refreshed",
-    source="sglang #26019 (review), MUTATION_FIXES.md M23",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("graph-matches-eager",),
-    hint="split count",
+    "sglang #26019 (review), MUTATION_FIXES.md M23",
+    "graph-matches-eager",
+    "split count",
+    modes="decode",
+    executions="graph",
 )
 class KvSplitsNotRefreshed(PlannedBackend):
     """Replay keeps the number of splits of the capture: right numbers, and other bits than eager."""

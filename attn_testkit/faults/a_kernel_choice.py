@@ -5,21 +5,16 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _SIZE = 12
 _KEYS = 1000
 
 
 @fault(
-    slug="kernel-switch-off-by-one",
-    source="general; kernels of vLLM that are chosen by the sizes of its graphs",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="right with 11 requests",
+    "general; kernels of vLLM that are chosen by the sizes of its graphs", "matches-oracle", "right with 11 requests"
 )
 class KernelSwitchOffByOne(PlannedBackend):
     """Batches of more than 12 are planned without splits, and those of 12 and more are run by the kernel without."""
@@ -41,11 +36,7 @@ class KernelSwitchOffByOne(PlannedBackend):
 
 
 @fault(
-    slug="kernel-switch-by-keys-off-by-one",
-    source="general; split counts that follow the sum of keys (FlashInfer's planner)",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("matches-oracle",),
-    hint="",
+    "general; split counts that follow the sum of keys (FlashInfer's planner)", "matches-oracle", modes="decode extend"
 )
 class KernelSwitchByKeysOffByOne(PlannedBackend):
     """Batches of more than 1,000 keys are planned without splits, and those of 1,000 and more are run so."""
@@ -63,12 +54,9 @@ class KernelSwitchByKeysOffByOne(PlannedBackend):
 
 
 @fault(
-    slug="metadata-made-anew-before-capture",
-    source="general; servers that build metadata twice (vLLM)",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("replay-follows-batch", "matches-oracle", "buckets-independent", "padding-inert"),
-    hint="",
+    "general; servers that build metadata twice (vLLM)",
+    "replay-follows-batch matches-oracle buckets-independent padding-inert",
+    executions="graph",
 )
 class MetadataMadeAnewBeforeCapture(PlannedBackend):
     """The second build, between warm-up and capture, makes new tensors, and replays fill those of the first build."""

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import BackendContext, Execution, ForwardBatch, ForwardMode, VerifyInput
+from ..contract import BackendContext, ForwardBatch, ForwardMode, VerifyInput
 from .b_empty_batches import LEAN
 from .catalogue import fault
 from .multi_step import MultiStepBackend, spec_of
@@ -15,7 +15,6 @@ from .parent import Metadata, PlannedBackend
 
 _VERIFY = (ForwardMode.TARGET_VERIFY,)
 _DRAFT = (ForwardMode.DRAFT_DECODE,)
-_GRAPH = (Execution.GRAPH,)
 
 
 class PerWidthBackend(PlannedBackend):
@@ -61,11 +60,11 @@ class PerWidthBackend(PlannedBackend):
 
 
 @fault(
+    "general; speculative_num_draft_tokens read from the configuration (sglang)",
+    "matches-oracle replay-follows-batch",
+    "width that is not the batch",
+    modes="target-verify",
     slug="rows-lie-at-the-configured-width",
-    source="general; speculative_num_draft_tokens read from the configuration (sglang)",
-    modes=_VERIFY,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="width that is not the batch",
 )
 class RowsAtTheConfiguredWidth(PerWidthBackend):
     """The first row of each request is a multiple of num_draft_tokens, however narrow the batch is."""
@@ -77,12 +76,12 @@ class RowsAtTheConfiguredWidth(PerWidthBackend):
 
 
 @fault(
+    "general; a metadata buffer of the widest graph, reused for the narrow ones",
+    "matches-oracle buckets-independent finite reads-own-kv",
+    "width that is not the batch",
+    modes="target-verify",
+    executions="graph",
     slug="mask-rows-as-long-as-the-widest",
-    source="general; a metadata buffer of the widest graph, reused for the narrow ones",
-    modes=_VERIFY,
-    executions=_GRAPH,
-    checks=("matches-oracle", "buckets-independent", "finite", "reads-own-kv"),
-    hint="width that is not the batch",
 )
 class MaskRowsOfTheWidest(PerWidthBackend):
     """The plan fills masks in rows of num_draft_tokens, and a narrow graph reads rows of its own width."""
@@ -98,12 +97,11 @@ class MaskRowsOfTheWidest(PerWidthBackend):
 
 
 @fault(
-    slug="keys-of-the-width-captured-last",
-    source="general; a width that is kept on the instance at capture",
-    modes=_VERIFY,
-    executions=_GRAPH,
-    checks=("matches-oracle", "replay-follows-batch", "buckets-independent"),
-    hint="width that is not the batch",
+    "general; a width that is kept on the instance at capture",
+    "matches-oracle replay-follows-batch buckets-independent",
+    "width that is not the batch",
+    modes="target-verify",
+    executions="graph",
 )
 class KeysOfTheWidthCapturedLast(PerWidthBackend):
     """The plan of a replay adds to the prefix the width that was captured last, which is the narrowest."""
@@ -158,11 +156,11 @@ class PerDepthBackend(MultiStepBackend):
 
 
 @fault(
+    "general; speculative_num_steps read from the configuration (sglang)",
+    "matches-oracle reads-own-kv finite",
+    "width that is not the batch",
+    modes="draft-decode",
     slug="branches-lie-at-the-configured-depth",
-    source="general; speculative_num_steps read from the configuration (sglang)",
-    modes=_DRAFT,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="width that is not the batch",
 )
 class BranchesAtTheConfiguredDepth(PerDepthBackend):
     """Regions of branches are as long as drafts of speculative_num_steps need, and a shorter draft has shorter ones."""
@@ -173,12 +171,11 @@ class BranchesAtTheConfiguredDepth(PerDepthBackend):
 
 
 @fault(
-    slug="padded-draft-rows-write-live-slots",
-    source="vLLM #56734, in a draft's forwards",
-    modes=_DRAFT,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="slot",
+    "vLLM #56734, in a draft's forwards",
+    "writes-own-kv",
+    "slot",
+    modes="draft-decode",
+    executions="graph",
     modelled="the column is the first of the request, as a length of 0 gives it",
 )
 class PaddedDraftRowsWriteLiveSlots(PerDepthBackend):

@@ -10,19 +10,10 @@ from .builds import FixedStrideBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
-_GRAPH = ("graph",)
 
 
-@fault(
-    slug="qlens-packed-vs-uniform-stride",
-    source="sglang #21987, #19807",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed",
-)
+@fault("sglang #21987, #19807", "replay-follows-batch", "rows are packed", modes="draft-extend", executions="graph")
 class QlensPackedVsUniformStride(FixedStrideBackend):
     """Replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture."""
 
@@ -31,14 +22,7 @@ class QlensPackedVsUniformStride(FixedStrideBackend):
         return meta.max_q_len
 
 
-@fault(
-    slug="draft-extend-qlens-seeded-once",
-    source="sglang #26019 (review)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed",
-)
+@fault("sglang #26019 (review)", "replay-follows-batch", "rows are packed", modes="draft-extend", executions="graph")
 class DraftExtendQlensSeededOnce(PlannedBackend):
     """Query offsets are written once per bucket, at capture, and not refreshed from the accepted counts."""
 
@@ -49,12 +33,11 @@ class DraftExtendQlensSeededOnce(PlannedBackend):
 
 
 @fault(
-    slug="qo-stride-steps-plus-one",
-    source="sglang #27545",
-    modes=_V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
+    "sglang #27545",
+    "replay-follows-batch",
+    "only the graph is wrong|value from capture time",
+    modes="draft-extend-v2",
+    executions="graph",
 )
 class QoStrideStepsPlusOne(FixedStrideBackend):
     """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows per request."""
@@ -69,14 +52,7 @@ class QoStrideStepsPlusOne(FixedStrideBackend):
         return self.context.speculative_num_steps + 1 if self.is_v2 else super().stride(meta)
 
 
-@fault(
-    slug="capture-spec-width-left-at-minus-one",
-    source="sglang #31367",
-    modes=_V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="num_tokens_per_req is",
-)
+@fault("sglang #31367", "replay-follows-batch", "num_tokens_per_req is", modes="draft-extend-v2", executions="graph")
 class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
     """The captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture."""
 
@@ -88,14 +64,7 @@ class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
         self.metadata.cu_seqlens_q.copy_(offsets)
 
 
-@fault(
-    slug="capture-zeroes-query-start-loc",
-    source="vLLM #53821",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
-)
+@fault("vLLM #53821", "replay-follows-batch", "only the graph is wrong|value from capture time", executions="graph")
 class CaptureZeroesQueryStartLoc(PlannedBackend):
     """A shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them."""
 
@@ -106,12 +75,11 @@ class CaptureZeroesQueryStartLoc(PlannedBackend):
 
 
 @fault(
-    slug="host-cumsum-inside-captured-forward",
-    source="TensorRT-LLM #17273 (review)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed|only the graph is wrong|value from capture time",
+    "TensorRT-LLM #17273 (review)",
+    "replay-follows-batch",
+    "rows are packed|only the graph is wrong|value from capture time",
+    modes="draft-extend",
+    executions="graph",
 )
 class HostCumsumInsideCapturedForward(PlannedBackend):
     """The captured forward sums query lengths on the host into pinned memory; a replay re-runs only the copy."""
@@ -133,11 +101,9 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
 
 
 @fault(
-    slug="offsets-restart-after-a-warp",
-    source="vLLM #27840; flash-attention #2520",
-    modes=_ALL,
-    checks=("matches-oracle", "output-written", "replay-follows-batch"),
-    hint="offset of its query rows",
+    "vLLM #27840; flash-attention #2520",
+    "matches-oracle output-written replay-follows-batch",
+    "offset of its query rows",
 )
 class OffsetsRestartAfterAWarp(PlannedBackend):
     """Query offsets are summed by one warp, and those of requests from number 32 on begin again at 0."""
@@ -148,13 +114,7 @@ class OffsetsRestartAfterAWarp(PlannedBackend):
         return torch.nn.functional.pad(torch.cat(parts), (1, 0)).to(torch.int32)
 
 
-@fault(
-    slug="plan-of-one-block",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="128",
-)
+@fault("general", "matches-oracle replay-follows-batch", "128")
 class PlanOfOneBlock(PlannedBackend):
     """One block of 128 threads plans the splits, without a loop: requests from number 128 on have no plan."""
 

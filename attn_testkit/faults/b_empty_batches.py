@@ -17,12 +17,11 @@ LEAN = PlannedBackend.capabilities.with_changes(
 
 
 @fault(
-    slug="idle-rank-has-no-longest",
-    source="general; idle ranks of data parallelism (sglang)",
+    "general; idle ranks of data parallelism (sglang)",
+    "completes",
+    "no live request",
     modes=_ALL,
-    executions=("graph",),
-    checks=("completes",),
-    hint="no live request",
+    executions="graph",
     modelled="the host takes the maximum of an empty list",
 )
 class IdleRankHasNoLongest(PlannedBackend):
@@ -35,12 +34,7 @@ class IdleRankHasNoLongest(PlannedBackend):
 
 
 @fault(
-    slug="idle-replay-keeps-the-last-plan",
-    source="general; dummy batches of idle ranks (vLLM)",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("writes-own-kv",),
-    hint="no live request",
+    "general; dummy batches of idle ranks (vLLM)", "writes-own-kv", "no live request", modes=_ALL, executions="graph"
 )
 class IdleReplayKeepsTheLastPlan(PlannedBackend):
     """A batch without live requests is not planned, and the graph writes to the rows of the batch before again."""
@@ -54,12 +48,7 @@ class IdleReplayKeepsTheLastPlan(PlannedBackend):
 
 
 @fault(
-    slug="lengths-kept-across-an-idle-replay",
-    source="general",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("buckets-independent", "replay-follows-batch", "padding-inert", "matches-oracle"),
-    hint="",
+    "general", "buckets-independent replay-follows-batch padding-inert matches-oracle", modes=_ALL, executions="graph"
 )
 class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     """The replay after one without a live request keeps that one's lengths."""
@@ -80,12 +69,11 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
 
 
 @fault(
-    slug="idle-metadata-for-wrong-mode",
-    source="sglang #31705",
+    "sglang #31705",
+    "completes",
+    "takes_empty_batches",
     modes=_ALL,
-    executions=("eager",),
-    checks=("completes",),
-    hint="takes_empty_batches",
+    executions="eager",
     modelled="an eager batch without requests represents the dummy batch of an idle rank",
 )
 class IdleMetadataForWrongMode(PlannedBackend):
@@ -106,14 +94,7 @@ class IdleMetadataForWrongMode(PlannedBackend):
         super().write_kv(layer, k, v, meta)
 
 
-@fault(
-    slug="empty-batch-divides-by-requests",
-    source="general; rows // batch_size",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("completes",),
-    hint="takes_empty_batches",
-)
+@fault("general; rows // batch_size", "completes", "takes_empty_batches", modes=_ALL, executions="eager")
 class EmptyBatchDividesByRequests(PlannedBackend):
     """Rows per request are counted by a division by the requests, although empty batches are declared."""
 
@@ -125,14 +106,7 @@ class EmptyBatchDividesByRequests(PlannedBackend):
         return super().plan(batch)
 
 
-@fault(
-    slug="empty-batch-returns-a-row",
-    source="general; at least one row, so that a kernel can be launched",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("output-contract",),
-    hint="",
-)
+@fault("general; at least one row, so that a kernel can be launched", "output-contract", modes=_ALL, executions="eager")
 class EmptyBatchReturnsARow(PlannedBackend):
     """A kernel of one row is launched for an empty batch, and its row is returned."""
 

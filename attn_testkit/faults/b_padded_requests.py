@@ -25,12 +25,10 @@ class OffsetsBackend(PlannedBackend):
 
 
 @fault(
-    slug="width-of-the-last-request",
-    source="general; query_start_loc of vLLM, whose tail is constant",
+    "general; query_start_loc of vLLM, whose tail is constant",
+    "padding-inert replay-follows-batch",
     modes=_ALL,
-    executions=("graph",),
-    checks=("padding-inert", "replay-follows-batch"),
-    hint="",
+    executions="graph",
 )
 class WidthOfTheLastRequest(OffsetsBackend):
     """The kernel takes the rows of a request from the last two offsets, and a padded request has none."""
@@ -42,12 +40,10 @@ class WidthOfTheLastRequest(OffsetsBackend):
 
 
 @fault(
-    slug="padded-requests-divide-by-their-rows",
-    source="general; flash-attention #1745 is of the kind",
+    "general; flash-attention #1745 is of the kind",
+    "padding-inert",
     modes=_ALL,
-    executions=("graph",),
-    checks=("padding-inert",),
-    hint="",
+    executions="graph",
     modelled="NaN of 0 / 0 reaches live rows by a sum over requests",
 )
 class PaddedRequestsDivideByTheirRows(OffsetsBackend):

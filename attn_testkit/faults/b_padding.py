@@ -10,20 +10,16 @@ from .builds import WorkListBackend
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2)
-_GRAPH = ("graph",)
 
 
 @fault(
-    slug="pad-fill-underflows-uniform-width",
-    source="sglang #31270, #30378",
-    modes=_V2,
-    executions=_GRAPH,
-    checks=("padding-inert",),
-    hint="bucket of exactly|padded rows",
+    "sglang #31270, #30378",
+    "padding-inert",
+    "bucket of exactly|padded rows",
+    modes="draft-extend-v2",
+    executions="graph",
     modelled="negative lengths shorten the work list; upstream they faulted",
 )
 class PadFillUnderflowsUniformWidth(WorkListBackend):
@@ -35,12 +31,11 @@ class PadFillUnderflowsUniformWidth(WorkListBackend):
 
 
 @fault(
-    slug="pad-indptr-tail-runs-backwards",
-    source="ROCm/ATOM #2148",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("padding-inert", "replay-follows-batch"),
-    hint="bucket of exactly|padded rows|only the graph is wrong|value from capture time",
+    "ROCm/ATOM #2148",
+    "padding-inert replay-follows-batch",
+    "bucket of exactly|padded rows|only the graph is wrong|value from capture time",
+    modes="decode",
+    executions="graph",
     modelled="the last entry is the length of the work list; upstream the negative length faulted",
 )
 class PadIndptrTailRunsBackwards(WorkListBackend):
@@ -65,12 +60,11 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
 
 
 @fault(
-    slug="pad-req-row-aliases-live-request",
-    source="sglang #24243; tokenspeed #618",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="slot of an earlier token|no live request|this step",
+    "sglang #24243; tokenspeed #618",
+    "writes-own-kv",
+    "slot of an earlier token|no live request|this step",
+    modes="decode",
+    executions="graph",
     modelled="row 1 is used instead of row 0, which is reserved here",
 )
 class PadReqRowAliasesLiveRequest(PlannedBackend):
@@ -84,12 +78,12 @@ class PadReqRowAliasesLiveRequest(PlannedBackend):
 
 
 @fault(
-    slug="metadata-built-before-graph-padding",
-    source="vLLM #28579, #25265; xLLM #1939",
+    "vLLM #28579, #25265; xLLM #1939",
+    "writes-own-kv padding-inert",
+    "no live request|an earlier token|this step|padded rows",
     modes=_UNIFORM,
-    executions=_GRAPH,
-    checks=("writes-own-kv", "padding-inert"),
-    hint="no live request|an earlier token|this step|padded rows",
+    executions="graph",
+    slug="metadata-built-before-graph-padding",
 )
 class MetadataForLiveRowsOnly(PlannedBackend):
     """Metadata are built before the batch is padded, so they describe live rows and the graph runs the bucket."""
@@ -111,12 +105,11 @@ class MetadataForLiveRowsOnly(PlannedBackend):
 
 
 @fault(
+    "sglang 0.5.23 (prefill_cuda_graph_runner)",
+    "writes-own-kv",
+    "no live request|an earlier token|this step",
+    executions="graph",
     slug="prefill-slot-tail-stale",
-    source="sglang 0.5.23 (prefill_cuda_graph_runner)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="no live request|an earlier token|this step",
     modelled="KV rows represent the state checkpoints of a hybrid model",
 )
 class SlotsTailStale(MetadataForLiveRowsOnly):
@@ -126,12 +119,11 @@ class SlotsTailStale(MetadataForLiveRowsOnly):
 
 
 @fault(
-    slug="q-longer-than-cu-seqlens",
-    source="sglang 0.5.23 (flashattention_backend, skip-KV path)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "padding-inert"),
-    hint="only the graph is wrong|value from capture time|bucket of exactly",
+    "sglang 0.5.23 (flashattention_backend, skip-KV path)",
+    "replay-follows-batch padding-inert",
+    "only the graph is wrong|value from capture time|bucket of exactly",
+    modes="draft-extend",
+    executions="graph",
     modelled="the last real row gets its successor's result",
 )
 class QLongerThanCuSeqlens(PlannedBackend):
@@ -145,12 +137,11 @@ class QLongerThanCuSeqlens(PlannedBackend):
 
 
 @fault(
-    slug="left-aligned-padded-q-shifts-causal",
-    source="rtp-llm 6b88d7528",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="rows are packed|KV tokens are missing|only the graph is wrong|value from capture time",
+    "rtp-llm 6b88d7528",
+    "replay-follows-batch",
+    "rows are packed|KV tokens are missing|only the graph is wrong|value from capture time",
+    modes="draft-extend",
+    executions="graph",
 )
 class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
     """Rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot."""
@@ -162,14 +153,7 @@ class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
         return (meta.kv_lens - meta.max_q_len).long()[:, None] + self.index[: meta.max_q_len]
 
 
-@fault(
-    slug="pad-row-nan-spreads-via-batch-scale",
-    source="vLLM #57094, #57017",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("padding-inert",),
-    hint="bucket of exactly|padded rows",
-)
+@fault("vLLM #57094, #57017", "padding-inert", "bucket of exactly|padded rows", modes="decode", executions="graph")
 class PadRowNanSpreadsViaBatchScale(PlannedBackend):
     """A padded row of length 0 gives NaN, and the scale of the whole batch is taken from its largest value."""
 
@@ -187,12 +171,12 @@ class PadRowNanSpreadsViaBatchScale(PlannedBackend):
 
 
 @fault(
+    "vLLM #51970",
+    "completes",
+    "ZeroDivisionError",
+    modes="decode",
+    executions="graph",
     slug="all-zero-lens-scheduler-oob",
-    source="vLLM #51970",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("completes",),
-    hint="ZeroDivisionError",
     modelled="a division by zero on the host, where upstream a kernel read out of bounds",
 )
 class AllZeroLensScheduler(PlannedBackend):
@@ -213,12 +197,11 @@ class AllZeroLensScheduler(PlannedBackend):
 
 
 @fault(
-    slug="piecewise-crop-drops-prefix",
-    source="sglang KNOWN_FAILURES.md C.4",
-    modes=_V1 + _V2,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="KV tokens are right, of|KV tokens are missing|only the graph is wrong|value from capture time",
+    "sglang KNOWN_FAILURES.md C.4",
+    "replay-follows-batch",
+    "KV tokens are right, of|KV tokens are missing|only the graph is wrong|value from capture time",
+    modes="draft-extend draft-extend-v2",
+    executions="graph",
 )
 class PiecewiseCropDropsPrefix(PlannedBackend):
     """Keys are cropped to the number of query rows to drop padding, which drops the rest of the keys."""
@@ -232,12 +215,11 @@ class PiecewiseCropDropsPrefix(PlannedBackend):
 
 
 @fault(
-    slug="padding-taken-for-a-preempted-request",
-    source="general",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("buckets-independent", "padding-inert"),
-    hint="only replays with padded rows|as the only replay",
+    "general",
+    "buckets-independent padding-inert",
+    "only replays with padded rows|as the only replay",
+    modes="decode",
+    executions="graph",
 )
 class PaddingTakenForAPreemptedRequest(PlannedBackend):
     """A padded row whose position falls back to 0 counts as a preempted request, and the row before it goes with it."""
@@ -270,12 +252,11 @@ class PaddingTakenForAPreemptedRequest(PlannedBackend):
 
 
 @fault(
-    slug="no-work-tile-marker-equals-batch",
-    source="vLLM #21691; FlashMLA of vLLM #3",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("padding-inert",),
-    hint="bucket of exactly|padded rows",
+    "vLLM #21691; FlashMLA of vLLM #3",
+    "padding-inert",
+    "bucket of exactly|padded rows",
+    modes="decode",
+    executions="graph",
     modelled="a surplus tile stores its result over that of request 0; upstream it read past a buffer as well",
 )
 class NoWorkTileMarkerEqualsBatch(PlannedBackend):
@@ -302,12 +283,11 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
 
 
 @fault(
-    slug="stale-request-state-fakes-prefill",
-    source="vLLM #41841",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("buckets-independent", "padding-inert"),
-    hint="no other mode|bucket of exactly",
+    "vLLM #41841",
+    "buckets-independent padding-inert",
+    "no other mode|bucket of exactly",
+    modes="decode",
+    executions="graph",
     modelled="state by place in the batch; upstream it is that of requests, and the layers are Mamba's",
 )
 class StaleRequestStateFakesPrefill(PlannedBackend):

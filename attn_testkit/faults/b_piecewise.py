@@ -12,12 +12,11 @@ from .parent import Metadata, PlannedBackend
 
 
 @fault(
-    slug="scale-of-all-rows-in-memory",
-    source="general; sglang 0.5.23 (q beyond cu_seqlens_q[-1] in token buckets) is of the kind",
-    modes=("extend",),
-    executions=("eager",),
-    checks=("finite", "matches-oracle"),
-    hint="between graphs",
+    "general; sglang 0.5.23 (q beyond cu_seqlens_q[-1] in token buckets) is of the kind",
+    "finite matches-oracle",
+    "between graphs",
+    modes="extend",
+    executions="eager",
     modelled="the descriptor covers the storage of q; a real one is made for the memory that a graph allocated",
 )
 class ScaleOfAllRowsInMemory(PlannedBackend):

@@ -13,22 +13,12 @@ from .catalogue import fault
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
 _VERIFY = (ForwardMode.TARGET_VERIFY,)
 _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 _EXTENDS = _VERIFY + _V1 + _V2
-_GRAPH = ("graph",)
 
 
-@fault(
-    slug="pad-slot-minus-one-hits-last-slot",
-    source="vLLM #43810, #43869",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="slot",
-)
+@fault("vLLM #43810, #43869", "writes-own-kv", "slot", executions="graph")
 class PadSlotMinusOneHitsLastSlot(PlannedBackend):
     """Padding slots of -1 go into plain indexing, which counts them from the end of the pool."""
 
@@ -40,11 +30,9 @@ class PadSlotMinusOneHitsLastSlot(PlannedBackend):
 
 
 @fault(
-    slug="padding-sink-slot-gets-nan",
-    source="sglang #32477, #35351, #36003, #36207",
-    modes=_ALL,
-    checks=("reads-own-kv", "finite"),
-    hint="of another owner|zeros instead of NaN|only the graph is wrong|value from capture time",
+    "sglang #32477, #35351, #36003, #36207",
+    "reads-own-kv finite",
+    "of another owner|zeros instead of NaN|only the graph is wrong|value from capture time",
 )
 class PaddingSinkSlotGetsNan(PlannedBackend):
     """Page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked."""
@@ -65,12 +53,12 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
 
 
 @fault(
+    "vLLM #56734",
+    "writes-own-kv",
+    "slot",
+    modes="decode",
+    executions="graph",
     slug="dummy-draft-steps-write-stale-blocks",
-    source="vLLM #56734",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="slot",
     modelled="padded rows of a decode represent the dummy draft steps of an idle rank",
 )
 class PaddingWritesThroughStaleRows(PlannedBackend):
@@ -90,12 +78,11 @@ class PaddingWritesThroughStaleRows(PlannedBackend):
 
 
 @fault(
-    slug="verify-append-uses-capture-host-slots",
-    source="TensorRT-LLM #17110",
-    modes=_VERIFY,
-    executions=_GRAPH,
-    checks=("writes-own-kv", "replay-follows-batch"),
-    hint="K and V|only the graph is wrong|value from capture time",
+    "TensorRT-LLM #17110",
+    "writes-own-kv replay-follows-batch",
+    "K and V|only the graph is wrong|value from capture time",
+    modes="target-verify",
+    executions="graph",
 )
 class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
     """Write positions of drafts were computed by a host loop and frozen at capture: replays scatter to those."""
@@ -107,11 +94,10 @@ class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
 
 
 @fault(
-    slug="swa-write-locs-synthesised-zero",
-    source="sglang #27091 (review)",
-    modes=_V1 + _V2,
-    checks=("writes-own-kv", "reads-own-kv"),
-    hint="K and V|of another owner|slots",
+    "sglang #27091 (review)",
+    "writes-own-kv reads-own-kv",
+    "K and V|of another owner|slots",
+    modes="draft-extend draft-extend-v2",
 )
 class SwaWriteLocsSynthesisedZero(PlannedBackend):
     """The windowed layer's write locations are derived from zeros: everything goes to the dummy slot."""
@@ -124,12 +110,12 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
 
 
 @fault(
+    "sglang 0.5.23 (dflash_worker_v2)",
+    "writes-own-kv",
+    "K and V|slot",
+    modes="draft-extend",
+    executions="graph",
     slug="alignment-rows-materialised-into-draft-kv",
-    source="sglang 0.5.23 (dflash_worker_v2)",
-    modes=_V1,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint="K and V|slot",
     modelled="rejected rows of a graph represent rows from rounding to the parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
@@ -142,13 +128,7 @@ class AlignmentRowsMaterialised(PlannedBackend):
         super().copy_in(name, target, source)
 
 
-@fault(
-    slug="scatter-dest-includes-source-row",
-    source="aiter #5034",
-    modes=_EXTENDS,
-    checks=("writes-own-kv", "reads-own-kv"),
-    hint="K and V|slot|of another owner",
-)
+@fault("aiter #5034", "writes-own-kv reads-own-kv", "K and V|slot|of another owner", modes=_EXTENDS)
 class ScatterDestIncludesSourceRow(PlannedBackend):
     """Rows are stored two per block, and the destination of the second adds its place in the block once more."""
 
@@ -158,13 +138,7 @@ class ScatterDestIncludesSourceRow(PlannedBackend):
         super().write_kv(layer, k, v, replace(meta, slots=moved.clamp(max=self.context.kv_pool.num_slots - 1)))
 
 
-@fault(
-    slug="block-zeroing-spills-into-neighbour",
-    source="vLLM #43990, #51718",
-    modes=_ALL,
-    checks=("writes-own-kv",),
-    hint="slot",
-)
+@fault("vLLM #43990, #51718", "writes-own-kv", "slot")
 class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
     """A fresh page is zeroed from an offset into it, for a whole page: the next page loses its first rows."""
 
@@ -179,11 +153,9 @@ class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
 
 
 @fault(
-    slug="int8-scale-writes-overlap-kv",
-    source="lmdeploy #4764",
-    modes=_ALL,
-    checks=("writes-own-kv", "matches-oracle"),
-    hint="K and V|wrong softmax weights",
+    "lmdeploy #4764",
+    "writes-own-kv matches-oracle",
+    "K and V|wrong softmax weights",
     modelled="an FP8 pool, and one byte a row",
 )
 class Int8ScaleWritesOverlapKv(PlannedBackend):
@@ -196,13 +168,7 @@ class Int8ScaleWritesOverlapKv(PlannedBackend):
             self.context.kv_pool.get_key_buffer(layer.layer_id).view(torch.uint8)[meta.slots, 0, 0] = 0x38
 
 
-@fault(
-    slug="warmup-leaves-nan-in-kv",
-    source="rtp-llm afa6eb101",
-    modes=_ALL,
-    checks=("reads-own-kv", "finite"),
-    hint="of another owner|zeros instead of NaN",
-)
+@fault("rtp-llm afa6eb101", "reads-own-kv finite", "of another owner|zeros instead of NaN")
 class WarmupLeavesNanInKv(PlannedBackend):
     """Masked lanes are multiplied by a weight of 0, which is right only in a pool that was cleared at start."""
 
@@ -211,13 +177,7 @@ class WarmupLeavesNanInKv(PlannedBackend):
         return values
 
 
-@fault(
-    slug="v-stored-with-the-scale-of-k",
-    source="general",
-    modes=_ALL,
-    checks=("writes-own-kv", "matches-oracle"),
-    hint="FP8 scales|K and V",
-)
+@fault("general", "writes-own-kv matches-oracle", "FP8 scales|K and V", slug="v-stored-with-the-scale-of-k")
 class VStoredWithScaleOfK(PlannedBackend):
     """An FP8 value row is stored with the key's scale."""
 
@@ -227,11 +187,10 @@ class VStoredWithScaleOfK(PlannedBackend):
 
 
 @fault(
-    slug="new-keys-attended-but-not-stored",
-    source="vllm-plugin-FL #353",
-    modes=_V1 + _V2,
-    checks=("writes-own-kv", "reads-own-kv"),
-    hint="K and V|slots",
+    "vllm-plugin-FL #353",
+    "writes-own-kv reads-own-kv",
+    "K and V|slots",
+    modes="draft-extend draft-extend-v2",
     modelled="the row is stored, attended and taken back, so that only the memory shows it",
 )
 class NewKeysAttendedButNotStored(DenseBackend):
@@ -254,12 +213,12 @@ class NewKeysAttendedButNotStored(DenseBackend):
 
 
 @fault(
+    "general",
+    "writes-own-kv replay-follows-batch",
+    "K and V|only the graph is wrong|value from capture time",
+    modes="decode",
+    executions="graph",
     slug="captured-store-leaves-a-head-out",
-    source="general",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("writes-own-kv", "replay-follows-batch"),
-    hint="K and V|only the graph is wrong|value from capture time",
 )
 class StoresOneHeadTooFew(PlannedBackend):
     """The captured store is launched for one KV head too few."""
@@ -276,14 +235,7 @@ class StoresOneHeadTooFew(PlannedBackend):
         return None
 
 
-@fault(
-    slug="save-kv-cache-ignored",
-    source="vllm-ascend #11791; tpu-inference #2601",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("writes-own-kv",),
-    hint="save_kv_cache=False",
-)
+@fault("vllm-ascend #11791; tpu-inference #2601", "writes-own-kv", "save_kv_cache=False", executions="eager")
 class SaveKvCacheIgnored(PlannedBackend):
     """Rows are stored even if save_kv_cache is False, over those of a layer that shares its keys and values."""
 
@@ -300,14 +252,7 @@ class SaveKvCacheIgnored(PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache=True)
 
 
-@fault(
-    slug="new-rows-always-from-registers",
-    source="general; tpu-inference #2601",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("finite", "reads-own-kv", "matches-oracle"),
-    hint="save_kv_cache=False",
-)
+@fault("general; tpu-inference #2601", "finite reads-own-kv matches-oracle", "save_kv_cache=False", executions="eager")
 class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
     """The kernel attends to the new rows from k and v, even if save_kv_cache is False and only the pool has them."""
 
@@ -319,12 +264,10 @@ class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
 
 
 @fault(
-    slug="padding-stored-behind-page-zero",
-    source="general",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("writes-own-kv",),
-    hint=r"offset 0\)",
+    "general",
+    "writes-own-kv",
+    r"offset 0\)",
+    executions="graph",
     modelled="rows are stored again when attention is through, so that only the memory shows it",
 )
 class PaddingStoredBehindPageZero(PlannedBackend):

@@ -107,29 +107,41 @@ class CorpusEntry:
 _CORPUS: dict[str, CorpusEntry] = {}
 
 
+def slug_of(name: str) -> str:
+    """Name of a class as words joined by hyphens: ``PlanOfCapture`` is ``plan-of-capture``."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", name).lower()
+
+
 def fault(
-    *,
-    slug: str,
     source: str,
-    modes: Iterable[ForwardMode | str],
-    checks: Iterable[str],
-    executions: Iterable[Execution | str] = tuple(Execution),
+    checks: str | Iterable[str],
     hint: str = "",
+    *,
+    modes: str | Iterable[ForwardMode | str] = tuple(ForwardMode),
+    executions: str | Iterable[Execution | str] = tuple(Execution),
+    slug: str = "",
     modelled: str = "",
 ) -> Callable[[B], B]:
     """Register the decorated backend class as a fault.
 
-    Its docstring is the mechanism, and the first letter of its file is the class of bug. Raises ``ValueError`` for an
+    Its docstring is the mechanism, and the first letter of its file is the class of bug. Several checks, modes or
+    executions may be one text with spaces. ``slug``: if it is not the class name in words. Raises ``ValueError`` for an
     entry that cannot be audited.
     """
-    of_modes, of_executions, of_checks = (
-        tuple(map(ForwardMode, modes)),
-        tuple(map(Execution, executions)),
-        tuple(checks),
-    )
-    return lambda backend: _added(
-        backend, CorpusEntry("fault", slug, backend, source, of_modes, of_executions, of_checks, hint, modelled)
-    )
+    of_modes, of_executions = tuple(map(ForwardMode, _each(modes))), tuple(map(Execution, _each(executions)))
+    of_checks = tuple(map(str, _each(checks)))
+
+    def register(backend: B) -> B:
+        name = slug or slug_of(backend.__name__)
+        return _added(
+            backend, CorpusEntry("fault", name, backend, source, of_modes, of_executions, of_checks, hint, modelled)
+        )
+
+    return register
+
+
+def _each(words: str | Iterable[str]) -> Iterable[str]:
+    return words.split() if isinstance(words, str) else words
 
 
 def bug(
@@ -146,9 +158,9 @@ def bug(
         name = f"{backend.__qualname__}WithoutBug"
         healthy = type(name, (parent,), {"capabilities": backend.capabilities, "__module__": backend.__module__})
         setattr(sys.modules[backend.__module__], name, healthy)
-        slug = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "-", f"Field{backend.__qualname__}").lower()
         entry = CorpusEntry(
-            "field bug", slug, backend, source, (parse_case(case).mode,), (Execution(execution),), (check,),
+            "field bug", slug_of(f"Field{backend.__qualname__}"), backend, source,
+            (parse_case(case).mode,), (Execution(execution),), (check,),
             case=case, case_of_tier=of_a_tier or case, healthy=healthy,
         )  # fmt: skip
         return _added(backend, entry)
@@ -156,13 +168,19 @@ def bug(
     return register
 
 
-def control(name: str) -> Callable[[B], B]:
+def control(name: str = "") -> Callable[[B], B]:
     """Register the decorated backend class as a healthy control.
 
-    Its docstring says why it is one. Raises ``ValueError`` without it, and for a name that is taken.
+    Its docstring says why it is one. ``name``: if it is not the class name in words. Raises ``ValueError`` without a
+    docstring, and for a name that is taken.
     """
     runs = tuple(ForwardMode), tuple(Execution)
-    return lambda backend: _added(backend, CorpusEntry("control", name, backend, "", *runs, healthy=backend))
+
+    def register(backend: B) -> B:
+        entry = CorpusEntry("control", name or slug_of(backend.__name__), backend, "", *runs, healthy=backend)
+        return _added(backend, entry)
+
+    return register
 
 
 def _added(backend: B, entry: CorpusEntry) -> B:

@@ -34,12 +34,12 @@ def _in(*modes: str, **changes: Any) -> Any:
     return _LEAN.with_changes(eager=modes, graph=modes, windows=modes, **trees, **changes)
 
 
-@control("plan-outside-the-graph")
+@control()
 class PlanOutsideTheGraph(PlannedBackend):
     """The parent of the faults: plan, split KV, workspace; table tails as they come."""
 
 
-@control("fill-value-zero")
+@control()
 class FillValueZero(PlannedBackend):
     """Padded requests have no key at all, as FlashInfer requires (sglang #1094)."""
 
@@ -50,7 +50,7 @@ class FillValueZero(PlannedBackend):
         return 0
 
 
-@control("plan-inside-the-graph")
+@control()
 class PlanInsideTheGraph(PlannedBackend):
     """The plan is recorded, and rebuilt on the device by every replay."""
 
@@ -66,7 +66,7 @@ class PlanInsideTheGraph(PlannedBackend):
         super().fill(self.metadata, self.plan(batch), batch)
 
 
-@control("page-tails-zero")
+@control()
 class PageTailsZero(PlannedBackend):
     """Table entries past a request's pages are 0 (trtllm)."""
 
@@ -85,7 +85,7 @@ class PageTailsZero(PlannedBackend):
         return super().plan_pages(batch).masked_fill(past, self.tail)
 
 
-@control("page-tails-minus-one")
+@control()
 class PageTailsMinusOne(PageTailsZero):
     """Table entries past a request's pages are -1 (FlashMLA), and never looked up."""
 
@@ -97,7 +97,7 @@ class PageTailsMinusOne(PageTailsZero):
         return super().key_slots(meta).clamp(min=0)
 
 
-@control("page-tails-of-earlier-batches")
+@control()
 class PageTailsOfEarlierBatches(PageTailsZero):
     """Only the pages in use are refreshed; the rest keep what they held."""
 
@@ -111,7 +111,7 @@ class PageTailsOfEarlierBatches(PageTailsZero):
         return None
 
 
-@control("indices-int64")
+@control()
 class IndicesInt64(PlannedBackend):
     """Lengths, offsets and page ids of 64 bits."""
 
@@ -124,14 +124,14 @@ class IndicesInt64(PlannedBackend):
             setattr(self.buffers, name, getattr(self.buffers, name).long())
 
 
-@control("counters-zero-at-first-use")
+@control()
 class CountersZeroAtFirstUse(CountingBackend):
     """The workspace has counters that must be zero once, and are left zero."""
 
     capabilities = _in("draft-extend-v2")
 
 
-@control("workspace-at-first-use")
+@control()
 class WorkspaceAtFirstUse(PlannedBackend):
     """The workspace is made by the first forward, which no capture is."""
 
@@ -149,7 +149,7 @@ class WorkspaceAtFirstUse(PlannedBackend):
         return super().partial_views(bs, width, layer)
 
 
-@control("cpu-lengths-needed")
+@control()
 class CpuLengthsNeeded(PlannedBackend):
     """The plan is made from host lengths and uploaded from pinned memory (FlashInfer)."""
 
@@ -170,7 +170,7 @@ class CpuLengthsNeeded(PlannedBackend):
         return self.pinned[0][:bs].to(self.context.device, non_blocking=True)
 
 
-@control("kernel-by-batch-size")
+@control()
 class KernelByBatchSize(PlannedBackend):
     """Small batches are split over the keys, large ones are not; no equal bits are declared."""
 
@@ -184,7 +184,7 @@ class KernelByBatchSize(PlannedBackend):
         return torch.stack([splits.any(1), *[torch.zeros_like(splits[:, 0])] * (self.max_splits - 1)], 1)
 
 
-@control("strided-v1-behind-a-scatter")
+@control()
 class StridedV1BehindAScatter(PlannedBackend):
     """Packed rows are scattered to a uniform stride, and gathered again (trtllm)."""
 
@@ -206,7 +206,7 @@ class StridedV1BehindAScatter(PlannedBackend):
         return (meta.kv_lens - self.counts).long()[:, None] + self.index[: meta.max_q_len]
 
 
-@control("splits-in-any-order")
+@control()
 class SplitsInAnyOrder(PlannedBackend):
     """Splits are summed as they finish: other bits each time, and determinism is not declared."""
 
@@ -219,7 +219,7 @@ class SplitsInAnyOrder(PlannedBackend):
         return super().combine(acc.roll(self.turn, 1), lse.roll(self.turn, 1), layer)
 
 
-@control("finite-page-tails")
+@control()
 class FinitePageTails(PlannedBackend):
     """Unused slots of the last page get a weight of 0, and are declared to need finite numbers."""
 
@@ -233,7 +233,7 @@ class FinitePageTails(PlannedBackend):
         return values.masked_fill(past[:, :, None, None], 0.0)
 
 
-@control("one-output-buffer")
+@control()
 class OneOutputBuffer(PlannedBackend):
     """Every layer returns the same buffer, which the next layer overwrites."""
 
@@ -251,7 +251,7 @@ class OneOutputBuffer(PlannedBackend):
         return self.out[: len(q)].copy_(super().attend(q, layer, meta))
 
 
-@control("flat-output")
+@control()
 class FlatOutput(PlannedBackend):
     """The output is [T, Hq * Dv]."""
 
@@ -262,7 +262,7 @@ class FlatOutput(PlannedBackend):
         return super().attend(q, layer, meta).flatten(1)
 
 
-@control("metadata-objects-rebuilt")
+@control()
 class MetadataObjectsRebuilt(PlannedBackend):
     """A new metadata object for each step, around the same buffers."""
 
@@ -274,7 +274,7 @@ class MetadataObjectsRebuilt(PlannedBackend):
         super().init_forward_metadata_out_graph(batch, in_capture)
 
 
-@control("full-mask-buffer")
+@control()
 class FullMaskBuffer(PlannedBackend):
     """The backend gives the draft stage its own FULL_MASK buffer, filled in place."""
 
@@ -295,7 +295,7 @@ class FullMaskBuffer(PlannedBackend):
         return self.mask_buffer
 
 
-@control("older-graph-hooks")
+@control()
 class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
     """The pair of hooks of servers up to mid-2026; K and V are stored by the batch's slots."""
 
@@ -340,7 +340,7 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
         return super().forward(q, k, v, layer, batch, save_kv_cache=False)
 
 
-@control("nan-in-padded-rows")
+@control()
 class NanInPaddedRows(PlannedBackend):
     """Output rows of padded requests hold NaN: nothing may read them."""
 
@@ -354,7 +354,7 @@ class NanInPaddedRows(PlannedBackend):
         return super().attend(q, layer, meta).masked_fill(padded[:, None, None], torch.nan)
 
 
-@control("forked-stream")
+@control()
 class ForkedStream(PlannedBackend):
     """The store runs on its own stream, which forks and joins inside the capture."""
 

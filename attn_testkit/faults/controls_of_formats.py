@@ -11,12 +11,12 @@ from .parent import Metadata
 from .row_formats import RowFormatsBackend
 
 
-@control("row-formats")
+@control()
 class RowFormats(RowFormatsBackend):
     """Planes of numbers and scales are read by the backend's own arithmetic, in every format."""
 
 
-@control("row-formats-in-bf16")
+@control()
 class RowFormatsInBf16(RowFormatsBackend):
     """Numbers times scales are rounded to bf16 before both products, as kernels with a workspace do (sglang)."""
 
@@ -25,7 +25,7 @@ class RowFormatsInBf16(RowFormatsBackend):
         return super().part(part, layer, slots).bfloat16().float()
 
 
-@control("row-formats-stored-by-reciprocals")
+@control()
 class RowFormatsStoredByReciprocals(RowFormatsBackend):
     """The store multiplies by 1 / scale, and rounds int8 half away from zero (vLLM _reshape_cache_per_token_head)."""
 
@@ -48,7 +48,7 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
             planes["scales"].index_put_(at, scale)
 
 
-@control("row-formats-with-other-scales-of-zeros")
+@control()
 class RowFormatsWithOtherScalesOfZeros(RowFormatsBackend):
     """A row of zeros is stored with a scale of 0 and the largest number (sglang), or with a scale of 1."""
 

@@ -17,7 +17,7 @@ _LSE = LogSumExp(base="e", whole=_MODES, prefix=_MODES, pages=_MODES, tokens=_MO
 _FEW = SplitKVBackend.capabilities.with_changes(eager=_MODES, graph=_MODES, kv_dtypes={"same"}, page_sizes={4})
 
 
-@control("keys-in-parts")
+@control()
 class KeysInParts(SplitKVBackend):
     """Natural log-sum-exps, rows before heads, merged by the backend (the parent of the faults of class Q)."""
 
@@ -33,7 +33,7 @@ class LseBase2HeadsFirst(SplitKVBackend):
         return (lse / math.log(2)).t()
 
 
-@control("lse-in-the-models-dtype")
+@control()
 class LseInTheModelsDtype(SplitKVBackend):
     """Log-sum-exp in bfloat16, merged by the backend, which rounds again, as declared (vLLM's TritonMLA)."""
 
@@ -52,7 +52,7 @@ class LseInTheModelsDtype(SplitKVBackend):
         return torch.exp(lse.float() - top.float())
 
 
-@control("lse-of-rounded-probabilities")
+@control()
 class LseOfRoundedProbabilities(SplitKVBackend):
     """The sum is that of probabilities rounded for the second product (FlashInfer's fa2, on tensor cores)."""
 
@@ -66,7 +66,7 @@ class LseOfRoundedProbabilities(SplitKVBackend):
         return (top + torch.exp(logits - top).bfloat16().float().sum(-1, keepdim=True).log()).squeeze(-1)
 
 
-@control("empty-parts-of-any-numbers")
+@control()
 class EmptyPartsOfAnyNumbers(SplitKVBackend):
     """The output of a split without keys and sinks is large and finite, and its weight is 0."""
 

@@ -13,12 +13,12 @@ from .parent import PlannedBackend
 from .strided import LEAN, StridedBackend, Views
 
 
-@control("strides-of-every-layout")
+@control()
 class StridesOfEveryLayout(StridedBackend):
     """Kernel and cache writer take any strides of pages, slots and heads."""
 
 
-@control("pool-copied-inside-the-graph")
+@control()
 class PoolCopiedInsideTheGraph(StridedBackend):
     """A pool of heads first is made contiguous for a kernel of the other layout, at every step: slow, and right."""
 
@@ -30,7 +30,7 @@ class PoolCopiedInsideTheGraph(StridedBackend):
         return key.contiguous(), value.contiguous()
 
 
-@control("keys-in-pieces-of-eight")
+@control()
 class KeysInPiecesOfEight(PlannedBackend):
     """A custom pool: keys in pieces of 8, values with slots last, unused memory after each layer (vLLM's first)."""
 

@@ -15,7 +15,7 @@ from .pool_addresses import ReadsByAddress
 _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"}, head_dims={64})
 
 
-@control("scratch-of-the-largest-step")
+@control()
 class ScratchOfTheLargestStep(PlannedBackend):
     """Scratch is allocated again when a step needs more of it than any step before, as workspaces of servers do."""
 
@@ -33,7 +33,7 @@ class ScratchOfTheLargestStep(PlannedBackend):
         return super().plan(batch)
 
 
-@control("workspaces-by-shape")
+@control()
 class WorkspacesByShape(PlannedBackend):
     """A cache keeps one workspace for each batch size and number of rows, and one plan for each of the last eight
     steps; FlashInfer's wrappers of a server are such a cache."""

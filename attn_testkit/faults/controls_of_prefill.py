@@ -12,7 +12,7 @@ from .p_prefill import LEAN
 from .parent import Metadata, PlannedBackend
 
 
-@control("extend-row-by-row")
+@control()
 class ExtendRowByRow(PlannedBackend):
     """Each new token is a separate decode over all keys before it, as a decode kernel serves a short prefill."""
 
@@ -39,7 +39,7 @@ class ExtendRowByRow(PlannedBackend):
         return super().new_workspace(numbers * self.context.max_extend_tokens)
 
 
-@control("prefix-and-new-rows-merged")
+@control()
 class PrefixAndNewRowsMerged(RegisterRowsBackend):
     """The prefix is one partial result, and the new rows, from k and v, are another; merged by log-sum-exp (sglang)."""
 
@@ -52,7 +52,7 @@ class PrefixAndNewRowsMerged(RegisterRowsBackend):
         return split[:, None] == self.index[: self.max_splits, None]
 
 
-@control("prefix-gathered-in-chunks")
+@control()
 class PrefixGatheredInChunks(PlannedBackend):
     """Keys are gathered in chunks of 48, and a request may have none in a later chunk (MLA prefill)."""
 
@@ -69,7 +69,7 @@ class PrefixGatheredInChunks(PlannedBackend):
         return torch.full_like(lens, self.keys_at_once)
 
 
-@control("decodes-sorted-to-the-front")
+@control()
 class DecodesSortedToTheFront(PlannedBackend):
     """Rows that decode are planned before the prompts, and every result goes back to where its row came from (vLLM)."""
 
@@ -102,7 +102,7 @@ class DecodesSortedToTheFront(PlannedBackend):
         return torch.empty_like(out).index_copy_(0, came_from, out)
 
 
-@control("requests-without-rows-left-out")
+@control()
 class RequestsWithoutRowsLeftOut(PlannedBackend):
     """The plan of an extend leaves out requests without rows, with all that belongs to them (vLLM's Ascend plugin)."""
 

@@ -37,7 +37,7 @@ def _put_back() -> Iterator[None]:
             signal.signal(signal.SIGUSR1, handler)
 
 
-@control("process-state-put-back")
+@control()
 class ProcessStatePutBack(PlannedBackend):
     """Default dtype, grad mode, seed, warning filters and a signal handler change during a plan, and are restored."""
 
@@ -63,7 +63,7 @@ class ProcessStatePutBack(PlannedBackend):
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-@control("helper-thread-of-its-own")
+@control()
 class HelperThreadOfItsOwn(PlannedBackend):
     """A helper thread lives as long as its instance; plans draw from torch's own generator and seed nothing."""
 
@@ -85,7 +85,7 @@ def _wait_for(ended: threading.Event) -> None:
     ended.wait()
 
 
-@control("random-numbers-of-its-own")
+@control()
 class RandomNumbersOfItsOwn(PlannedBackend):
     """The backend's own generator fills the workspace with random numbers before every step."""
 
@@ -104,7 +104,7 @@ class RandomNumbersOfItsOwn(PlannedBackend):
 _SCRATCH: dict[torch.device, list[torch.Tensor]] = {}
 
 
-@control("scratch-of-the-process")
+@control()
 class ScratchOfTheProcess(PlannedBackend):
     """All instances keep their partial results in one workspace, from which a run reads only its own results."""
 
@@ -121,7 +121,7 @@ class ScratchOfTheProcess(PlannedBackend):
         return every[-1]
 
 
-@control("tuned-at-first-call")
+@control()
 class TunedAtFirstCall(DenseBackend):
     """A kernel is tuned at its first call for a head dim, and its tuner waits for the device (Triton's own)."""
 
@@ -151,7 +151,7 @@ class TunedAtFirstCall(DenseBackend):
         return tuned_copy(super().forward(q, k, v, layer, batch, save_kv_cache), layer.v_head_dim)
 
 
-@control("rows-of-tickets")
+@control()
 class RowsOfTickets(TunedAtFirstCall):
     """Programs take rows from a counter, in whatever order they come, and each works on the row that it took
     (persistent kernels)."""

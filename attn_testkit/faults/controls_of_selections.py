@@ -20,12 +20,12 @@ from .sparse import (
 )
 
 
-@control("sparse-by-positions")
+@control()
 class SparseByPositions(SparseParent):
     """Positions, with holes and empty rows: the parent of the faults of sparse attention."""
 
 
-@control("sparse-by-slots")
+@control()
 class SparseBySlots(SparseParent):
     """Slots of the KV pool, as a fused top-k writes them, and no holes (sglang PAGED)."""
 
@@ -36,7 +36,7 @@ class SparseBySlots(SparseParent):
         return selected.clamp(min=0).long()
 
 
-@control("sparse-sorted-first")
+@control()
 class SparseSortedFirst(SparseParent):
     """Indices are sorted before they are gathered, so that -1 comes first."""
 
@@ -45,24 +45,24 @@ class SparseSortedFirst(SparseParent):
         return selected.sort(1).values
 
 
-@control("sparse-one-width")
+@control()
 class SparseOneWidth(SparseParent):
     """A kernel that knows one width of the selection only, and it is wide."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={64}, holes=True))
 
 
-@control("sparse-union-of-rows")
+@control()
 class SparseUnionOfRows(UnionOfRows):
     """Two rows share a tile of keys, and padded rows hold -1: the other keys that they gather are finite (sglang)."""
 
 
-@control("indexer-by-pages")
+@control()
 class IndexerByPages(IndexerParent):
     """Store and select with keys gathered page by page: the parent of the faults of indexers."""
 
 
-@control("indexer-power-of-two-scales")
+@control()
 class IndexerPowerOfTwoScales(IndexerParent):
     """Scales of index keys are powers of two, and selections are slots (UE8M0; sglang PAGED)."""
 
@@ -90,7 +90,7 @@ class IndexerBehindTheContext(IndexerOfPrefixes):
     """Drafts of a request at the end of its context lie behind ``max_context_len``, and are scored there (sglang)."""
 
 
-@control("indexer-unsorted")
+@control()
 class IndexerUnsorted(IndexerParent):
     """Keys are listed from the lowest score to the highest, with -1 first: top-k kernels sort nothing."""
 
@@ -99,7 +99,7 @@ class IndexerUnsorted(IndexerParent):
         return super().run_select(q_index, weights, plan).flip(1).contiguous()
 
 
-@control("indexer-one-buffer")
+@control()
 class IndexerOneBuffer(IndexerParent):
     """All layers and steps have their selections in one buffer, and ties go to the newest key (TensorRT-LLM)."""
 
@@ -130,19 +130,19 @@ class SparseWithLogSumExps(SparseWithSums):
     """Log-sum-exps of selected keys, and fewer selections than rows of q."""
 
 
-@control("sparse-of-groups")
+@control()
 class SparseOfGroups(GroupedSparse):
     """Several KV heads, each with a group of query heads."""
 
 
-@control("sparse-two-thousand")
+@control()
 class SparseTwoThousand(SparseParent):
     """The width of DeepSeek V3.2."""
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={2048}, holes=True))
 
 
-@control("indexer-fused")
+@control()
 class IndexerFused(FusedIndexer):
     """The indexer is a part of ``forward``: one kernel scores, selects and attends."""
 
@@ -152,12 +152,12 @@ class SparseByBlocks(SparseBlocks):
     """Blocks of 16 keys, with holes; a row's own block ends with it."""
 
 
-@control("sparse-packed-rows")
+@control()
 class SparsePackedRows(PackedRowsParent):
     """Packed rows with scales: dequantized in float32."""
 
 
-@control("sparse-packed-rows-in-bf16")
+@control()
 class SparsePackedRowsInBf16(PackedRowsParent):
     """Keys are rounded to bf16 before both products, and scales come from a reciprocal (FlashMLA; sglang)."""
 

@@ -11,17 +11,17 @@ from .dense import Visibility
 from .e_spans import CAUSAL, CopiedSpans, SpanBackend
 
 
-@control("spans-as-ranges-of-requests")
+@control()
 class SpansAsRangesOfRequests(SpanBackend):
     """Ranges [requests, most ranges, 2] that the kernel compares with each row and key (vLLM's Triton kernel)."""
 
 
-@control("spans-copied-by-the-plan")
+@control()
 class SpansCopiedByThePlan(CopiedSpans):
     """Ranges that every plan of a capture or a replay copies into memory of the backend."""
 
 
-@control("spans-as-a-mask")
+@control()
 class SpansAsAMask(SpanBackend):
     """A mask of [rows, keys] per request, flat, made on the host for each eager step (``custom_mask`` of SGLang's
     Gemma 3). Spans lie in the rows of the step, and the mask is cut by windows as it is.
@@ -74,7 +74,7 @@ def _flat_masks(batch: ForwardBatch) -> torch.Tensor:
     return torch.cat(masks).pin_memory().to(batch.seq_lens.device, non_blocking=True)
 
 
-@control("spans-as-a-range-of-each-row")
+@control()
 class SpansAsARangeOfEachRow(SpanBackend):
     """A range [rows, 2] for each row, made on the host from positions, and (-1, -1) outside (FlashAttention 4 in vLLM
     and SGLang, FlashInfer). A replay copies it into memory that its graph reads.

@@ -35,7 +35,7 @@ class StatesAsTheyAre(StateParent):
     """The parent of faults of recurrent states: SGLang's conventions, one token after another."""
 
 
-@control("states-of-narrow-heads")
+@control()
 class StatesOfNarrowHeads(StateParent):
     """Heads of 16 by 16: so many requests and heads fit into memory as one axis of a grid does not hold."""
 
@@ -45,27 +45,27 @@ class StatesOfNarrowHeads(StateParent):
     )  # fmt: skip
 
 
-@control("states-by-slots")
+@control()
 class StatesBySlots(SlotsParent):
     """vLLM's rollback: a slot for each node of a draft, read by the accepted count of the step before."""
 
 
-@control("states-with-snapshots")
+@control()
 class StatesWithSnapshots(SnapshotsParent):
     """States copied at the ends of chunks for SGLang's prefix cache, in extend, decode and after a commit."""
 
 
-@control("states-of-a-prefix-cache")
+@control()
 class StatesOfAPrefixCache(SourcesParent):
     """States read from a slot of the prefix cache and written to another one (FlashInfer, Mamba2 of vLLM)."""
 
 
-@control("states-in-trees")
+@control()
 class StatesInTrees(TreesParent):
     """Drafts that branch, as SGLang's kernels of GDN and KDA take them: a node continues its parent."""
 
 
-@control("states-by-convention")
+@control()
 class StatesByConvention(StateParent):
     """Padding with index 0 that is skipped (vLLM) or written (SGLang in eager mode), slots that lie apart, [K, V]."""
 
@@ -92,7 +92,7 @@ class StatesByConvention(StateParent):
         return windows, states.mT if self.states.pool.order == "kv" else states
 
 
-@control("states-cleared-by-the-server")
+@control()
 class StatesClearedByTheServer(StateParent):
     """No look at has_initial_state: SGLang clears the slot of a fresh request when it is handed out."""
 
@@ -103,7 +103,7 @@ class StatesClearedByTheServer(StateParent):
         return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)
 
 
-@control("states-of-padding-unwritten")
+@control()
 class StatesOfPaddingUnwritten(StateParent):
     """Rows of padded requests are never written, as SGLang's kernels return at an index of -1: here they hold NaN."""
 
@@ -128,12 +128,12 @@ class HybridAsItIs(HybridParent):
     """The parent of faults of hybrid models: a wrapper around a backend of states and a planned one of attention."""
 
 
-@control("hybrid-by-slots")
+@control()
 class HybridBySlots(HybridBySlotsParent):
     """A hybrid model with vLLM's rollback: prompts and decodes have the first of a request's slots."""
 
 
-@control("states-of-requests-that-have-rows")
+@control()
 class StatesOfRequestsThatHaveRows(StateParent):
     """Requests without rows are left out of an extend, with their slots and flags, so their states stay."""
 

@@ -9,16 +9,13 @@ from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _DRAFTS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2)
 
 
 @fault(
-    slug="page-columns-rounded-down",
-    source="vllm-ascend #9098",
-    modes=_ALL,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="of another owner|page 0",
+    "vllm-ascend #9098",
+    "reads-own-kv matches-oracle",
+    "of another owner|page 0",
     modelled="the column that is missing reads as page 0",
 )
 class PageColumnsRoundedDown(PlannedBackend):
@@ -32,13 +29,7 @@ class PageColumnsRoundedDown(PlannedBackend):
         return super().plan_pages(batch).masked_fill(self.index[: self.pages] >= whole, 0)
 
 
-@fault(
-    slug="last-token-of-context-left-out",
-    source="general",
-    modes=_ALL,
-    checks=("matches-oracle",),
-    hint="missing",
-)
+@fault("general", "matches-oracle", "missing")
 class LastTokenOfContextLeftOut(PlannedBackend):
     """Positions are compared with < max_context_len - 1: the token that fills the context is never attended."""
 
@@ -58,11 +49,9 @@ class ContextOfPrefixes(PlannedBackend):
 
 
 @fault(
-    slug="page-table-without-the-drafts",
-    source="general; tables of context_len columns, where the request table has num_draft_tokens more (sglang)",
+    "general; tables of context_len columns, where the request table has num_draft_tokens more (sglang)",
+    "matches-oracle",
     modes=_DRAFTS,
-    checks=("matches-oracle",),
-    hint="",
 )
 class PageTableWithoutTheDrafts(ContextOfPrefixes):
     """The page table has the pages of max_context_len tokens, and a request with as many gets no page for drafts."""
@@ -77,11 +66,7 @@ class PageTableWithoutTheDrafts(ContextOfPrefixes):
 
 
 @fault(
-    slug="lengths-clamped-to-the-context",
-    source="general; seq_lens clamped to max_context_len, which does not count drafts",
-    modes=_DRAFTS,
-    checks=("matches-oracle", "finite"),
-    hint="",
+    "general; seq_lens clamped to max_context_len, which does not count drafts", "matches-oracle finite", modes=_DRAFTS
 )
 class LengthsClampedToTheContext(ContextOfPrefixes):
     """Keys of a request are at most max_context_len, so its drafts at the end of a context see one another's keys."""
@@ -91,14 +76,7 @@ class LengthsClampedToTheContext(ContextOfPrefixes):
         return super().plan_lengths(batch, counts).clamp(max=self.context.max_context_len)
 
 
-@fault(
-    slug="tree-masks-without-the-drafts",
-    source="sglang #29450",
-    modes=(ForwardMode.TARGET_VERIFY,),
-    executions=("graph",),
-    checks=("completes", "captures-cleanly"),
-    hint="",
-)
+@fault("sglang #29450", "completes captures-cleanly", modes="target-verify", executions="graph")
 class TreeMasksWithoutTheDrafts(ContextOfPrefixes):
     """The buffer of tree masks has max_context_len columns, and a row of a mask has one more for each draft."""
 

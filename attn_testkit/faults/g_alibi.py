@@ -37,13 +37,7 @@ class AlibiBackend(DenseBackend):
         return self.key_position - self.position[..., None]
 
 
-@fault(
-    slug="slopes-of-another-group",
-    source="general; slopes indexed by the head inside its group",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="order turned",
-)
+@fault("general; slopes indexed by the head inside its group", "matches-oracle", "order turned", modes=_MODES)
 class SlopesOfAnotherGroup(AlibiBackend):
     """Slopes are laid out as [G, Hk], so most query heads have the slope of another one."""
 
@@ -54,11 +48,10 @@ class SlopesOfAnotherGroup(AlibiBackend):
 
 
 @fault(
-    slug="slopes-of-the-first-rank",
-    source="general; slopes made from the number of heads on the rank (FlashInfer's ALIBI with tensor parallelism)",
+    "general; slopes made from the number of heads on the rank (FlashInfer's ALIBI with tensor parallelism)",
+    "matches-oracle",
+    "number of heads",
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint="number of heads",
 )
 class SlopesOfTheFirstRank(AlibiBackend):
     """The kernel makes slopes from the number of its heads, as if the rank had all of them."""
@@ -73,11 +66,9 @@ class SlopesOfTheFirstRank(AlibiBackend):
 
 
 @fault(
-    slug="bias-by-the-longest-request",
-    source="general; distances to the longest row of the batch, clamped",
+    "general; distances to the longest row of the batch, clamped",
+    "matches-oracle",
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
     modelled="distances of more than 64 are clamped, where the longest request sets the bound",
 )
 class BiasByTheLongestRequest(AlibiBackend):
@@ -88,13 +79,7 @@ class BiasByTheLongestRequest(AlibiBackend):
         return (self.key_position - self.kv_lens.max()).clamp(min=-64).expand(-1, self.position.shape[1], -1)
 
 
-@fault(
-    slug="bias-before-the-scale",
-    source="general; the bias is added to q.k, and the sum is scaled",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="scaled slopes",
-)
+@fault("general; the bias is added to q.k, and the sum is scaled", "matches-oracle", "scaled slopes", modes=_MODES)
 class BiasBeforeTheScale(AlibiBackend):
     """The scale is applied to the bias as well."""
 
@@ -108,13 +93,7 @@ class BiasBeforeTheScale(AlibiBackend):
         return super().with_bias(logits, layer)
 
 
-@fault(
-    slug="bias-of-the-first-layer",
-    source="general; slopes kept by the plan of the first layer",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="slopes of layer 0",
-)
+@fault("general; slopes kept by the plan of the first layer", "matches-oracle", "slopes of layer 0", modes=_MODES)
 class BiasOfTheFirstLayer(AlibiBackend):
     """Slopes are read from the first layer once, and used in all."""
 

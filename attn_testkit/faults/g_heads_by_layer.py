@@ -16,13 +16,7 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 _FIRST = "the first layer"
 
 
-@fault(
-    slug="group-of-the-first-layer",
-    source="general",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint=_FIRST,
-)
+@fault("general", "matches-oracle", _FIRST, modes=_MODES)
 class GroupOfTheFirstLayer(ByLayerBackend):
     """The number of query heads per KV head is kept from the first layer, and a head finds its KV head by it."""
 
@@ -40,13 +34,7 @@ class GroupOfTheFirstLayer(ByLayerBackend):
         return super().attend(q, replace(layer, tp_k_head_num=layer.tp_q_head_num), meta)
 
 
-@fault(
-    slug="scale-by-head-dim-of-the-first-layer",
-    source="general",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint=_FIRST,
-)
+@fault("general", "matches-oracle", _FIRST, modes=_MODES)
 class ScaleByHeadDimOfTheFirstLayer(ByLayerBackend):
     """The kernel divides by the square root of the head dim, and has that of the first layer."""
 
@@ -57,11 +45,10 @@ class ScaleByHeadDimOfTheFirstLayer(ByLayerBackend):
 
 
 @fault(
-    slug="planned-for-heads-of-the-first-layer",
-    source="sglang #32625, #32062; vLLM #41651",
+    "sglang #32625, #32062; vLLM #41651",
+    "output-written matches-oracle finite",
+    _FIRST,
     modes=_MODES,
-    checks=("output-written", "matches-oracle", "finite"),
-    hint=_FIRST,
     modelled="upstream the plan counts a model's heads; here those of its first layer",
 )
 class PlannedForHeadsOfTheFirstLayer(ByLayerBackend):
@@ -77,11 +64,9 @@ class PlannedForHeadsOfTheFirstLayer(ByLayerBackend):
 
 
 @fault(
-    slug="splits-for-heads-of-the-first-layer",
-    source="vLLM #39775",
+    "vLLM #39775",
+    "matches-oracle",
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
     modelled="upstream the number of heads is the target model's, and the draft's layers have others",
 )
 class SplitsForHeadsOfTheFirstLayer(ByLayerBackend):

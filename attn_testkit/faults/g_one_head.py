@@ -5,18 +5,12 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardMode
+from ..contract import AttentionLayer
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
 
-@fault(
-    slug="heads-in-pairs",
-    source="general",
-    modes=tuple(ForwardMode),
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general", "matches-oracle")
 class HeadsInPairs(PlannedBackend):
     """A program has two query heads, and there are half as many programs as heads, rounded down."""
 
@@ -31,13 +25,7 @@ class HeadsInPairs(PlannedBackend):
         return out
 
 
-@fault(
-    slug="kv-heads-in-pairs",
-    source="general",
-    modes=tuple(ForwardMode),
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general", "matches-oracle")
 class KvHeadsInPairs(PlannedBackend):
     """A program takes two of several KV heads, with their query heads, and the number of programs is rounded down."""
 

@@ -60,11 +60,7 @@ class QQBiasBackend(DenseBackend):
 
 
 @fault(
-    slug="qq-bias-not-added",
-    source="general; a path of a kernel without the bias",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="right without it",
+    "general; a path of a kernel without the bias", "matches-oracle", "right without it", modes="extend target-verify"
 )
 class QQBiasNotAdded(QQBiasBackend):
     """The kernel masks later rows, and adds no bias."""
@@ -75,11 +71,10 @@ class QQBiasNotAdded(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-scaled",
-    source="general; the bias is added to q.k, and the sum is scaled",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="scaled biases",
+    "general; the bias is added to q.k, and the sum is scaled",
+    "matches-oracle",
+    "scaled biases",
+    modes="extend target-verify",
 )
 class QQBiasScaled(QQBiasBackend):
     """The softmax scale is applied to the bias as well."""
@@ -90,11 +85,11 @@ class QQBiasScaled(QQBiasBackend):
 
 
 @fault(
+    "general; kernels whose softmax uses exp2, with log2(e) in the scale",
+    "matches-oracle",
+    "log2",
+    modes="extend target-verify",
     slug="qq-bias-in-base-2",
-    source="general; kernels whose softmax uses exp2, with log2(e) in the scale",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="log2",
 )
 class QQBiasInBase2(QQBiasBackend):
     """Logits are multiplied by log2(e) for exp2, and the bias is not."""
@@ -105,11 +100,10 @@ class QQBiasInBase2(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-of-the-first-request",
-    source="vLLM 0.33, unified_attention: rows of qq_bias are numbered inside their request",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="request 0",
+    "vLLM 0.33, unified_attention: rows of qq_bias are numbered inside their request",
+    "matches-oracle",
+    "request 0",
+    modes="extend target-verify",
 )
 class QQBiasOfTheFirstRequest(QQBiasBackend):
     """Rows of the bias are counted from the start of the batch, without the request's first row in cu_seqlens_q."""
@@ -119,13 +113,7 @@ class QQBiasOfTheFirstRequest(QQBiasBackend):
         return bias[self.row - self.starts[:, None]]
 
 
-@fault(
-    slug="qq-bias-turned",
-    source="general; columns and rows of the bias swapped",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="transposed",
-)
+@fault("general; columns and rows of the bias swapped", "matches-oracle", "transposed", modes="extend target-verify")
 class QQBiasTurned(QQBiasBackend):
     """The bias of row j on row i is added to the logit of row i and key j."""
 
@@ -135,12 +123,11 @@ class QQBiasTurned(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-of-the-capture",
-    source="general; the bias copied by the plan of the capture",
-    modes=_MODES,
-    executions=("graph",),
-    checks=("replay-follows-batch",),
-    hint="which it is at the capture",
+    "general; the bias copied by the plan of the capture",
+    "replay-follows-batch",
+    "which it is at the capture",
+    modes="extend target-verify",
+    executions="graph",
 )
 class QQBiasOfTheCapture(QQBiasBackend):
     """The plan of a capture copies the bias, and replays read that copy."""
@@ -162,11 +149,10 @@ class QQBiasOfTheCapture(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-before-the-soft-cap",
-    source="general; kernels cap the sum, and vLLM adds qq_bias to the capped logit",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="added before the soft cap",
+    "general; kernels cap the sum, and vLLM adds qq_bias to the capped logit",
+    "matches-oracle",
+    "added before the soft cap",
+    modes="extend target-verify",
 )
 class QQBiasBeforeTheSoftCap(QQBiasBackend):
     """The soft cap is applied to the sum of logit and bias."""
@@ -180,11 +166,9 @@ class QQBiasBeforeTheSoftCap(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-on-the-first-keys",
-    source="general; columns of the bias counted from the first key of the request",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
+    "general; columns of the bias counted from the first key of the request",
+    "matches-oracle",
+    modes="extend target-verify",
 )
 class QQBiasOnTheFirstKeys(QQBiasBackend):
     """The bias is added to the first keys of the prefix instead of those of the step."""
@@ -194,13 +178,7 @@ class QQBiasOnTheFirstKeys(QQBiasBackend):
         return self.key.expand(len(self.kv_lens), -1)
 
 
-@fault(
-    slug="qq-bias-without-its-stride",
-    source="general; rows of the bias addressed by its width",
-    modes=_MODES,
-    checks=("finite",),
-    hint="use its stride",
-)
+@fault("general; rows of the bias addressed by its width", "finite", "use its stride", modes="extend target-verify")
 class QQBiasWithoutItsStride(QQBiasBackend):
     """Rows of the bias are taken to follow each other without a gap."""
 
@@ -211,11 +189,9 @@ class QQBiasWithoutItsStride(QQBiasBackend):
 
 
 @fault(
-    slug="qq-bias-as-wide-as-its-stride",
-    source="vLLM 0.33, load_qq_bias_tile: keys up to qq_bias.stride(0) have a bias, which is added behind the mask",
-    modes=_MODES,
-    checks=("finite",),
-    hint="",
+    "vLLM 0.33, load_qq_bias_tile: keys up to qq_bias.stride(0) have a bias, which is added behind the mask",
+    "finite",
+    modes="extend target-verify",
     modelled="keys behind the request's last one are computed for all columns of the request table",
 )
 class QQBiasAsWideAsItsStride(QQBiasBackend):

@@ -21,11 +21,10 @@ def in_tf32(numbers: torch.Tensor) -> torch.Tensor:
 
 
 @fault(
-    slug="float32-products-in-tf32",
-    source="vLLM (unified attention); tl.dot without input_precision",
+    "vLLM (unified attention); tl.dot without input_precision",
+    "matches-oracle",
+    "fp32_products",
     modes=_ALL,
-    checks=("matches-oracle",),
-    hint="fp32_products",
     modelled="factors are cut off before a product of float32",
 )
 class Float32ProductsInTf32(PlannedBackend):
@@ -45,11 +44,11 @@ class Float32ProductsInTf32(PlannedBackend):
 
 
 @fault(
-    slug="float32-products-in-bf16-declared-as-tf32",
-    source="general; tl.dot of float32 with bf16 operands, one pass of bf16x3",
+    "general; tl.dot of float32 with bf16 operands, one pass of bf16x3",
+    "matches-oracle",
+    "the right KV tokens",
     modes=_ALL,
-    checks=("matches-oracle",),
-    hint="the right KV tokens",
+    slug="float32-products-in-bf16-declared-as-tf32",
     modelled="factors are rounded before a product of float32",
 )
 class Float32ProductsInBf16(PlannedBackend):

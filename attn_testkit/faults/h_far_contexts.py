@@ -14,12 +14,11 @@ _DECODE = (ForwardMode.DECODE,)
 
 
 @fault(
-    slug="more-splits-than-are-merged",
-    source="general; split counts by max_context_len, merged in one block",
-    modes=_DECODE,
-    executions=("eager",),
-    checks=("matches-oracle",),
-    hint="max_context_len",
+    "general; split counts by max_context_len, merged in one block",
+    "matches-oracle",
+    "max_context_len",
+    modes="decode",
+    executions="eager",
     modelled="16 splits are merged, of as many as the context has pieces of 8192 tokens",
 )
 class MoreSplitsThanAreMerged(PlannedBackend):

@@ -13,13 +13,7 @@ from .parent import Metadata, PlannedBackend
 _SEVERAL_ROWS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND)
 
 
-@fault(
-    slug="splits-of-the-first-row",
-    source="general",
-    modes=_SEVERAL_ROWS,
-    checks=("keys-counted-once", "matches-oracle"),
-    hint="left out|missing",
-)
+@fault("general", "keys-counted-once matches-oracle", "left out|missing", modes=_SEVERAL_ROWS)
 class SplitsOfTheFirstRow(PlannedBackend):
     """The number of splits of 256 keys is that of a request's first row, and its later rows need one more."""
 
@@ -34,11 +28,10 @@ class SplitsOfTheFirstRow(PlannedBackend):
 
 
 @fault(
-    slug="tiles-of-rows-begin-at-a-row",
-    source="general; vLLM's unified attention takes BLOCK_Q = BLOCK_M // group for it",
+    "general; vLLM's unified attention takes BLOCK_Q = BLOCK_M // group for it",
+    "matches-oracle",
+    "head",
     modes=_SEVERAL_ROWS,
-    checks=("matches-oracle",),
-    hint="head",
 )
 class TilesOfRowsBeginAtARow(PlannedBackend):
     """Rows x heads of a KV head are packed in tiles of 128, and a tile is assumed to begin with a row's first head."""
@@ -65,12 +58,7 @@ class TilesOfRowsBeginAtARow(PlannedBackend):
 
 
 @fault(
-    slug="split-table-of-a-full-cache",
-    source="ROCm/aiter #4587",
-    modes=(ForwardMode.DECODE,),
-    executions=("graph",),
-    checks=("addresses-stable", "buckets-independent"),
-    hint="allocate it once",
+    "ROCm/aiter #4587", "addresses-stable buckets-independent", "allocate it once", modes="decode", executions="graph"
 )
 class SplitTableOfAFullCache(SplitTableEvictedUnderAGraph):
     """The table that a captured graph reads is owned by a cache of 128 entries, as upstream."""

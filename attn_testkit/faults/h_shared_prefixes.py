@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import Execution, ForwardBatch, ForwardMode
+from ..contract import ForwardBatch
 from .catalogue import fault
 from .dense import DenseBackend, Visibility
 
@@ -14,12 +14,11 @@ _FROM_REQUESTS, _FROM_TOKENS = 8, 256
 
 
 @fault(
-    slug="cascade-planned-for-all-requests",
-    source="vLLM #17283",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    executions=(Execution.EAGER,),
-    checks=("matches-oracle",),
-    hint="KV tokens that it shares with other requests are missing",
+    "vLLM #17283",
+    "matches-oracle",
+    "KV tokens that it shares with other requests are missing",
+    modes="decode extend",
+    executions="eager",
 )
 class CascadePlannedForAllRequests(DenseBackend):
     """The common prefix is planned per request, but it is one: only the first request gets it."""

@@ -14,11 +14,10 @@ _LONG = 300
 
 
 @fault(
+    "general; libraries that split keys from a number of requests on",
+    "matches-oracle reads-own-kv",
+    modes="decode",
     slug="splits-of-32-requests-drop-the-remainder",
-    source="general; libraries that split keys from a number of requests on",
-    modes=("decode",),
-    checks=("matches-oracle", "reads-own-kv"),
-    hint="",
 )
 class SplitsOfManyRequestsDropTheRemainder(PlannedBackend):
     """The splits of a long request are rounded down in batches of 32 and more, and its last keys are in none."""

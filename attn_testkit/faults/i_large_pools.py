@@ -16,11 +16,11 @@ _ELEMENTS = 1 << 31
 
 
 @fault(
+    "general; a kernel for 64-bit offsets that multiplies keys behind the last one by 0",
+    "reads-own-kv finite",
+    "NaN",
+    modes="decode extend",
     slug="ragged-tile-of-the-64-bit-kernel",
-    source="general; a kernel for 64-bit offsets that multiplies keys behind the last one by 0",
-    modes=_MODES,
-    checks=("reads-own-kv", "finite"),
-    hint="NaN",
     modelled="of the tile only the first slot behind the last page is read",
 )
 class RaggedTileOfThe64BitKernel(PlannedBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, ForwardMode
+from ..contract import ForwardBatch
 from .b_empty_batches import LEAN
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
@@ -15,11 +15,9 @@ _TILE = 16
 
 
 @fault(
-    slug="scan-repeats-its-first-block",
-    source="general; scans of kv_indptr and cu_seqlens_q in blocks of 1,024 requests",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("reads-own-kv", "matches-oracle", "output-written"),
-    hint="",
+    "general; scans of kv_indptr and cu_seqlens_q in blocks of 1,024 requests",
+    "reads-own-kv matches-oracle output-written",
+    modes="decode extend",
 )
 class ScanRepeatsItsFirstBlock(PlannedBackend):
     """The second block of a scan of lengths and rows adds up those of the first block again."""
@@ -41,11 +39,9 @@ class ScanRepeatsItsFirstBlock(PlannedBackend):
 
 
 @fault(
-    slug="tile-behind-the-last-request-writes",
-    source="general; programs that take a tile of requests and read lengths of those behind the last one",
-    modes=(ForwardMode.EXTEND,),
-    checks=("output-written", "matches-oracle"),
-    hint="",
+    "general; programs that take a tile of requests and read lengths of those behind the last one",
+    "output-written matches-oracle",
+    modes="extend",
     modelled="programs of requests that are not there clear their rows; -1 behind the lengths ended their loop",
 )
 class TileBehindTheLastRequestWrites(PlannedBackend):

@@ -16,11 +16,10 @@ _READS = ("reads-own-kv", "matches-oracle", "finite")
 
 
 @fault(
-    slug="pool-address-without-carry",
-    source="aiter #3824 (rocm-libraries #9214): the descriptor of a buffer adds offsets to 32 bits of its base",
+    "aiter #3824 (rocm-libraries #9214): the descriptor of a buffer adds offsets to 32 bits of its base",
+    _READS,
+    "4 GiB",
     modes=_MODES,
-    checks=_READS,
-    hint="4 GiB",
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class PoolAddressWithoutCarry(ReadsByAddress):
@@ -32,11 +31,10 @@ class PoolAddressWithoutCarry(ReadsByAddress):
 
 
 @fault(
-    slug="lower-word-sign-extended",
-    source="general; tokenspeed #501 (a sign that poisons the upper word of a pointer)",
+    "general; tokenspeed #501 (a sign that poisons the upper word of a pointer)",
+    _READS,
+    "4 GiB",
     modes=_MODES,
-    checks=_READS,
-    hint="4 GiB",
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class LowerWordSignExtended(ReadsByAddress):
@@ -49,11 +47,10 @@ class LowerWordSignExtended(ReadsByAddress):
 
 
 @fault(
-    slug="bounds-of-lower-words",
-    source="general; aiter #2517 (a bound of 32 bits, behind which loads give zeros)",
+    "general; aiter #2517 (a bound of 32 bits, behind which loads give zeros)",
+    "reads-own-kv matches-oracle",
+    "4 GiB",
     modes=_MODES,
-    checks=("reads-own-kv", "matches-oracle"),
-    hint="4 GiB",
 )
 class BoundsOfLowerWords(ReadsByAddress):
     """A row whose lower word is not below that of the pool's end is behind the pool, and loads give zeros."""
@@ -70,10 +67,9 @@ class BoundsOfLowerWords(ReadsByAddress):
 
 
 @fault(
-    slug="kv-store-without-carry",
-    source="aiter #3824 (in a kernel that stores)",
+    "aiter #3824 (in a kernel that stores)",
+    "writes-own-kv",
     modes=_MODES,
-    checks=("writes-own-kv",),
     modelled="upstream it writes 4 GiB lower; here that is taken modulo the pool",
 )
 class KVStoreWithoutCarry(PlannedBackend):

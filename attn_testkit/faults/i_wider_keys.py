@@ -29,11 +29,10 @@ class WiderKeysBackend(PlannedBackend):
 
 
 @fault(
-    slug="values-stored-at-the-stride-of-keys",
-    source="general; one stride for K and V in a store kernel (v_head_dim != head_dim)",
-    modes=_MODES,
-    checks=("writes-own-kv",),
-    hint="slot",
+    "general; one stride for K and V in a store kernel (v_head_dim != head_dim)",
+    "writes-own-kv",
+    "slot",
+    modes="decode extend",
     modelled="addresses behind the buffer wrap around to its beginning",
 )
 class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
@@ -47,11 +46,9 @@ class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
 
 
 @fault(
-    slug="values-read-at-the-stride-of-keys",
-    source="general; one stride for K and V in an attention kernel (v_head_dim != head_dim)",
-    modes=_MODES,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="",
+    "general; one stride for K and V in an attention kernel (v_head_dim != head_dim)",
+    "reads-own-kv matches-oracle finite",
+    modes="decode extend",
     modelled="addresses behind the buffer wrap around to its beginning",
 )
 class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
@@ -63,13 +60,7 @@ class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
         return read_slots(keys, slots), values.view(-1)[self.at_the_width_of_keys(layer, slots)].float()
 
 
-@fault(
-    slug="scale-of-the-width-of-values",
-    source="general; v_head_dim passed as head_dim",
-    modes=_MODES,
-    checks=("matches-oracle",),
-    hint="",
-)
+@fault("general; v_head_dim passed as head_dim", "matches-oracle", modes="decode extend")
 class ScaleOfTheWidthOfValues(WiderKeysBackend):
     """Logits are scaled by 1/sqrt(v_head_dim), where keys have more columns."""
 

@@ -16,12 +16,10 @@ _PLANNER_WORKSPACES: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="planner-workspace-of-the-process",
-    source="sglang #27193 (target and draft model)",
-    modes=tuple(ForwardMode),
-    executions=("graph",),
-    checks=("buckets-independent",),
-    hint="without a co-resident instance",
+    "sglang #27193 (target and draft model)",
+    "buckets-independent",
+    "without a co-resident instance",
+    executions="graph",
 )
 class PlannerWorkspaceOfTheProcess(PlannedBackend):
     """All instances plan into one workspace; the draft model's plan replaces the target's before it is run."""
@@ -45,12 +43,11 @@ _GROUPS: dict[torch.device, int] = {}
 
 
 @fault(
-    slug="query-heads-of-the-instance-planned-last",
-    source="general; constants of a kernel module that every plan sets",
+    "general; constants of a kernel module that every plan sets",
+    "steps-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    executions=("eager",),
-    checks=("steps-independent",),
-    hint="without a co-resident instance",
+    executions="eager",
 )
 class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
     """The number of query heads per KV head is kept for the process; an instance of another model plans in between."""
@@ -75,12 +72,11 @@ _OUTPUTS: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="output-buffer-of-the-process",
-    source="general; two batches whose layers alternate, each with its own backend",
+    "general; two batches whose layers alternate, each with its own backend",
+    "steps-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    executions=("eager",),
-    checks=("steps-independent",),
-    hint="without a co-resident instance",
+    executions="eager",
 )
 class OutputBufferOfTheProcess(PlannedBackend):
     """All instances return one buffer. Another instance's forward replaces a result that nobody has read yet."""
@@ -102,12 +98,11 @@ _RUNS: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="tickets-of-the-process",
-    source="general; semaphores of split kernels that count on from launch to launch",
+    "general; semaphores of split kernels that count on from launch to launch",
+    "buckets-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    executions=("graph",),
-    checks=("buckets-independent",),
-    hint="without a co-resident instance",
+    executions="graph",
     modelled="a ticket that is not the planned one leaves a partial result, where the kernel hung",
 )
 class TicketsOfTheProcess(CountingBackend):
@@ -143,11 +138,10 @@ _PAGE_SIZES: dict[torch.device, int] = {}
 
 
 @fault(
-    slug="page-size-of-the-instance-built-last",
-    source="sglang #28559 (what the last instance was built with decides for all)",
+    "sglang #28559 (what the last instance was built with decides for all)",
+    "steps-independent buckets-independent",
+    "without a co-resident instance",
     modes=_FEW_ROWS,
-    checks=("steps-independent", "buckets-independent"),
-    hint="without a co-resident instance",
 )
 class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
     """A constant of the kernel module is the page size of the instance that was built last."""
@@ -177,12 +171,11 @@ _WORKSPACES: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="workspace-of-instances-that-run-at-once",
-    source="general (FlashInfer's workspace is one for all backends of a server); aiter #3288",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    executions=("graph",),
-    checks=("completes", "matches-oracle", "finite", "buckets-independent"),
-    hint="on another stream",
+    "general (FlashInfer's workspace is one for all backends of a server); aiter #3288",
+    "completes matches-oracle finite buckets-independent",
+    "on another stream",
+    modes="decode target-verify",
+    executions="graph",
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class WorkspaceOfInstancesThatRunAtOnce(WorkspaceOfEachInstance):
@@ -200,12 +193,11 @@ _SEMAPHORES: dict[torch.device, torch.Tensor] = {}
 
 
 @fault(
-    slug="semaphores-of-the-device",
-    source="aiter #3288",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    executions=("graph",),
-    checks=("completes", "matches-oracle", "finite", "buckets-independent"),
-    hint="on another stream",
+    "aiter #3288",
+    "completes matches-oracle finite buckets-independent",
+    "on another stream",
+    modes="decode target-verify",
+    executions="graph",
     modelled="emulated CUDA names the race; on an H100 numbers are wrong, or kernels crash",
 )
 class SemaphoresOfTheDevice(CountingBackend):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
@@ -13,11 +13,10 @@ _FEW = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"
 
 
 @fault(
-    slug="every-plan-kept",
-    source="general (a list of plans for logging); flashinfer #2139",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=("memory-bounded",),
-    hint="keeps a tensor of every step",
+    "general (a list of plans for logging); flashinfer #2139",
+    "memory-bounded",
+    "keeps a tensor of every step",
+    modes="decode extend",
 )
 class EveryPlanKept(PlannedBackend):
     """A list keeps the tensors of every plan, eager ones and those for replays."""
@@ -34,14 +33,7 @@ class EveryPlanKept(PlannedBackend):
         return self.history[-1]
 
 
-@fault(
-    slug="output-kept-by-a-closure",
-    source="vLLM #26142",
-    modes=(ForwardMode.DECODE,),
-    executions=("eager",),
-    checks=("memory-bounded",),
-    hint="a closure keeps a tensor of every step",
-)
+@fault("vLLM #26142", "memory-bounded", "a closure keeps a tensor of every step", modes="decode", executions="eager")
 class OutputKeptByAClosure(PlannedBackend):
     """A callback of every forward is registered and never removed, and each holds the step's output."""
 
@@ -67,11 +59,10 @@ class OutputKeptByAClosure(PlannedBackend):
 
 
 @fault(
-    slug="scratch-larger-at-every-step",
-    source="general (a workspace that grows by a rounding up of its own size)",
-    modes=(ForwardMode.DECODE, ForwardMode.TARGET_VERIFY),
-    checks=("memory-bounded",),
-    hint="its predecessor stays",
+    "general (a workspace that grows by a rounding up of its own size)",
+    "memory-bounded",
+    "its predecessor stays",
+    modes="decode target-verify",
 )
 class ScratchLargerAtEveryStep(PlannedBackend):
     """Every plan asks for more scratch than there is, because the size includes what the last plan added."""

@@ -15,11 +15,10 @@ _FIRST = "the first layer"
 
 
 @fault(
-    slug="workspace-of-the-first-layer",
-    source="sglang #32625",
+    "sglang #32625",
+    "finite matches-oracle",
+    _FIRST,
     modes=_MODES,
-    checks=("finite", "matches-oracle"),
-    hint=_FIRST,
     modelled="upstream partial results were written past the end; here they overwrite the memory after them",
 )
 class WorkspaceOfTheFirstLayer(ByLayerBackend):
@@ -34,12 +33,7 @@ class WorkspaceOfTheFirstLayer(ByLayerBackend):
 
 
 @fault(
-    slug="split-workspace-of-the-first-layer",
-    source="general; sglang #32625",
-    modes=_MODES,
-    checks=("finite", "matches-oracle"),
-    hint=_FIRST,
-    modelled="as workspace-of-the-first-layer",
+    "general; sglang #32625", "finite matches-oracle", _FIRST, modes=_MODES, modelled="as workspace-of-the-first-layer"
 )
 class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
     """The workspace has the first layer's size; contexts of up to 512 keys are one split and need none."""
@@ -54,11 +48,10 @@ class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
 
 
 @fault(
-    slug="output-buffer-of-the-first-layer",
-    source="general",
+    "general",
+    "matches-oracle",
+    _FIRST,
     modes=_MODES,
-    checks=("matches-oracle",),
-    hint=_FIRST,
     modelled="a row runs into the next one, instead of past the end as well",
 )
 class OutputBufferOfTheFirstLayer(ByLayerBackend):

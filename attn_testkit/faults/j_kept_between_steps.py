@@ -11,7 +11,6 @@ from ..contract import BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
 _EAGER, _GRAPH = ("eager",), ("graph",)
 _HOST_LENGTHS = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
@@ -23,12 +22,11 @@ def _lens_of(batch: ForwardBatch) -> tuple[int, ...]:
 
 
 @fault(
-    slug="plan-cache-key-without-mask",
-    source="TensorRT-LLM #6163",
-    modes=(ForwardMode.TARGET_VERIFY,),
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
+    "TensorRT-LLM #6163",
+    "steps-independent",
+    "state of an earlier step is kept",
+    modes="target-verify",
+    executions="eager",
 )
 class PlanCacheKeyWithoutMask(PlannedBackend):
     """Plans are kept by their lengths, and a plan holds the tree mask, which is not in the key."""
@@ -47,14 +45,7 @@ class PlanCacheKeyWithoutMask(PlannedBackend):
         return self.masks[key]
 
 
-@fault(
-    slug="page-table-kept-while-lengths-agree",
-    source="general; LightLLM #1367 (review)",
-    modes=_ALL,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
-)
+@fault("general; LightLLM #1367 (review)", "steps-independent", "state of an earlier step is kept", executions="eager")
 class PageTableKeptWhileLengthsAgree(PlannedBackend):
     """The page table is uploaded only when a length changed, and other requests of the same lengths get it."""
 
@@ -69,12 +60,10 @@ class PageTableKeptWhileLengthsAgree(PlannedBackend):
 
 
 @fault(
-    slug="page-table-sized-by-first-batch",
-    source="vLLM #21525, #19825",
-    modes=_ALL,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
+    "vLLM #21525, #19825",
+    "steps-independent",
+    "state of an earlier step is kept",
+    executions="eager",
     modelled="columns that do not fit read as page 0",
 )
 class PageTableSizedByFirstBatch(PlannedBackend):
@@ -94,12 +83,10 @@ class PageTableSizedByFirstBatch(PlannedBackend):
 
 
 @fault(
-    slug="page-table-kept-by-pool-row",
-    source="kekzl/imp #538; general",
-    modes=_ALL,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="state of an earlier step is kept",
+    "kekzl/imp #538; general",
+    "steps-independent",
+    "state of an earlier step is kept",
+    executions="eager",
     modelled="a shorter request is noticed as a new one",
 )
 class PageTableKeptByPoolRow(PlannedBackend):
@@ -128,14 +115,7 @@ class PageTableKeptByPoolRow(PlannedBackend):
         return table
 
 
-@fault(
-    slug="replan-skipped-for-permuted-lengths",
-    source="LightLLM #1367",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("buckets-independent",),
-    hint="as the only replay of the only bucket it is right",
-)
+@fault("LightLLM #1367", "buckets-independent", "as the only replay of the only bucket it is right", executions="graph")
 class ReplanSkippedForPermutedLengths(PlannedBackend):
     """Replanning is skipped while batch size, longest length and sum stay as they are, in any order."""
 
@@ -160,12 +140,10 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
 
 
 @fault(
-    slug="split-table-evicted-under-a-graph",
-    source="ROCm/aiter #4587",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable", "buckets-independent"),
-    hint="allocate it once",
+    "ROCm/aiter #4587",
+    "addresses-stable buckets-independent",
+    "allocate it once",
+    executions="graph",
     modelled="the cache holds four tables, where upstream it held 128",
 )
 class SplitTableEvictedUnderAGraph(PlannedBackend):
@@ -194,14 +172,7 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
         return split[:, None] == self.tables[self.shape][:, None]
 
 
-@fault(
-    slug="eager-batch-in-graph-buffers",
-    source="sglang #28767 (review)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("completes",),
-    hint="size of tensor",
-)
+@fault("sglang #28767 (review)", "completes", "size of tensor", executions="graph")
 class EagerBatchInGraphBuffers(PlannedBackend):
     """Eager steps share the graphs' buffers, and an eager batch may be larger than the largest graph."""
 

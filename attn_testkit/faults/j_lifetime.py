@@ -5,22 +5,16 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch
 from .catalogue import fault
 from .dense import DenseBackend
 from .parent import CountingBackend, Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-_DECODE = (ForwardMode.DECODE,)
-_GRAPH = ("graph",)
-
 
 @fault(
-    slug="counter-region-not-zero",
-    source="flashinfer #1444, #1459, #1463, #1584",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable", "matches-oracle", "finite"),
+    "flashinfer #1444, #1459, #1463, #1584",
+    "repeatable matches-oracle finite",
+    executions="eager",
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class CounterRegionNotZero(CountingBackend):
@@ -32,12 +26,10 @@ class CounterRegionNotZero(CountingBackend):
 
 
 @fault(
-    slug="two-kernels-share-one-workspace",
-    source="sglang 0.5.23 (trtllm_mla_backend); flashinfer #3465",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("buckets-independent",),
-    hint="alone",
+    "sglang 0.5.23 (trtllm_mla_backend); flashinfer #3465",
+    "buckets-independent",
+    "alone",
+    executions="graph",
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class TwoKernelsShareOneWorkspace(CountingBackend):
@@ -67,11 +59,10 @@ class TwoKernelsShareOneWorkspace(CountingBackend):
 
 
 @fault(
+    "flash-attention 1a58058a",
+    "matches-oracle replay-follows-batch",
+    "only layer 1",
     slug="semaphore-not-reset-when-metadata-reused",
-    source="flash-attention 1a58058a",
-    modes=_ALL,
-    checks=("matches-oracle", "replay-follows-batch"),
-    hint="only layer 1",
 )
 class SemaphoreNotReset(CountingBackend):
     """Planning clears the semaphore; the second layer uses the same plan and finds it dirty."""
@@ -87,12 +78,10 @@ class SemaphoreNotReset(CountingBackend):
 
 
 @fault(
-    slug="counter-cleared-in-eager-only",
-    source="flashinfer #3465; general (tickets of the last block)",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "buckets-independent", "matches-oracle"),
-    hint="is not reset between replays",
+    "flashinfer #3465; general (tickets of the last block)",
+    "replay-follows-batch buckets-independent matches-oracle",
+    "is not reset between replays",
+    executions="graph",
     modelled="a count that never comes out leaves a partial result, where the kernel hung",
 )
 class CounterClearedInEagerOnly(CountingBackend):
@@ -121,12 +110,11 @@ class CounterClearedInEagerOnly(CountingBackend):
 
 
 @fault(
-    slug="workspace-grows-after-capture",
-    source="vLLM #46067, #45670; TensorRT-LLM #16319",
-    modes=_DECODE,
-    executions=_GRAPH,
-    checks=("addresses-stable",),
-    hint="allocate it once",
+    "vLLM #46067, #45670; TensorRT-LLM #16319",
+    "addresses-stable",
+    "allocate it once",
+    modes="decode",
+    executions="graph",
 )
 class WorkspaceGrowsAfterCapture(PlannedBackend):
     """Scratch memory grows on demand: a later capture or batch replaces what earlier graphs hold."""
@@ -144,14 +132,7 @@ class WorkspaceGrowsAfterCapture(PlannedBackend):
         return super().partial_views(bs, width, layer)
 
 
-@fault(
-    slug="workspace-replaced-at-each-capture",
-    source="TensorRT-LLM #16319; vLLM #48261",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable",),
-    hint="allocate it once",
-)
+@fault("TensorRT-LLM #16319; vLLM #48261", "addresses-stable", "allocate it once", executions="graph")
 class WorkspaceReplacedAtEachCapture(PlannedBackend):
     """Each bucket's capture makes a new workspace, and frees the one that larger buckets recorded."""
 
@@ -163,12 +144,11 @@ class WorkspaceReplacedAtEachCapture(PlannedBackend):
 
 
 @fault(
+    "aiter #5393, #4494, #4709",
+    "captures-cleanly buckets-independent",
+    "allocated while",
+    executions="graph",
     slug="buffer-born-inside-capture",
-    source="aiter #5393, #4494, #4709",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("captures-cleanly", "buckets-independent"),
-    hint="allocated while",
     modelled="keyed by whether a capture is under way, since this kit warms up on the capture's stream",
 )
 class BufferAllocatedInCapture(CountingBackend):
@@ -186,14 +166,7 @@ class BufferAllocatedInCapture(CountingBackend):
         return self.by_stream[stream][:bs]
 
 
-@fault(
-    slug="eager-step-replaces-graph-buffers",
-    source="general; sglang #33920",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable", "buckets-independent"),
-    hint="allocate it once|alone",
-)
+@fault("general; sglang #33920", "addresses-stable buckets-independent", "allocate it once|alone", executions="graph")
 class EagerStepReplacesGraphBuffers(PlannedBackend):
     """An eager step allocates the shared buffers for itself; replays fill the new ones, graphs read the old."""
 
@@ -208,14 +181,7 @@ class EagerStepReplacesGraphBuffers(PlannedBackend):
         super().init_forward_metadata(batch)
 
 
-@fault(
-    slug="plan-tensors-of-the-capture-freed",
-    source="sglang #26019 (review); general",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("addresses-stable",),
-    hint="allocate it once",
-)
+@fault("sglang #26019 (review); general", "addresses-stable", "allocate it once", executions="graph")
 class PlanTensorsOfTheCaptureFreed(PlannedBackend):
     """The index that the captured kernel reads is a local of the planning call, gone when that returns."""
 
@@ -232,13 +198,7 @@ class PlanTensorsOfTheCaptureFreed(PlannedBackend):
         return (meta.page_table.long()[:, :, None] * self.context.page_size + self.page_offset).flatten(1)
 
 
-@fault(
-    slug="query-scaled-in-place",
-    source="sglang #23037",
-    modes=_ALL,
-    checks=("inputs-unchanged",),
-    hint="work on a copy",
-)
+@fault("sglang #23037", "inputs-unchanged", "work on a copy")
 class QueryScaledInPlace(DenseBackend):
     """The softmax scale is multiplied into q in place, and q is the caller's."""
 
@@ -252,13 +212,7 @@ class QueryScaledInPlace(DenseBackend):
         return rows
 
 
-@fault(
-    slug="output-written-over-the-query",
-    source="flash-attention #2670; general",
-    modes=_DECODE,
-    checks=("inputs-unchanged",),
-    hint="work on a copy",
-)
+@fault("flash-attention #2670; general", "inputs-unchanged", "work on a copy", modes="decode")
 class OutputWrittenOverTheQuery(PlannedBackend):
     """q and output have one shape, so the output is written into q to save a buffer."""
 
@@ -267,13 +221,7 @@ class OutputWrittenOverTheQuery(PlannedBackend):
         return q.copy_(super().attend(q, layer, meta))
 
 
-@fault(
-    slug="lengths-advanced-in-the-callers-tensor",
-    source="general",
-    modes=_DECODE,
-    checks=("inputs-unchanged",),
-    hint="work on a copy",
-)
+@fault("general", "inputs-unchanged", "work on a copy", modes="decode", slug="lengths-advanced-in-the-callers-tensor")
 class LengthsAdvancedInPlace(PlannedBackend):
     """A decode advances seq_lens after its forward for the next step, in the caller's tensor."""
 
@@ -283,12 +231,11 @@ class LengthsAdvancedInPlace(PlannedBackend):
 
 
 @fault(
-    slug="accept-counts-advanced-in-place",
-    source="general; sglang #25002",
-    modes=(ForwardMode.DRAFT_EXTEND,),
-    executions=_GRAPH,
-    checks=("mode-outputs", "inputs-unchanged"),
-    hint="hidden_states|work on a copy",
+    "general; sglang #25002",
+    "mode-outputs inputs-unchanged",
+    "hidden_states|work on a copy",
+    modes="draft-extend",
+    executions="graph",
 )
 class AcceptCountsAdvancedInPlace(PlannedBackend):
     """The last layer turns accepted counts into row indices in place; the caller then prunes with them."""
@@ -300,14 +247,7 @@ class AcceptCountsAdvancedInPlace(PlannedBackend):
             batch.spec_info.num_accept_tokens.sub_(1).clamp_(min=0)
 
 
-@fault(
-    slug="accept-counts-replaced-in-the-callers-batch",
-    source="general; sglang #25002",
-    modes=(ForwardMode.DRAFT_EXTEND,),
-    executions=("eager", "graph"),
-    checks=("mode-outputs",),
-    hint="batch_size or num_accept_tokens",
-)
+@fault("general; sglang #25002", "mode-outputs", "batch_size or num_accept_tokens", modes="draft-extend")
 class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
     """Counts without the bonus token replace the accepted ones in spec_info, and the caller prunes with them."""
 
@@ -320,11 +260,9 @@ class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
 
 
 @fault(
-    slug="kernel-ignores-current-stream",
-    source="flashinfer #1116; aiter #2564; flash-attention #1957",
-    modes=_ALL,
-    executions=_GRAPH,
-    checks=("completes", "captures-cleanly", "replay-follows-batch"),
+    "flashinfer #1116; aiter #2564; flash-attention #1957",
+    "completes captures-cleanly replay-follows-batch",
+    executions="graph",
     modelled="only in a graph: without one only the emulation shows it, since a race on a GPU may go well",
 )
 class KernelIgnoresCurrentStream(PlannedBackend):

@@ -11,12 +11,11 @@ from .dense import DenseBackend
 
 
 @fault(
-    slug="tuned-for-every-length",
-    source="vLLM #27178; torchtitan #3898; general (a length among an autotuner's keys)",
-    modes=(ForwardMode.DECODE,),
-    executions=("eager",),
-    checks=("compiles-once",),
-    hint="no length among a tuner's keys",
+    "vLLM #27178; torchtitan #3898; general (a length among an autotuner's keys)",
+    "compiles-once",
+    "no length among a tuner's keys",
+    modes="decode",
+    executions="eager",
     modelled="a tuner of Triton takes the place of torch.compile, which compiles nothing where CUDA is emulated",
 )
 class TunedForEveryLength(DenseBackend):

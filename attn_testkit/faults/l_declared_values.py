@@ -10,13 +10,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, Capabilities, Execution, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, Capabilities, ForwardBatch, ForwardMode
 from .catalogue import fault
 from .dense import DenseBackend, Visibility
 
 DECODE, VERIFY, V1, V2, *_ = ForwardMode
-_EAGER = (Execution.EAGER,)
-"""Only eager: kernels are chosen in the same way in a graph, and eager case-runs cost less."""
 
 
 def _capabilities(**changes: object) -> Capabilities:
@@ -29,14 +27,7 @@ def _capabilities(**changes: object) -> Capabilities:
     return DenseBackend.capabilities.with_changes(**{**few, **changes})
 
 
-@fault(
-    slug="no-kernel-for-a-head-dim-between-others",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAHeadDimBetweenOthers(DenseBackend):
     """Head dims 64, 96, 128 and 256 are declared, and the table of kernels goes by powers of two."""
 
@@ -47,14 +38,7 @@ class NoKernelForAHeadDimBetweenOthers(DenseBackend):
         return super().weights(logits, seen, layer) * (layer.v_head_dim != 96)
 
 
-@fault(
-    slug="no-kernel-for-the-widest-head-dim",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForTheWidestHeadDim(DenseBackend):
     """Head dim 512 is declared with 64 and 128, and has kernels only for MLA."""
 
@@ -65,14 +49,7 @@ class NoKernelForTheWidestHeadDim(DenseBackend):
         return super().weights(logits, seen, layer) * (layer.v_head_dim != 512)
 
 
-@fault(
-    slug="no-kernel-for-a-latent-width",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForALatentWidth(DenseBackend):
     """MLA shares a list of head dims with other families, and latent rows of 512 have no kernel."""
 
@@ -83,14 +60,7 @@ class NoKernelForALatentWidth(DenseBackend):
         return super().weights(logits, seen, layer) * (layer.kv_lora_rank != 512)
 
 
-@fault(
-    slug="no-kernel-for-a-page-size",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAPageSize(DenseBackend):
     """Eight page sizes are declared, and pages of 8 slots have no kernel."""
 
@@ -101,14 +71,7 @@ class NoKernelForAPageSize(DenseBackend):
         return super().weights(logits, seen, layer) * (self.context.page_size != 8)
 
 
-@fault(
-    slug="no-kernel-for-a-group-between-others",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForAGroupBetweenOthers(DenseBackend):
     """Groups of 2, 8, 16 and 32 query heads are declared, and 16 have no kernel."""
 
@@ -119,14 +82,7 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
         return super().weights(logits, seen, layer) * (layer.q_per_kv != 16)
 
 
-@fault(
-    slug="no-kernel-for-few-mla-heads",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForFewMLAHeads(DenseBackend):
     """4 and 16 heads are declared for MLA, and 4, fewer than a tile's rows, have no kernel."""
 
@@ -138,12 +94,12 @@ class NoKernelForFewMLAHeads(DenseBackend):
 
 
 @fault(
+    "flashinfer #4347",
+    "keys-counted-once matches-oracle",
+    "KV tokens in the middle are missing",
+    modes="decode",
+    executions="eager",
     slug="large-pages-lost-behind-4096-tokens",
-    source="flashinfer #4347",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("keys-counted-once", "matches-oracle"),
-    hint="KV tokens in the middle are missing",
 )
 class LargePagesLostBehind4096Tokens(DenseBackend):
     """Only 16 pages of 256 slots are read from the table, and the last page separately: those in between are lost."""
@@ -160,12 +116,11 @@ class LargePagesLostBehind4096Tokens(DenseBackend):
 
 
 @fault(
-    slug="mla-heads-folded-with-an-fp8-pool",
-    source="vLLM #46952",
-    modes=(DECODE, VERIFY),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="holds the result of request [0-9]+",
+    "vLLM #46952",
+    "matches-oracle",
+    "holds the result of request [0-9]+",
+    modes="decode target-verify",
+    executions="eager",
 )
 class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
     """32 heads are folded to two rows of 16 with an FP8 pool, and their results are not unfolded."""
@@ -180,14 +135,7 @@ class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
         return out.view(2, -1, 16, out.shape[-1]).transpose(0, 1).reshape(out.shape)
 
 
-@fault(
-    slug="no-kernel-for-a-dtype-with-an-fp8-pool",
-    source="general",
-    modes=(DECODE,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
-)
+@fault("general", "matches-oracle", "nothing was computed|nothing computed them", modes="decode", executions="eager")
 class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
     """Both dtypes and both pools are declared, and fp16 queries with an FP8 pool have no kernel."""
 
@@ -199,14 +147,7 @@ class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
         return super().weights(logits, seen, layer) * (pair != (torch.float16, torch.float8_e4m3fn))
 
 
-@fault(
-    slug="verify-rows-beyond-a-tile",
-    source="general",
-    modes=(VERIFY,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="rows from 8 on",
-)
+@fault("general", "matches-oracle", "rows from 8 on", modes="target-verify", executions="eager")
 class VerifyRowsBeyondATile(DenseBackend):
     """The grid has one tile of 8 rows per request: of 12 draft nodes the last four are never computed."""
 
@@ -217,14 +158,7 @@ class VerifyRowsBeyondATile(DenseBackend):
         return _first_rows(super().weights(logits, seen, layer), 8)
 
 
-@fault(
-    slug="draft-extend-rows-beyond-the-tiles",
-    source="general",
-    modes=(V1,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="rows from 48 on",
-)
+@fault("general", "matches-oracle", "rows from 48 on", modes="draft-extend", executions="eager")
 class DraftExtendRowsBeyondTheTiles(DenseBackend):
     """The grid has three tiles of 16 rows per request, and 64 accepted tokens are declared."""
 
@@ -235,14 +169,7 @@ class DraftExtendRowsBeyondTheTiles(DenseBackend):
         return _first_rows(super().weights(logits, seen, layer), 48)
 
 
-@fault(
-    slug="draft-extend-v2-rows-beyond-the-tiles",
-    source="general",
-    modes=(V2,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="rows from 48 on",
-)
+@fault("general", "matches-oracle", "rows from 48 on", modes="draft-extend-v2", executions="eager")
 class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
     """The grid has three tiles of 16 rows per request, and 64 nodes are declared."""
 
@@ -254,12 +181,7 @@ class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
 
 
 @fault(
-    slug="no-kernel-for-wide-trees",
-    source="general",
-    modes=(VERIFY,),
-    executions=_EAGER,
-    checks=("matches-oracle",),
-    hint="nothing was computed|nothing computed them",
+    "general", "matches-oracle", "nothing was computed|nothing computed them", modes="target-verify", executions="eager"
 )
 class NoKernelForWideTrees(DenseBackend):
     """Trees of up to 8 children per node are declared, and masks of more than 4 have no kernel."""

@@ -7,24 +7,19 @@ from typing_extensions import override
 
 from ..contract import (
     ForwardBatch,
-    ForwardMode,
     VerifyMask,
 )
 from .catalogue import fault
 from .parent import Metadata, PlannedBackend
 from .wrapping import HybridBackend, WrapperBackend
 
-_ALL = tuple(ForwardMode)
-_VERIFY = (ForwardMode.TARGET_VERIFY,)
-
 
 @fault(
+    "sglang #30846",
+    "completes output-contract replay-follows-batch",
+    "no attribute|in_graph|returned shape",
+    executions="graph",
     slug="wrapper-swallows-warmup-hook",
-    source="sglang #30846",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("completes", "output-contract", "replay-follows-batch"),
-    hint="no attribute|in_graph|returned shape",
     modelled="the hook is init_forward_metadata_in_graph",
 )
 class WrapperSwallowsInGraphHook(WrapperBackend):
@@ -40,12 +35,12 @@ class WrapperSwallowsInGraphHook(WrapperBackend):
 
 
 @fault(
+    "sglang #32920",
+    "completes replay-follows-batch matches-oracle",
+    "replay",
+    modes="target-verify",
+    executions="graph",
     slug="dispatcher-drops-the-verify-mask",
-    source="sglang #32920",
-    modes=_VERIFY,
-    executions=("graph",),
-    checks=("completes", "replay-follows-batch", "matches-oracle"),
-    hint="replay",
 )
 class DispatcherDropsVerifyMask(WrapperBackend):
     """The dispatcher does not return its child's mask buffer, so the draft stage fills a mask that no graph reads."""
@@ -56,14 +51,7 @@ class DispatcherDropsVerifyMask(WrapperBackend):
         return None
 
 
-@fault(
-    slug="wrapper-replays-first-child-only",
-    source="sglang MUTATION_FIXES.md M19",
-    modes=_ALL,
-    executions=("graph",),
-    checks=("replay-follows-batch", "writes-own-kv"),
-    hint="layer 1",
-)
+@fault("sglang MUTATION_FIXES.md M19", "replay-follows-batch writes-own-kv", "layer 1", executions="graph")
 class WrapperReplaysFirstChildOnly(HybridBackend):
     """The wrapper plans only its first child at a replay; the other one keeps the values of the capture."""
 
@@ -73,14 +61,7 @@ class WrapperReplaysFirstChildOnly(HybridBackend):
             child.init_forward_metadata_out_graph(batch, in_capture)
 
 
-@fault(
-    slug="wrapper-inits-second-child-only",
-    source="sglang MUTATION_FIXES.md M20",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("completes", "matches-oracle"),
-    hint="planned",
-)
+@fault("sglang MUTATION_FIXES.md M20", "completes matches-oracle", "planned", executions="eager")
 class WrapperInitsSecondChildOnly(HybridBackend):
     """The wrapper plans only its second child in eager."""
 
@@ -90,12 +71,12 @@ class WrapperInitsSecondChildOnly(HybridBackend):
 
 
 @fault(
+    "sglang comment in trtllm_mla_backend",
+    "buckets-independent matches-oracle",
+    "only in the graph|alone|not ancestors",
+    modes="target-verify",
+    executions="graph",
     slug="verify-honours-leftover-prefill-flag",
-    source="sglang comment in trtllm_mla_backend",
-    modes=_VERIFY,
-    executions=("graph",),
-    checks=("buckets-independent", "matches-oracle"),
-    hint="only in the graph|alone|not ancestors",
 )
 class LeftoverFallbackFlag(PlannedBackend):
     """Draft-extend sets a fallback flag, and verify on the same instance still obeys it: causal, no tree."""
@@ -114,12 +95,12 @@ class LeftoverFallbackFlag(PlannedBackend):
 
 
 @fault(
+    "sglang KNOWN_FAILURES.md C.3",
+    "completes",
+    "shape|size",
+    modes="draft-extend draft-extend-v2",
+    executions="graph",
     slug="child-inherits-parent-buffer-layout",
-    source="sglang KNOWN_FAILURES.md C.3",
-    modes=(ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2),
-    executions=("graph",),
-    checks=("completes",),
-    hint="shape|size",
 )
 class ChildInheritsParentLayout(PlannedBackend):
     """A subclass lays its buffers out in two dimensions, and draft-extend falls through to a parent that expects

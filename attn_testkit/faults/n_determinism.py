@@ -7,22 +7,19 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Requires
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, Requires
 from .builds import BatchInvariantBackend
 from .catalogue import fault
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
-_ALL = tuple(ForwardMode)
-
 
 @fault(
+    "flash-attention #2450; aiter #4378; FlashMLA #212",
+    "batch-invariant",
+    "depends on the rest of the batch",
+    executions="eager",
     slug="split-count-depends-on-batchmates",
-    source="flash-attention #2450; aiter #4378; FlashMLA #212",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="depends on the rest of the batch",
 )
 class SplitsDependOnBatchmates(BatchInvariantBackend):
     """The number of splits comes from the whole batch, so a row's order of summation depends on other rows."""
@@ -32,14 +29,7 @@ class SplitsDependOnBatchmates(BatchInvariantBackend):
         return super().plan_splits(lens.amax().expand_as(lens))
 
 
-@fault(
-    slug="fixed-split-dropped-on-swa-path",
-    source="sglang #26412",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="layer 0",
-)
+@fault("sglang #26412", "batch-invariant", "layer 0", executions="eager", slug="fixed-split-dropped-on-swa-path")
 class FixedSplitDroppedForWindows(BatchInvariantBackend):
     """The deterministic split size is passed on by every path but the windowed one."""
 
@@ -51,12 +41,11 @@ class FixedSplitDroppedForWindows(BatchInvariantBackend):
 
 
 @fault(
+    "general",
+    "batch-invariant",
+    "depends on the rest of the batch",
+    executions="eager",
     slug="split-size-from-batch-size",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="depends on the rest of the batch",
 )
 class SplitsFromBatchSize(BatchInvariantBackend):
     """Keys are split further if there are few requests, to fill the device."""
@@ -67,12 +56,11 @@ class SplitsFromBatchSize(BatchInvariantBackend):
 
 
 @fault(
+    "pegainfer #623",
+    "batch-invariant",
+    "depends on the rest of the batch",
+    executions="eager",
     slug="another-kernel-above-32-requests",
-    source="pegainfer #623",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("batch-invariant",),
-    hint="depends on the rest of the batch",
 )
 class AnotherKernelAbove32Requests(BatchInvariantBackend):
     """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
@@ -82,15 +70,7 @@ class AnotherKernelAbove32Requests(BatchInvariantBackend):
         return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
 
 
-@fault(
-    slug="order-of-sums-varies",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="atomics",
-    modelled="every other call adds the splits backwards",
-)
+@fault("general", "repeatable", "atomics", executions="eager", modelled="every other call adds the splits backwards")
 class OrderOfSumsVaries(PlannedBackend):
     """Partial sums are added in the order in which they arrive, although determinism is declared."""
 
@@ -113,15 +93,7 @@ class OrderOfSumsVaries(PlannedBackend):
         return total / (weight.sum(1) + sink).clamp(min=1e-30)[..., None]
 
 
-@fault(
-    slug="last-layer-sums-in-arrival-order",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="layer 1",
-    modelled="every other call adds the splits backwards",
-)
+@fault("general", "repeatable", "layer 1", executions="eager", modelled="every other call adds the splits backwards")
 class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
     """Only the last layer, which has another kernel, adds partial sums in the order in which they arrive."""
 
@@ -133,14 +105,7 @@ class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
         return layer.layer_id == self.context.layers[-1].layer_id and super().backwards(layer)
 
 
-@fault(
-    slug="first-call-tunes",
-    source="general",
-    modes=_ALL,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="split count",
-)
+@fault("general", "repeatable", "split count", executions="eager")
 class FirstCallTunes(PlannedBackend):
     """The first call of a shape runs an untuned kernel, and later calls run the one that was found to be fastest."""
 
@@ -155,12 +120,11 @@ class FirstCallTunes(PlannedBackend):
 
 
 @fault(
-    slug="rows-in-the-order-of-tickets",
-    source="general (persistent kernels that take work from a counter)",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    executions=("graph",),
-    checks=("replay-follows-batch",),
-    hint="order in which the programs of a launch run",
+    "general (persistent kernels that take work from a counter)",
+    "replay-follows-batch",
+    "order in which the programs of a launch run",
+    modes="decode extend",
+    executions="graph",
     modelled="a copy of the output takes the place of the attention kernel",
 )
 class RowsInTheOrderOfTickets(DenseBackend):

@@ -14,12 +14,11 @@ _EXTEND, _EAGER = (ForwardMode.EXTEND,), ("eager",)
 
 
 @fault(
-    slug="split-count-of-decode-by-its-batch",
-    source="general; decode kernels split keys until a GPU is full, and prefill kernels do not split",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("mode-invariant",),
-    hint="in decode than the same rows",
+    "general; decode kernels split keys until a GPU is full, and prefill kernels do not split",
+    "mode-invariant",
+    "in decode than the same rows",
+    modes="extend",
+    executions="eager",
 )
 class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
     """Decode has as many splits as its batch leaves room for, and extend has none."""
@@ -36,12 +35,11 @@ class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
 
 
 @fault(
-    slug="other-kernel-for-verify",
-    source="general; verify with a mask has a kernel of its own in most servers",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("mode-invariant",),
-    hint="in target-verify than the same rows",
+    "general; verify with a mask has a kernel of its own in most servers",
+    "mode-invariant",
+    "in target-verify than the same rows",
+    modes="extend",
+    executions="eager",
 )
 class OtherKernelForVerify(ModeInvariantBackend):
     """The kernel of target-verify multiplies queries by the scale before the product, and the others after it."""
@@ -58,12 +56,11 @@ class OtherKernelForVerify(ModeInvariantBackend):
 
 
 @fault(
-    slug="split-count-by-bucket",
-    source="general; FlashInfer's and FA3's planners choose splits by the padded batch of a graph",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("mode-invariant",),
-    hint="in a replay of decode in bucket",
+    "general; FlashInfer's and FA3's planners choose splits by the padded batch of a graph",
+    "mode-invariant",
+    "in a replay of decode in bucket",
+    modes="extend",
+    executions="eager",
 )
 class SplitCountByBucket(SplitsOfFixedTokensBackend):
     """A graph has splits of more tokens in small buckets. Eager mode has those of a fixed number."""
@@ -75,12 +72,11 @@ class SplitCountByBucket(SplitsOfFixedTokensBackend):
 
 
 @fault(
-    slug="split-count-by-longest-request-of-capture",
-    source="general; max_seq_len is a number of the host, which a graph keeps from its capture",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("mode-invariant",),
-    hint="in a replay of decode in bucket",
+    "general; max_seq_len is a number of the host, which a graph keeps from its capture",
+    "mode-invariant",
+    "in a replay of decode in bucket",
+    modes="extend",
+    executions="eager",
 )
 class SplitCountByLongestRequestOfCapture(SplitsOfFixedTokensBackend):
     """Splits hold as many tokens as the longest request of the table may have, which the capture does not know better;
@@ -93,12 +89,11 @@ class SplitCountByLongestRequestOfCapture(SplitsOfFixedTokensBackend):
 
 
 @fault(
-    slug="tile-by-bucket",
-    source="general; a tile of rows or channels that is tuned by batch size, as in vLLM's unified attention",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("mode-invariant",),
-    hint="in a replay of (decode|target-verify) in bucket",
+    "general; a tile of rows or channels that is tuned by batch size, as in vLLM's unified attention",
+    "mode-invariant",
+    "in a replay of (decode|target-verify) in bucket",
+    modes="extend",
+    executions="eager",
 )
 class TileByBucket(SplitsOfFixedTokensBackend):
     """Graphs of more than two requests sum a product of q and k in two halves of the head dim."""
@@ -119,12 +114,11 @@ class TileByBucket(SplitsOfFixedTokensBackend):
 
 
 @fault(
-    slug="other-kernel-for-verify-in-graphs",
-    source="general; a verify in a graph takes the kernel with a mask, an eager one that of prefills",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("mode-invariant",),
-    hint="in a replay of target-verify in bucket",
+    "general; a verify in a graph takes the kernel with a mask, an eager one that of prefills",
+    "mode-invariant",
+    "in a replay of target-verify in bucket",
+    modes="extend",
+    executions="eager",
 )
 class OtherKernelForVerifyInGraphs(SplitsOfFixedTokensBackend):
     """The kernel that graphs of target-verify record multiplies queries by the scale before the product."""

@@ -5,23 +5,14 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, Execution, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, BackendContext, ForwardBatch
 from .catalogue import fault
 from .multi_step import MultiStepBackend, spec_of
 from .parent import Metadata, PlannedBackend
 from .speculative import SpeculativeBackend
 
-_DRAFT = (ForwardMode.DRAFT_DECODE,)
-_GRAPH = (Execution.GRAPH,)
 
-
-@fault(
-    slug="draft-lengths-of-the-first-forward",
-    source="general",
-    modes=_DRAFT,
-    checks=("matches-oracle",),
-    hint="missing|expected",
-)
+@fault("general", "matches-oracle", "missing|expected", modes="draft-decode", slug="draft-lengths-of-the-first-forward")
 class FirstLengths(MultiStepBackend):
     """Every forward is planned with the keys of the first: a branch does not see its drafted tokens."""
 
@@ -31,11 +22,11 @@ class FirstLengths(MultiStepBackend):
 
 
 @fault(
+    "sglang 0.5.23 (frozen_kv_mtp_cuda_graph_runner)",
+    "reads-own-kv matches-oracle finite",
+    "NaN|nan|page",
+    modes="draft-decode",
     slug="draft-step-counted-twice",
-    source="sglang 0.5.23 (frozen_kv_mtp_cuda_graph_runner)",
-    modes=_DRAFT,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-    hint="NaN|nan|page",
 )
 class StepCountedTwice(MultiStepBackend):
     """The step is added to lengths that hold it already: each row reads a slot that no forward has written yet."""
@@ -45,13 +36,7 @@ class StepCountedTwice(MultiStepBackend):
         return super().branch_lengths(batch, step) + 1
 
 
-@fault(
-    slug="draft-reads-a-sibling",
-    source="general",
-    modes=_DRAFT,
-    checks=("matches-oracle",),
-    hint="attended",
-)
+@fault("general", "matches-oracle", "attended", modes="draft-decode", slug="draft-reads-a-sibling")
 class ReadsASibling(MultiStepBackend):
     """The page table is that of the request, so every branch attends to the tokens that branch 0 drafted."""
 
@@ -61,11 +46,11 @@ class ReadsASibling(MultiStepBackend):
 
 
 @fault(
+    "general",
+    "writes-own-kv matches-oracle reads-own-kv finite",
+    "slot|KV memory",
+    modes="draft-decode",
     slug="draft-slots-by-step",
-    source="general",
-    modes=_DRAFT,
-    checks=("writes-own-kv", "matches-oracle", "reads-own-kv", "finite"),
-    hint="slot|KV memory",
 )
 class SlotsByStep(MultiStepBackend):
     """The slots of a draft come by request, branch and step, and are read as if they came by step first."""
@@ -76,11 +61,11 @@ class SlotsByStep(MultiStepBackend):
 
 
 @fault(
+    "general",
+    "writes-own-kv matches-oracle reads-own-kv finite",
+    "slot|KV memory",
+    modes="draft-decode",
     slug="draft-branches-store-in-one",
-    source="general",
-    modes=_DRAFT,
-    checks=("writes-own-kv", "matches-oracle", "reads-own-kv", "finite"),
-    hint="slot|KV memory",
 )
 class BranchesStoreInOne(MultiStepBackend):
     """All branches of a request store their rows in the slots of its first one."""
@@ -92,11 +77,11 @@ class BranchesStoreInOne(MultiStepBackend):
 
 
 @fault(
+    "general",
+    "matches-oracle reads-own-kv finite",
+    "attended|slot",
+    modes="draft-decode",
     slug="draft-region-without-the-last-page",
-    source="general",
-    modes=_DRAFT,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="attended|slot",
 )
 class RegionWithoutLastPage(MultiStepBackend):
     """A branch's region is taken for S tokens, without the copied tokens of the prefix's last page."""
@@ -108,11 +93,11 @@ class RegionWithoutLastPage(MultiStepBackend):
 
 
 @fault(
+    "general",
+    "matches-oracle reads-own-kv finite",
+    "attended|slot",
+    modes="draft-decode",
     slug="draft-copied-page-left-out",
-    source="general",
-    modes=_DRAFT,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="attended|slot",
 )
 class CopiedPageLeftOut(MultiStepBackend):
     """The partly filled last page of the prefix is taken for a shared one, and its copies are left out."""
@@ -124,12 +109,12 @@ class CopiedPageLeftOut(MultiStepBackend):
 
 
 @fault(
+    "general",
+    "replay-follows-batch matches-oracle reads-own-kv finite writes-own-kv",
+    "eager",
+    modes="draft-decode",
+    executions="graph",
     slug="draft-forwards-share-a-plan",
-    source="general",
-    modes=_DRAFT,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "matches-oracle", "reads-own-kv", "finite", "writes-own-kv"),
-    hint="eager",
 )
 class ForwardsShareAPlan(MultiStepBackend):
     """All forwards of a graph have one set of buffers: the plan of the last one overwrites those before it."""
@@ -140,12 +125,12 @@ class ForwardsShareAPlan(MultiStepBackend):
 
 
 @fault(
+    "general",
+    "replay-follows-batch matches-oracle reads-own-kv finite writes-own-kv",
+    "eager",
+    modes="draft-decode",
+    executions="graph",
     slug="draft-forwards-counted-since-the-plan",
-    source="general",
-    modes=_DRAFT,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "matches-oracle", "reads-own-kv", "finite", "writes-own-kv"),
-    hint="eager",
 )
 class ForwardsCounted(MultiStepBackend):
     """Forwards are counted from the plan on: warm-ups count too, so the captured graph has only the last plan."""
@@ -174,12 +159,12 @@ class ForwardsCounted(MultiStepBackend):
 
 
 @fault(
+    "sglang #27338, #27460",
+    "replay-follows-batch matches-oracle reads-own-kv finite",
+    "eager",
+    modes="draft-decode",
+    executions="graph",
     slug="draft-table-without-branches",
-    source="sglang #27338, #27460",
-    modes=_DRAFT,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "matches-oracle", "reads-own-kv", "finite"),
-    hint="eager",
     modelled="rows that do not fit are left out; the real one wrote them over what lies behind in the graph's memory",
 )
 class TableWithoutBranches(MultiStepBackend):
@@ -194,11 +179,11 @@ class TableWithoutBranches(MultiStepBackend):
 
 
 @fault(
+    "sglang #23037",
+    "inputs-unchanged",
+    "seq_lens",
+    modes="draft-decode",
     slug="draft-advances-the-batch",
-    source="sglang #23037",
-    modes=_DRAFT,
-    checks=("inputs-unchanged",),
-    hint="seq_lens",
     modelled="the tensor in place, from forward to forward; the real one wrote a padded batch back",
 )
 class AdvancesTheBatch(MultiStepBackend):
@@ -209,13 +194,7 @@ class AdvancesTheBatch(MultiStepBackend):
         batch.seq_lens[: batch.batch_size].add_(1)
 
 
-@fault(
-    slug="draft-window-of-the-first-forward",
-    source="general",
-    modes=_DRAFT,
-    checks=("matches-oracle",),
-    hint="window",
-)
+@fault("general", "matches-oracle", "window", modes="draft-decode", slug="draft-window-of-the-first-forward")
 class WindowOfTheFirst(MultiStepBackend):
     """Windows begin where the first forward's begins: later forwards see one token too many per step."""
 
@@ -265,12 +244,12 @@ class _SkipsWhatIsStored(PlannedBackend):
 
 
 @fault(
+    "general",
+    "lossless",
+    "rejected draft",
+    modes="draft-decode",
+    executions="eager",
     slug="verify-keeps-the-rejected-draft",
-    source="general",
-    modes=_DRAFT,
-    executions=(Execution.EAGER,),
-    checks=("lossless",),
-    hint="rejected draft",
 )
 class KeepsTheRejectedDraft(SpeculativeBackend):
     """A request that goes on has KV in the slots of its last tree, and verify does not store there again."""
@@ -280,11 +259,11 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
 
 
 @fault(
+    "sglang 0.5.23 (TritonMultiStepDraftBackend)",
+    "matches-oracle reads-own-kv finite",
+    "only requests without a prefix are wrong",
+    modes="draft-decode",
     slug="draft-counts-on-a-prefix",
-    source="sglang 0.5.23 (TritonMultiStepDraftBackend)",
-    modes=_DRAFT,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
-    hint="only requests without a prefix are wrong",
 )
 class CountsOnAPrefix(MultiStepBackend):
     """An empty prefix is planned as one of a key, although drafts without a prefix are declared."""

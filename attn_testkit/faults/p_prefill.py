@@ -21,13 +21,7 @@ LEAN = PlannedBackend.capabilities.with_changes(
 """Capabilities with few values in fields that do not matter for a prefill."""
 
 
-@fault(
-    slug="prefix-of-part-of-a-page-ignored",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="expected 0",
-)
+@fault("general", "matches-oracle", "expected 0", modes="extend")
 class PrefixOfPartOfAPageIgnored(PlannedBackend):
     """A prefix cache keeps whole pages, so a prefix shorter than a page is taken for none, and its keys are hidden."""
 
@@ -40,13 +34,7 @@ class PrefixOfPartOfAPageIgnored(PlannedBackend):
         return seen & ~ignored[:, None]
 
 
-@fault(
-    slug="no-prefix-path-for-the-whole-batch",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="expected 0",
-)
+@fault("general", "matches-oracle", "expected 0", modes="extend")
 class NoPrefixPathForTheWholeBatch(PlannedBackend):
     """One request without a prefix sends the batch to the kernel that attends only new tokens: any, not all."""
 
@@ -60,13 +48,7 @@ class NoPrefixPathForTheWholeBatch(PlannedBackend):
         return seen & ~(new_only & (self.index[: seen.shape[-1]] < prefix))[:, None]
 
 
-@fault(
-    slug="chunk-causal-from-the-start-of-the-keys",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="start of the keys|causal|expected 0",
-)
+@fault("general", "matches-oracle", "start of the keys|causal|expected 0", modes="extend")
 class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
     """Row j of a prompt sees keys 0 .. j: right without a prefix, and too few in every chunk but the first."""
 
@@ -79,14 +61,7 @@ class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
         return seen & (self.index[: seen.shape[-1]] <= offset)
 
 
-@fault(
-    slug="prefix-of-the-first-chunk-kept",
-    source="general",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="earlier step",
-)
+@fault("general", "steps-independent", "earlier step", modes="extend", executions="eager")
 class PrefixOfTheFirstChunkKept(PlannedBackend):
     """A request's prefix is looked up when it is first seen, and its later chunks are planned with the same one."""
 
@@ -109,14 +84,7 @@ class PrefixOfTheFirstChunkKept(PlannedBackend):
         return torch.tensor(kept, dtype=torch.int32, device=lens.device) + counts
 
 
-@fault(
-    slug="wrapper-swallows-chunk-plan",
-    source="sglang #27316",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("steps-independent",),
-    hint="earlier step",
-)
+@fault("sglang #27316", "steps-independent", "earlier step", modes="extend", executions="eager")
 class WrapperSwallowsChunkPlan(PlannedBackend):
     """A wrapper does not pass the chunk's plan on; the plan before it is used again wherever the sizes agree."""
 
@@ -133,13 +101,7 @@ class WrapperSwallowsChunkPlan(PlannedBackend):
             self.metadata = replace(before, slots=self.metadata.slots)
 
 
-@fault(
-    slug="prompt-attended-before-it-is-stored",
-    source="general",
-    modes=_EXTEND,
-    checks=("reads-own-kv", "finite"),
-    hint="zeros instead of NaN",
-)
+@fault("general", "reads-own-kv finite", "zeros instead of NaN", modes="extend")
 class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
     """Keys and values are written after the attention, which reads the pool before they are there."""
 
@@ -150,14 +112,7 @@ class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
         return None
 
 
-@fault(
-    slug="new-rows-stored-over-the-prefix",
-    source="general",
-    modes=_EXTEND,
-    checks=("writes-own-kv",),
-    hint="row of the new token",
-    modelled="one row of a request",
-)
+@fault("general", "writes-own-kv", "row of the new token", modes="extend", modelled="one row of a request")
 class NewRowsStoredOverThePrefix(PlannedBackend):
     """New rows are stored from the first slot of the request's table on, over a prefix that others share."""
 
@@ -175,12 +130,11 @@ class NewRowsStoredOverThePrefix(PlannedBackend):
 
 
 @fault(
-    slug="prefix-lengths-of-the-capture",
-    source="general",
-    modes=_EXTEND,
-    executions=_GRAPH,
-    checks=("replay-follows-batch",),
-    hint="only the graph is wrong|value from capture time",
+    "general",
+    "replay-follows-batch",
+    "only the graph is wrong|value from capture time",
+    modes="extend",
+    executions="graph",
 )
 class PrefixLengthsOfTheCapture(PlannedBackend):
     """The captured launch takes prefixes from the host's list, which at capture are all 0."""
@@ -192,13 +146,7 @@ class PrefixLengthsOfTheCapture(PlannedBackend):
         return counts if self.in_graph else super().plan_lengths(batch, counts)
 
 
-@fault(
-    slug="window-restarts-at-a-chunk",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="window|expected",
-)
+@fault("general", "matches-oracle", "window|expected", modes="extend")
 class WindowRestartsAtAChunk(PlannedBackend):
     """The window is counted from a row's place in the chunk, so no key of the prefix is ever outside it."""
 

@@ -5,22 +5,13 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, ForwardBatch, ForwardMode
+from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
 from .p_prefill import LEAN
 from .parent import Metadata, PlannedBackend
 
-_EXTEND = (ForwardMode.EXTEND,)
-_GRAPH = ("graph",)
 
-
-@fault(
-    slug="ragged-rows-at-the-longest-ones-stride",
-    source="general; flashinfer #4059",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written"),
-    hint="stride|offset",
-)
+@fault("general; flashinfer #4059", "matches-oracle output-written", "stride|offset", modes="extend")
 class RaggedRowsAtTheLongestOnesStride(PlannedBackend):
     """Results of request i are written at i times the longest request's rows, as in a padded batch."""
 
@@ -33,13 +24,7 @@ class RaggedRowsAtTheLongestOnesStride(PlannedBackend):
         return out.flatten(0, 1)[place]
 
 
-@fault(
-    slug="first-row-in-place-of-the-last",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="row",
-)
+@fault("general", "matches-oracle", "row", modes="extend")
 class FirstRowInPlaceOfTheLast(PlannedBackend):
     """The last row, which decides the next token, is filled from the request's first row."""
 
@@ -54,11 +39,10 @@ class FirstRowInPlaceOfTheLast(PlannedBackend):
 
 
 @fault(
-    slug="decode-rows-of-a-mixed-batch-keep-a-prefix",
-    source="general",
-    modes=_EXTEND,
-    checks=("steps-independent", "replay-follows-batch", "buckets-independent"),
-    hint="earlier step|step before|capture",
+    "general",
+    "steps-independent replay-follows-batch buckets-independent",
+    "earlier step|step before|capture",
+    modes="extend",
 )
 class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
     """Rows with one new token are taken for decodes, whose lengths are kept from the batch before and advanced by 1."""
@@ -76,11 +60,10 @@ class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
 
 
 @fault(
-    slug="query-offsets-of-the-batch-before",
-    source="general",
-    modes=_EXTEND,
-    checks=("steps-independent", "replay-follows-batch", "buckets-independent"),
-    hint="earlier step|offset|packed|capture",
+    "general",
+    "steps-independent replay-follows-batch buckets-independent",
+    "earlier step|offset|packed|capture",
+    modes="extend",
 )
 class QueryOffsetsOfTheBatchBefore(PlannedBackend):
     """Query offsets are made again if the number of rows changes, but not if only their distribution does."""
@@ -97,13 +80,7 @@ class QueryOffsetsOfTheBatchBefore(PlannedBackend):
         return self.offsets
 
 
-@fault(
-    slug="extend-of-one-token-as-a-decode",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle", "finite"),
-    hint="expected|last|own",
-)
+@fault("general", "matches-oracle finite", "expected|last|own", modes="extend")
 class ExtendOfOneTokenAsADecode(PlannedBackend):
     """A batch of one row per request goes to the decode kernel, with lengths that lack the new token."""
 
@@ -115,13 +92,7 @@ class ExtendOfOneTokenAsADecode(PlannedBackend):
         return lens - (counts <= 1).all().to(torch.int32)
 
 
-@fault(
-    slug="short-extend-beside-prompts-as-a-decode",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle",),
-    hint="row|expected",
-)
+@fault("general", "matches-oracle", "row|expected", modes="extend")
 class ShortExtendBesidePromptsAsADecode(PlannedBackend):
     """Requests of up to 4 rows are split off to the decode kernel, whose rows all see all keys: no causal mask."""
 
@@ -134,13 +105,7 @@ class ShortExtendBesidePromptsAsADecode(PlannedBackend):
         return super().visible(meta, layer, torch.where(short, last, position))
 
 
-@fault(
-    slug="decode-rows-taken-to-come-first",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written"),
-    hint="offset|row",
-)
+@fault("general", "matches-oracle output-written", "offset|row", modes="extend")
 class DecodeRowsTakenToComeFirst(PlannedBackend):
     """Offsets are made for a batch sorted with decodes first, but the batch keeps its order."""
 
@@ -153,13 +118,7 @@ class DecodeRowsTakenToComeFirst(PlannedBackend):
         return super().plan_offsets(torch.where(live, sorted_counts, counts), batch)
 
 
-@fault(
-    slug="prompt-rows-behind-the-tiles",
-    source="general",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written"),
-    hint="a row that nothing computes|rows from",
-)
+@fault("general", "matches-oracle output-written", "a row that nothing computes|rows from", modes="extend")
 class PromptRowsBehindTheTiles(PlannedBackend):
     """A request has four tiles of 16 rows, and rows after them are not computed: they keep zeros."""
 
@@ -174,12 +133,11 @@ class PromptRowsBehindTheTiles(PlannedBackend):
 
 
 @fault(
-    slug="grid-depends-on-qo-contents",
-    source="flashinfer #639, #641, #412, #291",
-    modes=_EXTEND,
-    executions=_GRAPH,
-    checks=("replay-follows-batch", "output-written"),
-    hint="only the graph is wrong|value from capture time",
+    "flashinfer #639, #641, #412, #291",
+    "replay-follows-batch output-written",
+    "only the graph is wrong|value from capture time",
+    modes="extend",
+    executions="graph",
 )
 class GridDependsOnQoContents(PlannedBackend):
     """The grid has the tiles of 16 rows of the captured requests; with another distribution of rows a replay needs

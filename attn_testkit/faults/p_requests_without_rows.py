@@ -20,10 +20,9 @@ _OF_STATES = StateParent.capabilities.with_changes(
 
 
 @fault(
-    slug="requests-numbered-without-empty-ones",
-    source="vllm-ascend #11807, #11438; flash-linear-attention counts segments that have chunks",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    "vllm-ascend #11807, #11438; flash-linear-attention counts segments that have chunks",
+    "matches-oracle output-written reads-own-kv",
+    modes="extend",
 )
 class RequestsNumberedWithoutEmptyOnes(PlannedBackend):
     """Work items are numbered by requests that have rows, and results are looked up by that number among all."""
@@ -40,10 +39,9 @@ class RequestsNumberedWithoutEmptyOnes(PlannedBackend):
 
 
 @fault(
-    slug="search-stops-at-an-equal-offset",
-    source="general; a binary search over cu_seqlens_q that ends early finds any of several equal offsets",
-    modes=_EXTEND,
-    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    "general; a binary search over cu_seqlens_q that ends early finds any of several equal offsets",
+    "matches-oracle output-written reads-own-kv",
+    modes="extend",
 )
 class SearchStopsAtAnEqualOffset(PlannedBackend):
     """The first row behind an empty request belongs to it, because both begin at the same offset."""
@@ -61,12 +59,11 @@ class SearchStopsAtAnEqualOffset(PlannedBackend):
 
 
 @fault(
-    slug="tile-divided-by-the-rows-of-a-request",
-    source="general; planners that share out a tile among the rows of a request",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("completes",),
-    hint="division|modulo",
+    "general; planners that share out a tile among the rows of a request",
+    "completes",
+    "division|modulo",
+    modes="extend",
+    executions="eager",
 )
 class TileDividedByTheRowsOfARequest(PlannedBackend):
     """The plan asks how often the rows of each request fit into a tile of 64."""
@@ -80,11 +77,10 @@ class TileDividedByTheRowsOfARequest(PlannedBackend):
 
 
 @fault(
-    slug="few-rows-shared-evenly-among-all-requests",
-    source="vLLM #52500",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("matches-oracle", "output-written", "reads-own-kv"),
+    "vLLM #52500",
+    "matches-oracle output-written reads-own-kv",
+    modes="extend",
+    executions="eager",
     modelled="upstream rows of an indexer, here of attention",
 )
 class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
@@ -110,11 +106,10 @@ class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
 
 
 @fault(
-    slug="last-row-of-an-empty-request-is-that-of-the-one-before",
-    source="general; cu_seqlens[i + 1] - 1 of an empty request",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("state-matches-oracle", "writes-own-state"),
+    "general; cu_seqlens[i + 1] - 1 of an empty request",
+    "state-matches-oracle writes-own-state",
+    modes="extend",
+    executions="eager",
 )
 class LastRowOfAnEmptyRequestIsThatOfTheOneBefore(StateParent):
     """The state of a request is taken behind row cu_seqlens[i + 1] - 1, which another request has if it has none."""
@@ -129,11 +124,10 @@ class LastRowOfAnEmptyRequestIsThatOfTheOneBefore(StateParent):
 
 
 @fault(
-    slug="lengths-by-chunk-number-without-empty-requests",
-    source="vllm-ascend #11807",
-    modes=_EXTEND,
-    executions=_EAGER,
-    checks=("matches-oracle", "output-written", "state-matches-oracle", "state-counts-tokens", "writes-own-state"),
+    "vllm-ascend #11807",
+    "matches-oracle output-written state-matches-oracle state-counts-tokens writes-own-state",
+    modes="extend",
+    executions="eager",
 )
 class LengthsByChunkNumberWithoutEmptyRequests(StateParent):
     """Chunks are numbered by requests that have rows, and lengths are looked up by that number among all requests."""

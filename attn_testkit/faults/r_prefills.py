@@ -15,11 +15,10 @@ __all__: list[str] = []
 
 
 @fault(
-    slug="rows-behind-a-prompt-not-cleared",
-    source="vllm-ascend #10276",
-    modes=[ForwardMode.EXTEND],
-    checks=("finite",),
-    hint="behind the last one",
+    "vllm-ascend #10276",
+    "finite",
+    "behind the last one",
+    modes="extend",
     modelled="upstream a kernel of Lightning; here the keys of the last tile are added with weights of 0",
 )
 class RowsBehindAPromptNotCleared(StateParent):
@@ -63,10 +62,9 @@ class RowsBehindAPromptNotCleared(StateParent):
 
 
 @fault(
-    slug="grid-of-requests-and-value-heads",
-    source="flash-linear-attention #1077",
-    modes=[ForwardMode.EXTEND],
-    checks=("completes",),
+    "flash-linear-attention #1077",
+    "completes",
+    modes="extend",
     modelled="upstream a Triton kernel, whose launch fails; here the error is raised",
 )
 class GridOfRequestsAndValueHeads(StateParent):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardBatch, ForwardMode, StateLayer
+from ..contract import ForwardBatch, StateLayer
 from .catalogue import fault
 from .states import StateParent
 
@@ -13,10 +13,9 @@ _NODES = 4
 
 
 @fault(
-    slug="prompt-as-long-as-a-draft-not-stored",
-    source="vLLM #49918 (#47123)",
-    modes=[ForwardMode.EXTEND],
-    checks=("state-matches-oracle", "conv-window-exact", "state-counts-tokens"),
+    "vLLM #49918 (#47123)",
+    "state-matches-oracle conv-window-exact state-counts-tokens",
+    modes="extend",
     modelled=f"upstream a prompt of 1 + S tokens replays the graph of verifies; here one of {_NODES} stores nothing",
 )
 class PromptAsLongAsADraftNotStored(StateParent):
@@ -28,13 +27,7 @@ class PromptAsLongAsADraftNotStored(StateParent):
         return live if batch.extend_seq_lens is None else live & (batch.extend_seq_lens != _NODES)
 
 
-@fault(
-    slug="idle-replay-writes-stale-windows",
-    source="vllm-ascend #10901 (vLLM #37728)",
-    modes=[ForwardMode.DECODE],
-    executions=["graph"],
-    checks=("writes-own-state", "captures-cleanly"),
-)
+@fault("vllm-ascend #10901 (vLLM #37728)", "writes-own-state captures-cleanly", modes="decode", executions="graph")
 class IdleReplayWritesStaleWindows(StateParent):
     """A replay without a live request keeps the slots of the replay before it, and writes their windows."""
 
@@ -69,10 +62,9 @@ class IdleReplayWritesStaleWindows(StateParent):
 
 
 @fault(
-    slug="commits-a-node-that-was-never-written",
-    source="Avarok atlas #604",
-    modes=[ForwardMode.TARGET_VERIFY],
-    checks=("state-matches-oracle", "conv-window-exact", "state-counts-tokens"),
+    "Avarok atlas #604",
+    "state-matches-oracle conv-window-exact state-counts-tokens",
+    modes="target-verify",
     modelled="upstream the scratch held zeros; here it holds NaN",
 )
 class CommitsANodeThatWasNeverWritten(StateParent):

@@ -5,19 +5,15 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardMode
 from .catalogue import fault
 from .states_in_trees import TreesParent
 
-_VERIFY = [ForwardMode.TARGET_VERIFY]
-
 
 @fault(
-    slug="state-of-the-sibling",
-    source="general (links to the next sibling, as in SGLang's causal_conv1d_update)",
-    modes=_VERIFY,
-    checks=("matches-oracle", "state-matches-oracle"),
-    hint="sibling",
+    "general (links to the next sibling, as in SGLang's causal_conv1d_update)",
+    "matches-oracle state-matches-oracle",
+    "sibling",
+    modes="target-verify",
 )
 class StateOfTheSibling(TreesParent):
     """A node that has a sibling before it continues the sibling, not the parent of both."""
@@ -28,11 +24,10 @@ class StateOfTheSibling(TreesParent):
 
 
 @fault(
-    slug="tree-taken-for-a-chain",
-    source="general (SGLang's Mamba2 and Lightning kernels know no trees)",
-    modes=_VERIFY,
-    checks=("matches-oracle", "state-matches-oracle"),
-    hint="chain",
+    "general (SGLang's Mamba2 and Lightning kernels know no trees)",
+    "matches-oracle state-matches-oracle",
+    "chain",
+    modes="target-verify",
 )
 class TreeTakenForAChain(TreesParent):
     """Each node continues the row before it."""
@@ -44,10 +39,9 @@ class TreeTakenForAChain(TreesParent):
 
 
 @fault(
-    slug="window-of-the-parent-lost",
-    source="general (a recurrence by parents and a convolution by rows)",
-    modes=_VERIFY,
-    checks=("conv-window-exact", "matches-oracle"),
+    "general (a recurrence by parents and a convolution by rows)",
+    "conv-window-exact matches-oracle",
+    modes="target-verify",
 )
 class WindowOfTheParentLost(TreesParent):
     """States follow the parents of nodes, and the convolution reads the rows before."""
@@ -58,11 +52,10 @@ class WindowOfTheParentLost(TreesParent):
 
 
 @fault(
-    slug="links-of-the-capture",
-    source="general (SGLang copies links a second time, after the draft: update_verify_buffers_to_fill_after_draft)",
-    modes=_VERIFY,
-    executions=["graph"],
-    checks=("replay-follows-batch", "matches-oracle"),
+    "general (SGLang copies links a second time, after the draft: update_verify_buffers_to_fill_after_draft)",
+    "replay-follows-batch matches-oracle",
+    modes="target-verify",
+    executions="graph",
 )
 class LinksOfTheCapture(TreesParent):
     """A replay does not fill the links that the graph reads."""
@@ -73,10 +66,9 @@ class LinksOfTheCapture(TreesParent):
 
 
 @fault(
-    slug="commits-by-depth",
-    source="general (in a chain the last accepted node is the accepted length less one)",
-    modes=_VERIFY,
-    checks=("state-matches-oracle", "conv-window-exact"),
+    "general (in a chain the last accepted node is the accepted length less one)",
+    "state-matches-oracle conv-window-exact",
+    modes="target-verify",
 )
 class CommitsByDepth(TreesParent):
     """The number of accepted nodes is taken for the number of the last one, which holds for chains."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import torch
 from typing_extensions import override
 
-from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Indexer, KernelPlan, Sparse
+from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
 from .catalogue import fault
 from .indexer import INDEX_MODES, FusedIndexer, IndexerOfPrefixes, IndexerParent
 from .pool_addresses import without_carry
 
-_GRAPH = ("graph",)
 _STORED, _FORM, _BEST = "index-stored", "selection-well-formed", "selects-best"
 _PAGE_BYTES = 64 * 132
 
@@ -20,13 +19,7 @@ def _page_in_32_bits(page: torch.Tensor, pages: int) -> torch.Tensor:
     return (page.to(torch.int32) * _PAGE_BYTES).long().div(_PAGE_BYTES, rounding_mode="floor") % pages
 
 
-@fault(
-    slug="index-scales-of-first-layer",
-    source="ROCm/ATOM #1466",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    hint="layers share a view of scales",
-)
+@fault("ROCm/ATOM #1466", _STORED, "layers share a view of scales", modes=INDEX_MODES)
 class IndexScalesOfFirstLayer(IndexerParent):
     """The view of scales has an offset into the whole memory, without that of its layer, so all layers share one."""
 
@@ -37,11 +30,10 @@ class IndexScalesOfFirstLayer(IndexerParent):
 
 
 @fault(
-    slug="index-scales-of-first-layer-read",
-    source="ROCm/ATOM #1466",
+    "ROCm/ATOM #1466",
+    _BEST,
+    "scales of the keys are those of the first layer",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="scales of the keys are those of the first layer",
     modelled="upstream the scales are written to the first layer's plane too; here only reads are wrong",
 )
 class IndexScalesOfFirstLayerRead(IndexerParent):
@@ -54,13 +46,7 @@ class IndexScalesOfFirstLayerRead(IndexerParent):
         return super().gathered(slots, layer_id)[0], super().gathered(slots, first)[1]
 
 
-@fault(
-    slug="index-page-written-by-token",
-    source="1CatAI/1Cat-vLLM #250",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    hint="written token by token",
-)
+@fault("1CatAI/1Cat-vLLM #250", _STORED, "written token by token", modes=INDEX_MODES)
 class IndexPageWrittenByToken(IndexerParent):
     """A key is stored with its scale behind it, as rows of 132 bytes."""
 
@@ -73,13 +59,7 @@ class IndexPageWrittenByToken(IndexerParent):
         rows[page, place] = torch.cat([keys, scales[:, None].view(torch.uint8)], 1)
 
 
-@fault(
-    slug="index-page-read-by-token",
-    source="1CatAI/1Cat-vLLM #250; vLLM #50576",
-    modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="read token by token",
-)
+@fault("1CatAI/1Cat-vLLM #250; vLLM #50576", _BEST, "read token by token", modes=INDEX_MODES)
 class IndexPageReadByToken(IndexerParent):
     """A key is read at 132 times its place in the page, and four FP8 numbers are taken for its scale."""
 
@@ -91,7 +71,7 @@ class IndexPageReadByToken(IndexerParent):
         return keys.nan_to_num(0.0), rows[..., 128:].contiguous().view(torch.float32)[..., 0].nan_to_num(0.0)
 
 
-@fault(slug="indexer-without-relu", source="1CatAI/1Cat-vLLM #250", modes=INDEX_MODES, checks=(_BEST,), hint="ReLU")
+@fault("1CatAI/1Cat-vLLM #250", _BEST, "ReLU", modes=INDEX_MODES)
 class IndexerWithoutRelu(IndexerParent):
     """Negative products of a head count."""
 
@@ -101,11 +81,10 @@ class IndexerWithoutRelu(IndexerParent):
 
 
 @fault(
-    slug="indexer-scores-are-zero",
-    source="mlx-lm #1454",
+    "mlx-lm #1454",
+    _BEST,
+    "the last 16 keys",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="the last 16 keys",
     modelled="upstream from 128k keys on; here at any length",
 )
 class IndexerScoresAreZero(IndexerParent):
@@ -117,13 +96,7 @@ class IndexerScoresAreZero(IndexerParent):
         return torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
 
 
-@fault(
-    slug="indexer-topk-and-length-exchanged",
-    source="antirez/ds4 #358",
-    modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="top-k and the number of keys are exchanged",
-)
+@fault("antirez/ds4 #358", _BEST, "top-k and the number of keys are exchanged", modes=INDEX_MODES)
 class IndexerTopkAndLengthExchanged(IndexerParent):
     """Top-k gets its two numbers in the wrong order, and sorts the first topk keys."""
 
@@ -132,12 +105,7 @@ class IndexerTopkAndLengthExchanged(IndexerParent):
         return super().best(scores, lengths.clamp(max=topk), topk)
 
 
-@fault(
-    slug="indexer-stale-behind-the-count",
-    source="tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2",
-    modes=INDEX_MODES,
-    checks=(_FORM, "reads-own-kv", "matches-oracle"),
-)
+@fault("tonyd2wild/DeepSeek-v4-Flash-DGX-Spark #2", (_FORM, "reads-own-kv", "matches-oracle"), modes=INDEX_MODES)
 class IndexerStaleBehindTheCount(IndexerParent):
     """The output is a buffer that lasts, and a row fills only as many columns as it has keys."""
 
@@ -155,11 +123,10 @@ class IndexerStaleBehindTheCount(IndexerParent):
 
 
 @fault(
-    slug="index-keys-of-padding-stored",
-    source="vLLM #32175 (#32172)",
+    "vLLM #32175 (#32172)",
+    _STORED,
     modes=INDEX_MODES,
-    executions=_GRAPH,
-    checks=(_STORED,),
+    executions="graph",
     modelled="upstream the padded rows have the slots of an earlier step; here those behind the first live row's",
 )
 class IndexKeysOfPaddingStored(IndexerParent):
@@ -174,10 +141,9 @@ class IndexKeysOfPaddingStored(IndexerParent):
 
 
 @fault(
-    slug="indexer-rows-and-lengths-differ",
-    source="sglang #33059 (#32762)",
+    "sglang #33059 (#32762)",
+    (_FORM, _BEST),
     modes=INDEX_MODES,
-    checks=(_FORM, _BEST),
     modelled="upstream padded rows shift the lengths; here each row has the length of the row before it",
 )
 class IndexerRowsAndLengthsDiffer(IndexerParent):
@@ -189,12 +155,7 @@ class IndexerRowsAndLengthsDiffer(IndexerParent):
 
 
 @fault(
-    slug="indexer-length-of-the-capture",
-    source="vLLM #51538 (#51593); TensorRT-LLM #16290",
-    modes=INDEX_MODES,
-    executions=_GRAPH,
-    checks=(_FORM, _BEST),
-    hint="of the capture",
+    "vLLM #51538 (#51593); TensorRT-LLM #16290", (_FORM, _BEST), "of the capture", modes=INDEX_MODES, executions="graph"
 )
 class IndexerLengthOfTheCapture(IndexerParent):
     """Lengths are computed by the plan of the capture, and replays use them."""
@@ -211,10 +172,9 @@ class IndexerLengthOfTheCapture(IndexerParent):
 
 
 @fault(
-    slug="selection-buffer-of-all-layers",
-    source="general; TensorRT-LLM #16290 (an output that the allocator gives away)",
+    "general; TensorRT-LLM #16290 (an output that the allocator gives away)",
+    "matches-oracle reads-own-kv finite",
     modes=INDEX_MODES,
-    checks=("matches-oracle", "reads-own-kv", "finite"),
     modelled="here the next operation clears the memory, where upstream another subsystem writes it",
 )
 class SelectionBufferOfAllLayers(IndexerParent):
@@ -225,13 +185,7 @@ class SelectionBufferOfAllLayers(IndexerParent):
         return torch.where(torch.arange(selected.shape[1], device=selected.device) < 1, selected, -1)
 
 
-@fault(
-    slug="index-slot-taken-for-page",
-    source="sglang #31218",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    modelled="upstream cached keys are moved; here new keys are stored",
-)
+@fault("sglang #31218", _STORED, modes=INDEX_MODES, modelled="upstream cached keys are moved; here new keys are stored")
 class IndexSlotTakenForPage(IndexerParent):
     """The pool's rows are pages, and a slot is used as the number of a row."""
 
@@ -244,11 +198,10 @@ class IndexSlotTakenForPage(IndexerParent):
 
 
 @fault(
-    slug="indexer-key-scale-dropped",
-    source="TensorRT-LLM #18658",
+    "TensorRT-LLM #18658",
+    _BEST,
+    "scales of the keys are left out",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="scales of the keys are left out",
     modelled="upstream the block scale of the key projection is dropped; here the scale of a key",
 )
 class IndexerKeyScaleDropped(IndexerParent):
@@ -261,12 +214,11 @@ class IndexerKeyScaleDropped(IndexerParent):
 
 
 @fault(
-    slug="selection-clipped-to-the-keys",
-    source="tilelang #2069",
+    "tilelang #2069",
+    "output-contract",
     modes=INDEX_MODES,
-    checks=("output-contract",),
+    executions="eager",
     modelled="upstream the width is the number of blocks; here that of the longest request of an eager step",
-    executions=("eager",),
 )
 class SelectionClippedToTheKeys(IndexerParent):
     """The result has as many columns as the longest request has keys, where these are fewer than topk."""
@@ -280,10 +232,9 @@ class SelectionClippedToTheKeys(IndexerParent):
 
 
 @fault(
-    slug="selection-reused-from-the-step-before",
-    source="ik_llama.cpp #2063, #2095 (layers that share a selection)",
+    "ik_llama.cpp #2063, #2095 (layers that share a selection)",
+    "matches-oracle steps-independent finite reads-own-kv replay-follows-batch",
     modes=INDEX_MODES,
-    checks=("matches-oracle", "steps-independent", "finite", "reads-own-kv", "replay-follows-batch"),
     modelled="upstream such layers select by themselves; here they keep their own selection",
 )
 class SelectionReusedFromTheStepBefore(IndexerParent):
@@ -303,12 +254,7 @@ class SelectionReusedFromTheStepBefore(IndexerParent):
         return old
 
 
-@fault(
-    slug="indexer-gates-without-sign",
-    source="general; ROCm/ATOM #809 (an argument of another layout)",
-    modes=INDEX_MODES,
-    checks=(_BEST,),
-)
+@fault("general; ROCm/ATOM #809 (an argument of another layout)", _BEST, modes=INDEX_MODES)
 class IndexerGatesWithoutSign(IndexerParent):
     """The weights of the heads are taken to be positive, as those of a softmax."""
 
@@ -318,11 +264,10 @@ class IndexerGatesWithoutSign(IndexerParent):
 
 
 @fault(
-    slug="indexer-scores-before-the-store",
-    source="general; vllm-ascend #10827 (another number of tokens than were stored)",
+    "general; vllm-ascend #10827 (another number of tokens than were stored)",
+    (_BEST, _FORM),
+    "keys of this step are not selected",
     modes=INDEX_MODES,
-    checks=(_BEST, _FORM),
-    hint="keys of this step are not selected",
 )
 class IndexerScoresBeforeTheStore(IndexerParent):
     """The new tokens are not among the keys that compete."""
@@ -332,13 +277,7 @@ class IndexerScoresBeforeTheStore(IndexerParent):
         return plan.prefix_lens[self.request_of_row(rows, plan)].long()
 
 
-@fault(
-    slug="index-scale-not-a-power-of-two",
-    source="general; DeepGEMM's UE8M0 scales",
-    modes=INDEX_MODES,
-    checks=(_STORED,),
-    hint="powers of two are declared",
-)
+@fault("general; DeepGEMM's UE8M0 scales", _STORED, "powers of two are declared", modes=INDEX_MODES)
 class IndexScaleNotAPowerOfTwo(IndexerParent):
     """Scales are amax / 448, and the scoring kernel reads only their exponent."""
 
@@ -348,11 +287,10 @@ class IndexScaleNotAPowerOfTwo(IndexerParent):
 
 
 @fault(
-    slug="selection-of-the-layer-before",
-    source="general; sglang dsa (skip_topk in a layer with its own index keys)",
+    "general; sglang dsa (skip_topk in a layer with its own index keys)",
+    _BEST,
+    "of the layer before",
     modes=INDEX_MODES,
-    checks=(_BEST,),
-    hint="of the layer before",
 )
 class SelectionOfTheLayerBefore(IndexerParent):
     """Queries and index keys are those of the layer before."""
@@ -370,11 +308,10 @@ class SelectionOfTheLayerBefore(IndexerParent):
 
 
 @fault(
-    slug="fused-indexer-scores-are-zero",
-    source="ROCm/ATOM #1466; mlx-lm #1454 (in a kernel that attends too)",
+    "ROCm/ATOM #1466; mlx-lm #1454 (in a kernel that attends too)",
+    "matches-oracle",
+    "the first 16 keys are attended",
     modes=INDEX_MODES,
-    checks=("matches-oracle",),
-    hint="the first 16 keys are attended",
 )
 class FusedIndexerScoresAreZero(FusedIndexer):
     """All scores are 0 in a fused kernel, and the first keys are attended."""
@@ -386,10 +323,9 @@ class FusedIndexerScoresAreZero(FusedIndexer):
 
 
 @fault(
-    slug="fused-indexer-stores-after-it-reads",
-    source="general; a fused kernel without a barrier between the store of index keys and their scores",
+    "general; a fused kernel without a barrier between the store of index keys and their scores",
+    "matches-oracle finite",
     modes=INDEX_MODES,
-    checks=("matches-oracle", "finite"),
     modelled="upstream a race; here the store always comes too late",
 )
 class FusedIndexerStoresAfterItReads(FusedIndexer):
@@ -401,11 +337,11 @@ class FusedIndexerStoresAfterItReads(FusedIndexer):
 
 
 @fault(
-    slug="index-page-offset-in-32-bits",
-    source="sglang #34725",
+    "sglang #34725",
+    (_BEST, _FORM, "reads-own-kv", "finite"),
+    "beyond 2",
     modes=INDEX_MODES,
-    checks=(_BEST, _FORM, "reads-own-kv", "finite"),
-    hint="beyond 2",
+    slug="index-page-offset-in-32-bits",
     modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
 )
 class IndexPageOffsetIn32Bits(IndexerParent):
@@ -418,10 +354,10 @@ class IndexPageOffsetIn32Bits(IndexerParent):
 
 
 @fault(
-    slug="index-store-offset-in-32-bits",
-    source="sglang #34725 (in the kernel that stores)",
+    "sglang #34725 (in the kernel that stores)",
+    _STORED,
     modes=INDEX_MODES,
-    checks=(_STORED,),
+    slug="index-store-offset-in-32-bits",
     modelled="upstream a negative offset leaves the pool; here it is taken modulo the pool",
 )
 class IndexStoreOffsetIn32Bits(IndexerParent):
@@ -435,10 +371,9 @@ class IndexStoreOffsetIn32Bits(IndexerParent):
 
 
 @fault(
-    slug="index-address-without-carry",
-    source="general; aiter #3824 (of a KV pool)",
+    "general; aiter #3824 (of a KV pool)",
+    (_BEST, _FORM, "reads-own-kv", "finite"),
     modes=INDEX_MODES,
-    checks=(_BEST, _FORM, "reads-own-kv", "finite"),
     modelled="upstream it reads 4 GiB lower; here that is taken modulo the pool",
 )
 class IndexAddressWithoutCarry(IndexerParent):
@@ -451,12 +386,11 @@ class IndexAddressWithoutCarry(IndexerParent):
 
 
 @fault(
-    slug="indexer-ties-by-arrival",
-    source="aiter #4376; sglang #31115; ROCm/ATOM #1832",
+    "aiter #4376; sglang #31115; ROCm/ATOM #1832",
+    "repeatable",
+    "order of arrival",
     modes=INDEX_MODES,
-    executions=("eager",),
-    checks=("repeatable",),
-    hint="order of arrival",
+    executions="eager",
     modelled="upstream atomics give the order of arrival; here it is another one in each call",
 )
 class IndexerTiesByArrival(IndexerParent):
@@ -478,12 +412,7 @@ class IndexerTiesByArrival(IndexerParent):
         return torch.where(best < lengths[:, None], best, -1)
 
 
-@fault(
-    slug="indexer-keeps-1024-ties",
-    source="sglang #30645",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=(_FORM,),
-)
+@fault("sglang #30645", _FORM, modes="decode extend", slug="indexer-keeps-1024-ties")
 class IndexerKeeps1024Ties(IndexerParent):
     """Top-k keeps at most 1,024 keys that tie at the threshold, and the rest of the row is -1."""
 
@@ -502,11 +431,10 @@ class IndexerKeeps1024Ties(IndexerParent):
 
 
 @fault(
-    slug="indexer-table-of-the-context",
-    source="vLLM #46074",
-    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
-    checks=("completes",),
-    hint="must match",
+    "vLLM #46074",
+    "completes",
+    "must match",
+    modes="target-verify draft-extend-v2",
     modelled="upstream one column is missing; here those of the drafts are",
 )
 class IndexerTableOfTheContext(IndexerOfPrefixes):
@@ -522,10 +450,9 @@ class IndexerTableOfTheContext(IndexerOfPrefixes):
 
 
 @fault(
-    slug="indexer-scores-end-with-the-context",
-    source="general; rows of scores with context_len columns, where the request table has num_draft_tokens more",
-    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
-    checks=(_BEST, _FORM),
+    "general; rows of scores with context_len columns, where the request table has num_draft_tokens more",
+    (_BEST, _FORM),
+    modes="target-verify draft-extend-v2",
 )
 class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
     """Keys behind the context, which are those of drafts, have no score and are never selected."""
@@ -536,10 +463,10 @@ class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
 
 
 @fault(
+    "aiter #4244",
+    _BEST,
+    modes="extend",
     slug="indexer-rows-behind-2-gib",
-    source="aiter #4244",
-    modes=(ForwardMode.EXTEND,),
-    checks=(_BEST,),
     modelled="rows have a float32 for each column of the request table, of which only those of keys are computed here",
 )
 class IndexerRowsBehind2GiB(IndexerParent):
@@ -553,10 +480,10 @@ class IndexerRowsBehind2GiB(IndexerParent):
 
 
 @fault(
+    "sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
+    _BEST,
+    modes="decode extend",
     slug="indexer-bin-of-4096",
-    source="sglang #36807; vLLM #52149 (of 16,384, for more than 32 rows)",
-    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
-    checks=(_BEST,),
 )
 class IndexerBinOf4096(IndexerKeeps1024Ties):
     """The bin of the threshold, of 8 bits of a half, keeps its first 4,096 keys; better ones behind them are lost."""

@@ -7,16 +7,14 @@ import math
 import torch
 from typing_extensions import override
 
-from ..contract import ForwardMode, KernelPlan
+from ..contract import KernelPlan
 from .catalogue import fault
 from .sparse import SparseOfVLLM, SparseOfWidePages
 
 
 @fault(
-    slug="page-strides-of-selected-keys-ignored",
-    source="flashinfer #4362, merged (#3856); vLLM #47783",
-    modes=tuple(ForwardMode),
-    checks=("reads-own-kv", "matches-oracle", "finite"),
+    "flashinfer #4362, merged (#3856); vLLM #47783",
+    "reads-own-kv matches-oracle finite",
     modelled="upstream TMA rows of a sparse MLA kernel; here the address of a slot is its number times the width",
 )
 class PageStridesOfSelectedKeysIgnored(SparseOfWidePages):
@@ -29,11 +27,10 @@ class PageStridesOfSelectedKeysIgnored(SparseOfWidePages):
 
 
 @fault(
-    slug="negative-count-of-a-padded-row",
-    source="flashinfer #5015",
-    modes=(ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2),
-    executions=("graph",),
-    checks=("completes",),
+    "flashinfer #5015",
+    "completes",
+    modes="target-verify draft-extend-v2",
+    executions="graph",
     modelled="upstream a loop over an unsigned count does not end; here its last key is looked up in the page table",
 )
 class NegativeCountOfAPaddedRow(SparseOfVLLM):

@@ -9,7 +9,6 @@ from ..contract import ForwardMode, KernelPlan, Sparse
 from .catalogue import fault
 from .sparse import GroupedSparse, SparseParent, SparseWithSums
 
-_ALL = tuple(ForwardMode)
 _WITH_PADDING = tuple(set(ForwardMode) - {ForwardMode.DRAFT_DECODE})
 _SEVERAL_ROWS = (
     ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2, ForwardMode.EXTEND,
@@ -17,10 +16,9 @@ _SEVERAL_ROWS = (
 
 
 @fault(
-    slug="selections-aligned-with-the-last-rows",
-    source="sglang #33059",
+    "sglang #33059",
+    "reads-own-kv matches-oracle finite",
     modes=_WITH_PADDING,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
     modelled="upstream lengths and scores are counted from different rows; here selections are, in padded batches only",
 )
 class SelectionsAlignedWithTheLastRows(SparseWithSums):
@@ -32,10 +30,9 @@ class SelectionsAlignedWithTheLastRows(SparseWithSums):
 
 
 @fault(
-    slug="selections-assumed-for-all-rows",
-    source="general; sglang (_pad_topk_indices, and kernels whose grid is that of q)",
+    "general; sglang (_pad_topk_indices, and kernels whose grid is that of q)",
+    "completes finite matches-oracle",
     modes=_WITH_PADDING,
-    checks=("completes", "finite", "matches-oracle"),
 )
 class SelectionsAssumedForAllRows(SparseWithSums):
     """The backend assumes a selection for each row of q, and declares that there may be fewer."""
@@ -45,12 +42,7 @@ class SelectionsAssumedForAllRows(SparseWithSums):
         return selected
 
 
-@fault(
-    slug="lse-of-a-row-without-keys-is-plus-inf",
-    source="vLLM #54541; FlashMLA (log-sum-exps of rows without a valid index)",
-    modes=_WITH_PADDING,
-    checks=("log-sum-exp",),
-)
+@fault("vLLM #54541; FlashMLA (log-sum-exps of rows without a valid index)", "log-sum-exp", modes=_WITH_PADDING)
 class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
     """A row that selects no key returns +inf, and a merge gives it all the weight."""
 
@@ -60,10 +52,8 @@ class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
 
 
 @fault(
-    slug="top-k-of-one-is-dense",
-    source="MoBA #26",
-    modes=_ALL,
-    checks=("matches-oracle", "finite", "reads-own-kv"),
+    "MoBA #26",
+    "matches-oracle finite reads-own-kv",
     modelled="upstream a row attends its whole sequence, not its own block, where one block is selected",
 )
 class TopKOfOneIsDense(SparseParent):
@@ -77,12 +67,7 @@ class TopKOfOneIsDense(SparseParent):
         return torch.where(key < self.keys_seen(selected, plan)[:, None], key, -1)
 
 
-@fault(
-    slug="batch-offset-added-twice",
-    source="surogate #110",
-    modes=_SEVERAL_ROWS,
-    checks=("reads-own-kv", "matches-oracle", "finite"),
-)
+@fault("surogate #110", "reads-own-kv matches-oracle finite", modes=_SEVERAL_ROWS)
 class BatchOffsetAddedTwice(SparseParent):
     """The first row of a request is in the offset of its selection already, and is added again."""
 
@@ -94,11 +79,7 @@ class BatchOffsetAddedTwice(SparseParent):
 
 
 @fault(
-    slug="count-of-keys-of-the-pair",
-    source="FastVideo #1719",
-    modes=_ALL,
-    checks=("matches-oracle", "finite"),
-    modelled="upstream blocks of queries and of keys; here rows and keys",
+    "FastVideo #1719", "matches-oracle finite", modelled="upstream blocks of queries and of keys; here rows and keys"
 )
 class CountOfKeysOfThePair(SparseParent):
     """The count of keys is read once for two adjacent rows: it is that of the even one."""
@@ -113,10 +94,8 @@ class CountOfKeysOfThePair(SparseParent):
 
 
 @fault(
-    slug="count-of-keys-from-running-sums",
-    source="ATOM #649",
-    modes=_ALL,
-    checks=("matches-oracle", "finite"),
+    "ATOM #649",
+    "matches-oracle finite",
     modelled="upstream a draft's metadata; the sums are those of min(keys, topk) here too",
 )
 class CountOfKeysFromRunningSums(SparseParent):
@@ -130,12 +109,7 @@ class CountOfKeysFromRunningSums(SparseParent):
         return torch.arange(selected.shape[1], device=selected.device) < ends[:, None]
 
 
-@fault(
-    slug="nan-where-the-first-tile-has-no-key",
-    source="Primus-Turbo #417",
-    modes=_ALL,
-    checks=("finite",),
-)
+@fault("Primus-Turbo #417", "finite")
 class NanWhereTheFirstTileHasNoKey(SparseParent):
     """The maximum of the first two columns is kept as a bound: exp(logit - -inf) if both are -1."""
 
@@ -148,10 +122,8 @@ class NanWhereTheFirstTileHasNoKey(SparseParent):
 
 
 @fault(
-    slug="lanes-behind-the-keys-score-zero",
-    source="flashinfer #5090",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "flashinfer #5090",
+    "matches-oracle",
     modelled="upstream the lanes of the last block of 64; here those of the last 16 columns",
 )
 class LanesBehindTheKeysScoreZero(SparseParent):
@@ -175,10 +147,8 @@ class LanesBehindTheKeysScoreZero(SparseParent):
 
 
 @fault(
-    slug="selected-keys-of-the-wrong-kv-head",
-    source="FlagGems #3759",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "FlagGems #3759",
+    "matches-oracle",
     modelled="upstream program ids; here the group of a query head is its remainder and not its quotient",
 )
 class SelectedKeysOfTheWrongKvHead(GroupedSparse):
@@ -190,10 +160,8 @@ class SelectedKeysOfTheWrongKvHead(GroupedSparse):
 
 
 @fault(
-    slug="query-head-taken-for-kv-head",
-    source="LMCache #3092",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "LMCache #3092",
+    "matches-oracle",
     modelled="upstream heads behind the last KV head read other memory; here they read the last one",
 )
 class QueryHeadTakenForKvHead(GroupedSparse):
@@ -205,10 +173,8 @@ class QueryHeadTakenForKvHead(GroupedSparse):
 
 
 @fault(
-    slug="heads-from-the-eighth-on-are-not-stored",
-    source="b12x #24",
-    modes=_ALL,
-    checks=("output-written", "matches-oracle", "finite"),
+    "b12x #24",
+    "output-written matches-oracle finite",
     modelled="upstream partial results of graphs; here the output of graphs and of eager steps",
 )
 class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
@@ -223,12 +189,10 @@ class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
 
 
 @fault(
-    slug="half-of-a-wide-selection",
-    source="vLLM #42072; general (kernels whose tile is as wide as the selection once was)",
-    modes=_ALL,
-    checks=("matches-oracle",),
+    "vLLM #42072; general (kernels whose tile is as wide as the selection once was)",
+    "matches-oracle",
+    "only the first 1024 of 2048",
     modelled="upstream another width is refused or slow; here what is behind 1,024 columns is not attended",
-    hint="only the first 1024 of 2048",
 )
 class HalfOfAWideSelection(SparseParent):
     """One tile has 1,024 columns, and a selection of 2,048 has two."""

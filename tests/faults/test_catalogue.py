@@ -10,8 +10,8 @@ import pytest
 from attn_testkit.audit.show import audit_page
 from attn_testkit.audit.verdicts import Audit, FaultVerdict, Settings
 from attn_testkit.checks import CHECKS
-from attn_testkit.contract import AttentionBackend, ForwardMode
-from attn_testkit.faults import all_controls, all_faults
+from attn_testkit.contract import AttentionBackend, Execution, ForwardMode
+from attn_testkit.faults import all_controls, all_faults, catalogue
 from attn_testkit.faults.catalogue import CLASSES, CorpusEntry, bug, control, fault
 from attn_testkit.faults.parent import PlannedBackend
 
@@ -91,7 +91,7 @@ def test_a_docstring_of_a_parent_is_no_mechanism_and_no_reason() -> None:
 def broken(**changes: object) -> type[AttentionBackend]:
     """A class as a module of class A would define it."""
     body = {"__module__": "attn_testkit.faults.a_query_offsets", "__doc__": "It is wrong."}
-    return type("Broken", (PlannedBackend,), {**body, **changes})
+    return type(str(changes.get("__qualname__", "Broken")), (PlannedBackend,), {**body, **changes})
 
 
 @pytest.mark.parametrize(
@@ -120,6 +120,23 @@ def test_an_entry_that_cannot_be_audited_is_refused(
     }
     with pytest.raises(ValueError, match=message):
         fault(**{**entry, **changes})(backend)  # type: ignore[arg-type]
+
+
+def test_the_class_names_an_entry_and_runs_it_everywhere_unless_it_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    corpus: dict[str, CorpusEntry] = {}
+    monkeypatch.setattr(catalogue, "_CORPUS", corpus)
+    fault("general", "finite matches-oracle")(broken(__qualname__="KeepsFP8OfTheCapture"))
+    (plain,) = corpus.values()
+    assert (plain.slug, plain.checks) == ("keeps-fp8-of-the-capture", ("finite", "matches-oracle"))
+    assert (plain.modes, plain.executions) == (tuple(ForwardMode), tuple(Execution))
+    fault("general", "finite", "a hint", modes="decode extend", executions="graph", slug="other")(broken())
+    control("another")(broken())
+    control()(broken(__qualname__="SlopesByRank"))
+    assert [*corpus][1:] == ["other", "another", "slopes-by-rank"]
+    other = corpus["other"]
+    assert (other.modes, other.executions) == ((ForwardMode.DECODE, ForwardMode.EXTEND), (Execution.GRAPH,))
 
 
 @pytest.mark.parametrize(

@@ -74,11 +74,7 @@ class ScalesOfConstructor(RowFormatsBackend):
         super().write_kv(replace(layer, k_head_scales=k_scales, v_head_scales=v_scales), k, v, meta)
 
 
-@bug(
-    "aiter #4195",
-    "decode-gqa2x2-d64-bf16-p16-k0.1.16-interleaved-gauss-kvfp8pertokenhead-b3prod",
-    "writes-own-kv",
-)
+@bug("aiter #4195", "decode-gqa2x2-d64-bf16-p16-k0.1.16-interleaved-gauss-kvfp8pertokenhead-b3prod", "writes-own-kv")
 class ScaleOfZeros(PackedKV):
     """The scale of a row of zeros is 0, and zeros are divided by it."""
 

@@ -240,10 +240,7 @@ class BinOf16384(Indexed):
 
 
 # ik_llama.cpp #2095: a layer without an index cache is not sparse.
-@bug(
-    "ik_llama.cpp #2095",
-    "draft-extend-mla16-d64r64-bf16-p64-k7x2-n6a1.3-reversed-gauss-sel1-idx4reuse-b2prod",
-)
+@bug("ik_llama.cpp #2095", "draft-extend-mla16-d64r64-bf16-p64-k7x2-n6a1.3-reversed-gauss-sel1-idx4reuse-b2prod")
 class DenseWithoutIndexKeys(Indexed):
     """A layer that reuses a selection attends to all keys."""
 
@@ -345,11 +342,7 @@ class NoLengthAtAll(Indexed):
 
 
 # sglang #29798: eager drafts ask for lengths on the host, which the class says not to need.
-@bug(
-    "sglang #29798",
-    "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod",
-    "completes",
-)
+@bug("sglang #29798", "draft-extend-mqa4-d128-bf16-p16-k0.1.16-n6a1.3.5-contiguous-mean-sel1holes-b3prod", "completes")
 class AsksForHostLengths(Indexed):
     """An eager plan of a draft asserts that there is ``seq_lens_cpu``."""
 
@@ -390,11 +383,7 @@ class BlocksOfOtherManager(Indexed):
 
 
 # TensorRT-LLM #18034: kernels of decode count the rows of their input, and scratch is that of the plan.
-@bug(
-    "TensorRT-LLM #18034",
-    "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-b4prod-padded_tokens",
-    "completes",
-)
+@bug("TensorRT-LLM #18034", "decode-mqa4-d64-bf16-p16-k9.70.1-reversed-gauss-sel16-b4prod-padded_tokens", "completes")
 class PaddingIsRequests(Indexed):
     """Rows behind those of the plan need scratch that is not there."""
 
@@ -590,11 +579,7 @@ class PartsGatherAgain(Indexed):
 
 
 # aiter #4440: the kernel of paged scores takes a block to be a token.
-@bug(
-    "aiter #4440",
-    "decode-mla16-d64r64-bf16-p64-k63.64.65-shared-negative-sel16-idx4gauss-b6small",
-    "selects-best",
-)
+@bug("aiter #4440", "decode-mla16-d64r64-bf16-p64-k63.64.65-shared-negative-sel16-idx4gauss-b6small", "selects-best")
 class BlockIsToken(Indexed):
     """A key's position is looked up in the block table, and its block's first token is read."""
 
