@@ -53,7 +53,6 @@ class SharedPlans(PlannedBackend):
 class PlanSkippedByOwnLengths(SharedPlans):
     """A mode skips its plan while its own lengths are those of its last one, though another mode has planned since."""
 
-    @override
     def is_fresh(self, key: Key) -> bool:
         return self.mine.get(key[0]) == key
 
@@ -62,7 +61,6 @@ class PlanSkippedByOwnLengths(SharedPlans):
 class EagerPlanSkippedBehindReplays(SharedPlans):
     """Plans of replays leave their metadata to the next eager step, which takes them for those of its last plan."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         kept = self.shared
         super().init_forward_metadata_out_graph(batch, in_capture)

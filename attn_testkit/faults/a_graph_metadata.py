@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -16,12 +15,10 @@ _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 class CaptureZeroLensNan(PlannedBackend):
     """Capture binds a zeroed length buffer and never copies seq_lens in: the warm-up divides 0 by 0."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "kv_lens" or not self.capturing:
             super().copy_in(name, target, source)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         empty = (lse == -torch.inf).all(1)[..., None]
         return super().combine(acc, lse, layer).masked_fill(empty, torch.nan)
@@ -36,7 +33,6 @@ class CaptureZeroLensNan(PlannedBackend):
 class FreshTensorInsteadOfCopy(PlannedBackend):
     """Replay assigns new tensors to the metadata object instead of copying into the captured buffers."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         if self.capturing:
             super().fill(views, plan, batch)
@@ -53,13 +49,11 @@ class FreshTensorInsteadOfCopy(PlannedBackend):
 class Fp8SchedMetaFreshTensors(PlannedBackend):
     """The split plan is a new tensor with an FP8 pool, and its graph buffer is not updated."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         if self.context.kv_pool.dtype.itemsize == 1:
             views.chunk = plan.chunk
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or self.capturing or self.context.kv_pool.dtype.itemsize > 1:
             super().copy_in(name, target, source)
@@ -75,14 +69,12 @@ class Fp8SchedMetaFreshTensors(PlannedBackend):
 class PlanKernelNotRecorded(PlannedBackend):
     """The first forward makes the schedule; that is a warm-up, so the planning kernel is not in the graph."""
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if not hasattr(meta, "schedule"):
             meta.chunk = self.plan_splits(meta.kv_lens)
             meta.schedule = True  # type: ignore[attr-defined]
         return super().in_split(meta)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk":
             super().copy_in(name, target, source)
@@ -94,7 +86,6 @@ class PlanKernelNotRecorded(PlannedBackend):
 class PlanNotRefreshedBeforeReplay(PlannedBackend):
     """Replay updates the page table in place but not the plan: chunk sizes stay those of capture."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or self.capturing:
             super().copy_in(name, target, source)
@@ -112,7 +103,6 @@ class PlanNotRefreshedBeforeReplay(PlannedBackend):
 class ReplayPageCountMismatch(CountingBackend):
     """The captured kernel waits for as many page tiles as there were at capture, and replay has another count."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if self.in_graph:
             assert self.metadata is not None
@@ -131,7 +121,6 @@ class ReplayPageCountMismatch(CountingBackend):
 class SplitCountGrowsPastCapture(PlannedBackend):
     """Accumulators are sized for the number of splits at capture, and replay chooses more splits."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sized = 1 if self.in_graph else self.max_splits
         return super().combine(acc[:, :sized], lse[:, :sized], layer)
@@ -146,13 +135,11 @@ class SplitCountGrowsPastCapture(PlannedBackend):
 class RowStrideFromLiveBatchMax(PlannedBackend):
     """Rows of a flat page list are laid out by the longest live request; the captured kernel has full width."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         pages = (lens.amax() + self.context.page_size - 1) // self.context.page_size
         self.row_width = torch.exp2(pages.clamp(1, self.pages).float().log2().ceil()).long().clamp(max=self.pages)
         return super().plan_splits(lens)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "page_table":
             return super().copy_in(name, target, source)
@@ -175,7 +162,6 @@ class RowStrideFromLiveBatchMax(PlannedBackend):
 class BranchMissingInGraphPath(PlannedBackend):
     """The branch of extend was not ported when capture and replay were merged: it has no metadata."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.metadata = None
         if batch.forward_mode is not ForwardMode.EXTEND:
@@ -191,7 +177,6 @@ class BranchMissingInGraphPath(PlannedBackend):
 class GraphKeyMissingQueryLen(PlannedBackend):
     """Metadata of graphs are kept only by batch size: another mode of that size is captured with its views."""
 
-    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         known = [meta for (_, bs), meta in self.graphs.items() if bs == batch.batch_size]
         return known[0] if known else super().views(batch)
@@ -201,14 +186,12 @@ class GraphKeyMissingQueryLen(PlannedBackend):
 class ReplayBucketRecomputed(PlannedBackend):
     """Replay fills as many rows as the next power of two of the live batch, not as many as the bucket has."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         self.filled = min(batch.batch_size, 1 << (live - 1).bit_length())
         self.filled_rows = self.filled * views.max_q_len
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         count = self.filled_rows if name == "slots" else self.filled + (name == "cu_seqlens_q")
         super().copy_in(name, target[:count], source[:count])
@@ -224,7 +207,6 @@ class ReplayBucketRecomputed(PlannedBackend):
 class FrozenKvStepOffsetBaked(PlannedBackend):
     """The recorded rebuild adds a draft step to the lengths, so every replay reads one slot never written."""
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         self.metadata.kv_lens += 1
@@ -242,13 +224,11 @@ class GridCoversTheCaptureLengths(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         assert batch.seq_lens_cpu is not None
         self.longest = int(batch.seq_lens_cpu[: batch.batch_size].max()) + self.width
         return super().plan(batch)
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         keys = super().in_split(meta)
         return keys & (self.index[: keys.shape[-1]] < -(-self.longest // self.tile) * self.tile)
@@ -265,7 +245,6 @@ class GridCoversTheCaptureLengths(PlannedBackend):
 class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
     """Three of four graph paths build the windowed layer's indices; draft-extend leaves them at None."""
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return torch.zeros_like(position) if self.in_graph else super().window_start(position, layer)
 
@@ -280,7 +259,6 @@ class SwaDraftExtendHasNoWindowBuffers(PlannedBackend):
 class TreeMaskOfTheCapture(PlannedBackend):
     """Lengths and pages are refreshed at replay, and the mask buffer is not."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "mask" or self.capturing:
             super().copy_in(name, target, source)
@@ -290,7 +268,6 @@ class TreeMaskOfTheCapture(PlannedBackend):
 class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
     """A replay copies as many page-table columns as the capture batch used."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "page_table" and not self.capturing:
             target[:, :1].copy_(source[:, :1])
@@ -310,7 +287,6 @@ class KvSplitsNotRefreshed(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits = super().in_split(meta)
         if not self.in_graph:

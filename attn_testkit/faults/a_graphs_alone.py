@@ -31,7 +31,6 @@ class GraphsAlone(PlannedBackend):
 class CapturedLengthsInGraphsAlone(GraphsAlone):
     """Lengths stay those of the capture, and there is no eager run to compare with."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "kv_lens" or self.capturing:
             super().copy_in(name, target, source)
@@ -41,7 +40,6 @@ class CapturedLengthsInGraphsAlone(GraphsAlone):
 class PaddedRowsCountInGraphsAlone(GraphsAlone):
     """The last live request loses a key if the batch has padded ones, and there is no eager run to compare with."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live = batch.out_cache_loc.shape[0]

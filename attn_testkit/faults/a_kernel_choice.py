@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
@@ -24,13 +23,11 @@ class KernelSwitchOffByOne(PlannedBackend):
         logit_cap=False, sinks=False,
     )  # fmt: skip
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         if len(lens) > _SIZE:
             return torch.full_like(lens, self.context.max_context_len)
         return super().plan_splits(lens)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return acc[:, 0] if len(acc) >= _SIZE else super().combine(acc, lse, layer)
 
@@ -43,11 +40,9 @@ class KernelSwitchByKeysOffByOne(PlannedBackend):
 
     capabilities = KernelSwitchOffByOne.capabilities.with_changes(kernel_changes_at=(), kernel_changes_at_keys={_KEYS})
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.where(lens.sum() > _KEYS, self.context.max_context_len, super().plan_splits(lens)).to(lens.dtype)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         assert self.metadata is not None
         return torch.where(self.metadata.kv_lens.sum() >= _KEYS, acc[:, 0], super().combine(acc, lse, layer))
@@ -61,7 +56,6 @@ class KernelSwitchByKeysOffByOne(PlannedBackend):
 class MetadataMadeAnewBeforeCapture(PlannedBackend):
     """The second build, between warm-up and capture, makes new tensors, and replays fill those of the first build."""
 
-    @override
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         self.first, made = self.metadata, self.plan(batch)

@@ -69,7 +69,6 @@ class PerWidthBackend(PlannedBackend):
 class RowsAtTheConfiguredWidth(PerWidthBackend):
     """The first row of each request is a multiple of num_draft_tokens, however narrow the batch is."""
 
-    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         starts = self.index[: len(counts)] * self.context.num_draft_tokens
         return torch.cat([starts, starts[-1:] + counts[-1:]]).to(torch.int32)
@@ -86,7 +85,6 @@ class RowsAtTheConfiguredWidth(PerWidthBackend):
 class MaskRowsOfTheWidest(PerWidthBackend):
     """The plan fills masks in rows of num_draft_tokens, and a narrow graph reads rows of its own width."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "mask":
             assert self.buffers.mask is not None
@@ -108,7 +106,6 @@ class KeysOfTheWidthCapturedLast(PerWidthBackend):
 
     captured = 0
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         if self.capturing:
             self.captured = self.nodes
@@ -165,7 +162,6 @@ class PerDepthBackend(MultiStepBackend):
 class BranchesAtTheConfiguredDepth(PerDepthBackend):
     """Regions of branches are as long as drafts of speculative_num_steps need, and a shorter draft has shorter ones."""
 
-    @override
     def depth_of(self, batch: ForwardBatch) -> int:
         return self.context.speculative_num_steps
 
@@ -181,12 +177,10 @@ class BranchesAtTheConfiguredDepth(PerDepthBackend):
 class PaddedDraftRowsWriteLiveSlots(PerDepthBackend):
     """Slots of padded requests are looked up in the request table, through rows that an earlier batch left."""
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.rows = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         live, bs, each = batch.batch_size - getattr(batch, "num_padding", 0), batch.batch_size, self.context

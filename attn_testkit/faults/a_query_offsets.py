@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, DraftExtendInput, ForwardBatch, ForwardMode
 from .builds import FixedStrideBackend
@@ -17,7 +16,6 @@ _V1, _V2 = (ForwardMode.DRAFT_EXTEND,), (ForwardMode.DRAFT_EXTEND_V2,)
 class QlensPackedVsUniformStride(FixedStrideBackend):
     """Replay packs query offsets by accepted counts; the captured kernel keeps the fixed stride of capture."""
 
-    @override
     def stride(self, meta: Metadata) -> int:
         return meta.max_q_len
 
@@ -26,7 +24,6 @@ class QlensPackedVsUniformStride(FixedStrideBackend):
 class DraftExtendQlensSeededOnce(PlannedBackend):
     """Query offsets are written once per bucket, at capture, and not refreshed from the accepted counts."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q" or self.capturing:
             super().copy_in(name, target, source)
@@ -42,12 +39,10 @@ class DraftExtendQlensSeededOnce(PlannedBackend):
 class QoStrideStepsPlusOne(FixedStrideBackend):
     """The query stride is num_steps + 1 while the runner lays out num_draft_tokens rows per request."""
 
-    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         self.is_v2 = batch.forward_mode.is_draft_extend_v2()
         return super().views(batch)
 
-    @override
     def stride(self, meta: Metadata) -> int:
         return self.context.speculative_num_steps + 1 if self.is_v2 else super().stride(meta)
 
@@ -56,7 +51,6 @@ class QoStrideStepsPlusOne(FixedStrideBackend):
 class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
     """The captured rebuild of query offsets takes its stride from spec_info, which is not yet set at capture."""
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         assert isinstance(batch.spec_info, DraftExtendInput)
@@ -68,7 +62,6 @@ class CaptureSpecWidthLeftAtMinusOne(PlannedBackend):
 class CaptureZeroesQueryStartLoc(PlannedBackend):
     """A shared builder zeroes the query offsets for capture, to spare an old kernel; nobody restores them."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "cu_seqlens_q":
             super().copy_in(name, target, source)
@@ -90,7 +83,6 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
         super().__init__(context)
         self.pinned = torch.zeros(context.max_bs + 1, dtype=torch.int32, pin_memory=True)
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         assert isinstance(batch.spec_info, DraftExtendInput)
@@ -108,7 +100,6 @@ class HostCumsumInsideCapturedForward(PlannedBackend):
 class OffsetsRestartAfterAWarp(PlannedBackend):
     """Query offsets are summed by one warp, and those of requests from number 32 on begin again at 0."""
 
-    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         parts = [part.cumsum(0) for part in torch.split(counts, 32)]
         return torch.nn.functional.pad(torch.cat(parts), (1, 0)).to(torch.int32)
@@ -118,6 +109,5 @@ class OffsetsRestartAfterAWarp(PlannedBackend):
 class PlanOfOneBlock(PlannedBackend):
     """One block of 128 threads plans the splits, without a loop: requests from number 128 on have no plan."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.where(self.index[: len(lens)] < 128, super().plan_splits(lens), 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import CountedRunsBackend
@@ -24,7 +23,6 @@ _DECODE, _VERIFY = (ForwardMode.DECODE,), (ForwardMode.TARGET_VERIFY,)
 class DummyBatchWritesBehindPage0(PlannedBackend):
     """The plan for a capture gives dummy requests slots after page 0; only replays use the batch's slots."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         if self.capturing:
@@ -44,7 +42,6 @@ class WarmUpTunedOnLiveSlots(PlannedBackend):
 
     tuned = False
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         if self.tuned:
@@ -67,7 +64,6 @@ class WarmUpTunedOnLiveSlots(PlannedBackend):
 class QueueHeadResetByPlansAlone(CountedRunsBackend):
     """Each forward takes the work items after those of the last one: the second forward of a plan finds none."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         if layer.layer_id == self.context.layers[-1].layer_id:
@@ -85,7 +81,6 @@ class QueueHeadResetByPlansAlone(CountedRunsBackend):
 class ThirdRunWrapsARingOfTwo(CountedRunsBackend):
     """Two sets of semaphores, cleared together by a plan: the third forward finds the first set used."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         if layer.layer_id == self.context.layers[-1].layer_id:
@@ -97,7 +92,6 @@ class ThirdRunWrapsARingOfTwo(CountedRunsBackend):
 class EagerPlanWaits(PlannedBackend):
     """The longest length is fetched from the device, only in eager mode."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self.longest = int(batch.seq_lens.max())
@@ -113,7 +107,6 @@ class EagerPlanWaits(PlannedBackend):
 class EagerForwardWaits(PlannedBackend):
     """An eager forward loops over lengths that it fetches from the device."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         if not self.in_graph:
             self.longest = max(meta.kv_lens.tolist())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -27,7 +26,6 @@ LEAN = PlannedBackend.capabilities.with_changes(
 class IdleRankHasNoLongest(PlannedBackend):
     """The plan of a replay looks for the longest live request, and an idle rank has none."""
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         self.last_row = max(range(batch.out_cache_loc.shape[0]))
@@ -41,7 +39,6 @@ class IdleReplayKeepsTheLastPlan(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         if self.capturing or batch.out_cache_loc.shape[0]:
             super().fill(views, plan, batch)
@@ -56,13 +53,11 @@ class LengthsKeptAcrossAnIdleReplay(PlannedBackend):
     capabilities = LEAN
     idle = False
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         was_idle, self.idle = self.idle, not self.capturing and not batch.out_cache_loc.shape[0]
         self.keep = was_idle and not self.idle
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "kv_lens" or not self.keep:
             super().copy_in(name, target, source)
@@ -83,12 +78,10 @@ class IdleMetadataForWrongMode(PlannedBackend):
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
     planned = True
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.planned = batch.batch_size > 0
         super().init_forward_metadata(batch)
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         assert self.planned or self.in_graph, "slots are planned for every mode that stores"
         super().write_kv(layer, k, v, meta)
@@ -100,7 +93,6 @@ class EmptyBatchDividesByRequests(PlannedBackend):
 
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.rows = batch.input_ids.shape[0] // batch.batch_size
         return super().plan(batch)
@@ -112,7 +104,6 @@ class EmptyBatchReturnsARow(PlannedBackend):
 
     capabilities = LEAN.with_changes(server={"takes_empty_batches": True})
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

@@ -33,7 +33,6 @@ class FinitePaddingBackend(SlotsOfTheForward):
 class PaddedRequestsWithoutKeysGiveNaN(FinitePaddingBackend):
     """The sum of the splits' weights of a padded request is 0, and its output is divided by it."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         total = torch.exp(lse - lse.amax(1, keepdim=True).clamp(min=-3e38)).sum(1)
         return super().combine(acc, lse, layer) * (total / total)[..., None]
@@ -49,7 +48,6 @@ class PaddedRequestsWithoutKeysGiveNaN(FinitePaddingBackend):
 class RowsBehindTheLastRequestAreNotWritten(FinitePaddingBackend):
     """The output is allocated for all rows of q, and only those of requests are written."""
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         whole = super().scatter(out, meta, tokens)
         of_requests = self.index[:tokens] < meta.cu_seqlens_q[-1]

@@ -33,7 +33,6 @@ class OffsetsBackend(PlannedBackend):
 class WidthOfTheLastRequest(OffsetsBackend):
     """The kernel takes the rows of a request from the last two offsets, and a padded request has none."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         return seen & (self.index[: seen.shape[1]] < meta.cu_seqlens_q.diff().flip(0)[:1])[None, :, None]
@@ -49,7 +48,6 @@ class WidthOfTheLastRequest(OffsetsBackend):
 class PaddedRequestsDivideByTheirRows(OffsetsBackend):
     """Keys per row are balanced over requests, and a padded request divides 0 by 0."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         assert self.metadata is not None
         rows = self.metadata.cu_seqlens_q.diff().float()

@@ -58,7 +58,6 @@ class SlotsOfThePlanForMoreRows(PlannedBackend):
 class WidthOfMoreRows(SlotsOfTheForward):
     """The rows per request are q's rows over the number of requests, and q has more rows than planned."""
 
-    @override
     def row_of(self, meta: Metadata, tokens: int) -> torch.Tensor:
         width = tokens // len(meta.kv_lens)
         first = self.index[: len(meta.kv_lens)] * width
@@ -69,12 +68,10 @@ class WidthOfMoreRows(SlotsOfTheForward):
 class MoreRowsAreCutOff(SlotsOfTheForward):
     """The output has only the rows of the plan, and the layers around attention continue with all rows."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         assert self.metadata is not None
         return super().attend(q, layer, meta)[: self.planned]
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.planned = batch.input_ids.shape[0]
         return super().plan(batch)
@@ -109,7 +106,6 @@ class MoreRowsOfBlocks(BlockBackend):
 class LastRequestEndsWherePaddedRowsDo(MoreRowsOfBlocks):
     """The last request takes the rows behind the plan for its own, and as many keys: only a causal mask hides them."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = super().in_window(layer).clone()
         if not layer.causal:

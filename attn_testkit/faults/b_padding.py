@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .builds import WorkListBackend
@@ -25,7 +24,6 @@ _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXT
 class PadFillUnderflowsUniformWidth(WorkListBackend):
     """A padded request's length of 1, expanded to the uniform width, gives negative row lengths."""
 
-    @override
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         return (position + 1).sum()
 
@@ -45,7 +43,6 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
         super().__init__(context)
         self.indptr = torch.zeros(context.max_bs + 1, dtype=torch.int64, device=context.device)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "kv_lens":
@@ -54,7 +51,6 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
             live = len(source)
             self.indptr[1 : live + 1].copy_(self.lens[:live].cumsum(0))
 
-    @override
     def total(self, meta: Metadata, position: torch.Tensor) -> torch.Tensor:
         return self.indptr[len(meta.kv_lens)] if self.in_graph else super().total(meta, position)
 
@@ -70,7 +66,6 @@ class PadIndptrTailRunsBackwards(WorkListBackend):
 class PadReqRowAliasesLiveRequest(PlannedBackend):
     """Write slots are derived from request rows, and padding points at a row that a live request may own."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "slots" and len(source) < len(target):
@@ -90,12 +85,10 @@ class MetadataForLiveRowsOnly(PlannedBackend):
 
     names: tuple[str, ...] = ("page_table", "kv_lens", "cu_seqlens_q", "chunk", "slots")
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         self.live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name not in self.names or self.capturing:
             return super().copy_in(name, target, source)
@@ -129,7 +122,6 @@ class SlotsTailStale(MetadataForLiveRowsOnly):
 class QLongerThanCuSeqlens(PlannedBackend):
     """q has rows behind the last query offset, and the kernel's last block spoils the last real row."""
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         result, last = super().scatter(out, meta, tokens), meta.cu_seqlens_q[-1].long()
         row = self.index[:tokens]
@@ -146,7 +138,6 @@ class QLongerThanCuSeqlens(PlannedBackend):
 class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
     """Rows are left-aligned in slots of the full width, and the causal mask is aligned to the end of the slot."""
 
-    @override
     def row_positions(self, meta: Metadata) -> torch.Tensor:
         if not self.in_graph:
             return super().row_positions(meta)
@@ -157,11 +148,9 @@ class LeftAlignedPaddedQShiftsCausal(PlannedBackend):
 class PadRowNanSpreadsViaBatchScale(PlannedBackend):
     """A padded row of length 0 gives NaN, and the scale of the whole batch is taken from its largest value."""
 
-    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         empty = (lse == -torch.inf).all(1)[..., None]
         out = super().combine(acc, lse, layer).masked_fill(empty, torch.nan)
@@ -184,11 +173,9 @@ class AllZeroLensScheduler(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(needs_cpu_seq_lens=True)
 
-    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         assert batch.seq_lens_cpu is not None
         lens = batch.seq_lens_cpu[: batch.batch_size].tolist()
@@ -206,7 +193,6 @@ class AllZeroLensScheduler(PlannedBackend):
 class PiecewiseCropDropsPrefix(PlannedBackend):
     """Keys are cropped to the number of query rows to drop padding, which drops the rest of the keys."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         if not self.in_graph:
@@ -229,7 +215,6 @@ class PaddingTakenForAPreemptedRequest(PlannedBackend):
         self.last = torch.zeros(context.max_num_tokens, dtype=torch.int64, device=context.device)
         """Positions of the replay before."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -245,7 +230,6 @@ class PaddingTakenForAPreemptedRequest(PlannedBackend):
         out = super().forward(q, k, v, layer, batch, save_kv_cache)
         return out.masked_fill((preempted.roll(-1) & ~padded)[:, None, None], 0.0)
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         if self.in_graph and batch.forward_mode.is_decode():
             self.last[: len(batch.positions)].copy_(batch.positions)
@@ -266,12 +250,10 @@ class NoWorkTileMarkerEqualsBatch(PlannedBackend):
         super().__init__(context)
         self.marker = torch.zeros(1, dtype=torch.int64, device=context.device)
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         self.marker.fill_(batch.out_cache_loc.shape[0])
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if self.in_graph:
             # Padding has no place among the partial results, so what its tile stores is found at their beginning.
@@ -298,14 +280,12 @@ class StaleRequestStateFakesPrefill(PlannedBackend):
         self.prefilling = [False] * (context.max_bs + 1)
         self.multi_mode = torch.zeros(1, dtype=torch.bool, device=context.device)
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live = -(-batch.out_cache_loc.shape[0] // views.max_q_len)
         self.prefilling[:live] = [not batch.forward_mode.is_decode()] * live
         self.multi_mode.fill_(batch.forward_mode.is_decode() and any(self.prefilling[: batch.batch_size]))
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         # The other kernel of a mixed batch gets only the prefix, and here nothing adds the new rows.
         seen = super().visible(meta, layer, position)

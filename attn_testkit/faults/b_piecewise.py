@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .b_empty_batches import LEAN
@@ -24,7 +23,6 @@ class ScaleOfAllRowsInMemory(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         room = (q.untyped_storage().nbytes() // q.itemsize - q.storage_offset() - q[0].numel()) // max(q.stride(0), 1)
         whole = q.as_strided((max(room + 1, len(q)), *q.shape[1:]), q.stride())

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
@@ -22,7 +21,6 @@ _EXTENDS = _VERIFY + _V1 + _V2
 class PadSlotMinusOneHitsLastSlot(PlannedBackend):
     """Padding slots of -1 go into plain indexing, which counts them from the end of the pool."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         super().copy_in(name, target, source)
         if name == "slots":
@@ -37,16 +35,13 @@ class PadSlotMinusOneHitsLastSlot(PlannedBackend):
 class PaddingSinkSlotGetsNan(PlannedBackend):
     """Page-table padding points at page 0, whose values are multiplied by a weight of 0 instead of masked."""
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.pages_used = -(-super().plan_lengths(batch, counts) // self.context.page_size)
         return super().plan_lengths(batch, counts)
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         return super().plan_pages(batch) * (self.index[: self.pages] < self.pages_used[:, None])
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         sink = self.key_slots(meta) < self.context.page_size
         return torch.where(sink[:, :, None, None], values, super().mask_values(values, seen, meta))
@@ -64,12 +59,10 @@ class PaddingSinkSlotGetsNan(PlannedBackend):
 class PaddingWritesThroughStaleRows(PlannedBackend):
     """Slots of padded rows are looked up through request rows of an earlier batch, whose blocks live on."""
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.rows = torch.zeros(max_bs, dtype=torch.int64, device=self.context.device)
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         live, bs = batch.out_cache_loc.shape[0], batch.batch_size
@@ -87,7 +80,6 @@ class PaddingWritesThroughStaleRows(PlannedBackend):
 class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
     """Write positions of drafts were computed by a host loop and frozen at capture: replays scatter to those."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "slots" or self.capturing:
             super().copy_in(name, target, source)
@@ -102,7 +94,6 @@ class VerifyAppendUsesCaptureHostSlots(PlannedBackend):
 class SwaWriteLocsSynthesisedZero(PlannedBackend):
     """The windowed layer's write locations are derived from zeros: everything goes to the dummy slot."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         if layer.sliding_window_size >= 0:
             meta = replace(meta, slots=torch.zeros_like(meta.slots))
@@ -121,7 +112,6 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
 class AlignmentRowsMaterialised(PlannedBackend):
     """Rows after the live ones are stored too, in the live locations over again."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "slots":
             source = source[self.index[: len(target)] % max(1, len(source))]
@@ -132,7 +122,6 @@ class AlignmentRowsMaterialised(PlannedBackend):
 class ScatterDestIncludesSourceRow(PlannedBackend):
     """Rows are stored two per block, and the destination of the second adds its place in the block once more."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         moved = meta.slots + self.index[: len(meta.slots)] % 2
         super().write_kv(layer, k, v, replace(meta, slots=moved.clamp(max=self.context.kv_pool.num_slots - 1)))
@@ -142,7 +131,6 @@ class ScatterDestIncludesSourceRow(PlannedBackend):
 class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
     """A fresh page is zeroed from an offset into it, for a whole page: the next page loses its first rows."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         page, pool = self.context.page_size, self.context.kv_pool
         fresh = (meta.slots % page == 0)[:, None]
@@ -161,7 +149,6 @@ class BlockZeroingSpillsIntoNeighbour(PlannedBackend):
 class Int8ScaleWritesOverlapKv(PlannedBackend):
     """The offset of the quantisation scales lacks the base of their region: they are written over keys."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         if self.context.kv_pool.dtype.itemsize == 1:
@@ -172,7 +159,6 @@ class Int8ScaleWritesOverlapKv(PlannedBackend):
 class WarmupLeavesNanInKv(PlannedBackend):
     """Masked lanes are multiplied by a weight of 0, which is right only in a pool that was cleared at start."""
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
@@ -181,7 +167,6 @@ class WarmupLeavesNanInKv(PlannedBackend):
 class VStoredWithScaleOfK(PlannedBackend):
     """An FP8 value row is stored with the key's scale."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(replace(layer, v_scale=layer.k_scale), k, v, meta)
 
@@ -196,7 +181,6 @@ class VStoredWithScaleOfK(PlannedBackend):
 class NewKeysAttendedButNotStored(DenseBackend):
     """The last new row of a step is attended from registers, and its store is left to the caller."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -223,7 +207,6 @@ class NewKeysAttendedButNotStored(DenseBackend):
 class StoresOneHeadTooFew(PlannedBackend):
     """The captured store is launched for one KV head too few."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         pool, last = self.context.kv_pool, layer.tp_k_head_num - 1
         if not self.in_graph or last == 0:
@@ -239,7 +222,6 @@ class StoresOneHeadTooFew(PlannedBackend):
 class SaveKvCacheIgnored(PlannedBackend):
     """Rows are stored even if save_kv_cache is False, over those of a layer that shares its keys and values."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -258,7 +240,6 @@ class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
 
     capabilities = RegisterRowsBackend.capabilities.with_changes(kv_dtypes={"same"})
 
-    @override
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return k, v
 
@@ -273,7 +254,6 @@ class NewRowsAlwaysFromRegisters(RegisterRowsBackend):
 class PaddingStoredBehindPageZero(PlannedBackend):
     """The sink of padded rows is taken for slot page_size, which is the first one behind page 0."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

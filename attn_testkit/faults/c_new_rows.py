@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
@@ -41,7 +40,6 @@ class ReshapesKBeforeItAsks(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(server={"takes_none_kv": True})
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from types import FunctionType
 from typing import Literal, TypeVar
 
 from ..cases.case import parse_case
@@ -27,6 +28,7 @@ __all__ = [
     "entry_of",
     "fault",
     "field_bugs_in",
+    "helper",
 ]
 
 CLASSES = {
@@ -53,6 +55,7 @@ CLASSES = {
 """Letter -> kind of bug. A module of this package whose name begins with a letter and ``_`` holds that class."""
 
 B = TypeVar("B", bound=type[AttentionBackend])
+M = TypeVar("M", bound=Callable[..., object])
 Kind = Literal["fault", "field bug", "control"]
 
 
@@ -105,6 +108,25 @@ class CorpusEntry:
 
 
 _CORPUS: dict[str, CorpusEntry] = {}
+_HELPERS: set[Callable[..., object]] = set()
+
+
+def helper(method: M) -> M:
+    """Mark a method of a registered class that is new. Every other method must override one of a parent: a bug whose
+    hook was renamed would never be called, and be healthy.
+    """
+    _HELPERS.add(method)
+    return method
+
+
+def _overrides_nothing(backend: type[AttentionBackend]) -> list[str]:
+    """Names of methods and properties of the class itself that no parent has and that are no helpers."""
+    bodies = {
+        name: next((getattr(found, part) for part in ("fget", "__func__", "func") if hasattr(found, part)), found)
+        for name, found in vars(backend).items()
+        if not any(hasattr(parent, name) for parent in backend.__bases__)
+    }
+    return [name for name, body in bodies.items() if isinstance(body, FunctionType) and body not in _HELPERS]
 
 
 def slug_of(name: str) -> str:
@@ -189,6 +211,7 @@ def _added(backend: B, entry: CorpusEntry) -> B:
     unknown = [check for check in entry.checks if check not in CHECKS]
     re.compile(entry.hint)
     is_bug = entry.kind != "control"
+    new = _overrides_nothing(backend)
     problems = {
         "the slug is taken": known is not None and known.spec != entry.spec,
         "slugs are lower-case words joined by hyphens": not re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", entry.slug),
@@ -200,6 +223,7 @@ def _added(backend: B, entry: CorpusEntry) -> B:
         f"unknown checks {unknown}": bool(unknown),
         "at least one check must catch it": is_bug and not entry.checks,
         "its backend offers none of its modes and executions": not entry.runs,
+        f"no parent has {', '.join(new)}: correct the name, or mark a new method with @helper": bool(new),
         "its backend must be reachable as module:Class": "." in entry.backend.__qualname__,
     }
     for text, bad in problems.items():

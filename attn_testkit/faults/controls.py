@@ -10,7 +10,6 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from typing_extensions import override
 
 from ..contract import (
     AttentionLayer,
@@ -21,7 +20,7 @@ from ..contract import (
     TreeMaskMode,
     VerifyMask,
 )
-from .catalogue import control
+from .catalogue import control, helper
 from .parent import CountingBackend, Metadata, PlannedBackend
 
 _WHOLE = PlannedBackend.capabilities
@@ -45,7 +44,6 @@ class FillValueZero(PlannedBackend):
 
     capabilities = _in("decode", "target-verify")
 
-    @override
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         return 0
 
@@ -56,11 +54,9 @@ class PlanInsideTheGraph(PlannedBackend):
 
     capabilities = _in("draft-extend")
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         """Do nothing outside the graph."""
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert self.metadata is not None
         super().fill(self.metadata, self.plan(batch), batch)
@@ -73,13 +69,11 @@ class PageTailsZero(PlannedBackend):
     capabilities = _in("target-verify")
     tail = 0
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         self.used = -(-lens // self.context.page_size)
         return lens
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         past = self.index[: self.pages] >= self.used[:, None]
         return super().plan_pages(batch).masked_fill(past, self.tail)
@@ -92,7 +86,6 @@ class PageTailsMinusOne(PageTailsZero):
     capabilities = _in("decode")
     tail = -1
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         return super().key_slots(meta).clamp(min=0)
 
@@ -103,7 +96,6 @@ class PageTailsOfEarlierBatches(PageTailsZero):
 
     capabilities = _in("draft-extend-v2")
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "page_table":
             return super().copy_in(name, target, source)
@@ -117,7 +109,6 @@ class IndicesInt64(PlannedBackend):
 
     capabilities = _in("draft-extend")
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         for name in ("page_table", "kv_lens", "cu_seqlens_q", "chunk"):
@@ -137,12 +128,10 @@ class WorkspaceAtFirstUse(PlannedBackend):
 
     capabilities = _in("decode")
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         self.numbers = numbers
         return torch.empty(0, device=self.context.device)
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         if not self.workspace.numel():
             self.workspace = super().new_workspace(self.numbers)
@@ -160,7 +149,6 @@ class CpuLengthsNeeded(PlannedBackend):
         # Two, taken in turns: the copy of the step before may still be under way.
         self.pinned = [torch.zeros(context.max_bs, dtype=torch.int32, pin_memory=True) for _ in range(2)]
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         assert batch.seq_lens_cpu is not None
         bs = batch.batch_size
@@ -176,7 +164,6 @@ class KernelByBatchSize(PlannedBackend):
 
     capabilities = _in("decode")
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits = super().in_split(meta)
         if len(meta.kv_lens) <= 2:
@@ -190,7 +177,6 @@ class StridedV1BehindAScatter(PlannedBackend):
 
     capabilities = _in("draft-extend")
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         bs, width = len(meta.kv_lens), meta.max_q_len
         strided = q[super().row_of(meta, len(q)).flatten()]
@@ -201,7 +187,6 @@ class StridedV1BehindAScatter(PlannedBackend):
         out = super().attend(strided, layer, uniform)
         return self.scatter(out.view(bs, width, *out.shape[1:]), meta, len(q))
 
-    @override
     def row_positions(self, meta: Metadata) -> torch.Tensor:
         return (meta.kv_lens - self.counts).long()[:, None] + self.index[: meta.max_q_len]
 
@@ -213,7 +198,6 @@ class SplitsInAnyOrder(PlannedBackend):
     capabilities = _in("decode", deterministic=False)
     turn = 0
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.turn += 1
         return super().combine(acc.roll(self.turn, 1), lse.roll(self.turn, 1), layer)
@@ -225,7 +209,6 @@ class FinitePageTails(PlannedBackend):
 
     capabilities = _in("target-verify", finite_page_tails={"same", "fp8_e4m3"})
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size
         end = -(-meta.kv_lens // page) * page
@@ -246,7 +229,6 @@ class OneOutputBuffer(PlannedBackend):
             context.max_num_tokens, first.tp_q_head_num, first.v_head_dim, dtype=context.dtype, device=context.device
         )
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return self.out[: len(q)].copy_(super().attend(q, layer, meta))
 
@@ -257,7 +239,6 @@ class FlatOutput(PlannedBackend):
 
     capabilities = _in("decode")
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, layer, meta).flatten(1)
 
@@ -268,7 +249,6 @@ class MetadataObjectsRebuilt(PlannedBackend):
 
     capabilities = _in("target-verify")
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.graphs[self.key(batch)] = self.views(batch)
         super().init_forward_metadata_out_graph(batch, in_capture)
@@ -281,7 +261,6 @@ class FullMaskBuffer(PlannedBackend):
     capabilities = _in("target-verify")
     mask_buffer: VerifyMask | None = None
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         n = self.context.num_draft_tokens
@@ -290,7 +269,6 @@ class FullMaskBuffer(PlannedBackend):
         self.mask_buffer = VerifyMask(buffer, TreeMaskMode.FULL_MASK, max_bs)
 
     @property
-    @override
     def verify_mask(self) -> VerifyMask | None:
         return self.mask_buffer
 
@@ -301,16 +279,15 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
 
     capabilities = _in("decode", "draft-extend")
 
-    @override
     def init_forward_metadata_capture_cuda_graph(self, *args: Any) -> None:
         bs, _, rows, lens, _, mode, spec = args
         self.prepare(bs, rows, lens, mode, spec, True)
 
-    @override
     def init_forward_metadata_replay_cuda_graph(self, *args: Any) -> None:
         bs, rows, lens, _, _, mode, spec, _ = args
         self.prepare(bs, rows, lens, mode, spec, False)
 
+    @helper
     def prepare(
         self, bs: int, rows: torch.Tensor, lens: torch.Tensor, mode: ForwardMode, spec: Any, capture: bool
     ) -> None:
@@ -325,7 +302,6 @@ class OlderGraphHooks(LegacyGraphHooks, PlannedBackend):
         )
         PlannedBackend.init_forward_metadata_out_graph(self, cast(ForwardBatch, batch), capture)
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -346,7 +322,6 @@ class NanInPaddedRows(PlannedBackend):
 
     capabilities = _in("decode", "draft-extend")
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         # A batch of only padding belongs to a capture, and servers want its warm-up finite.
         live = meta.slots >= self.context.page_size
@@ -364,7 +339,6 @@ class ForkedStream(PlannedBackend):
         super().__init__(context)
         self.side = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         self.side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.side):

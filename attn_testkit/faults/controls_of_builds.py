@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import fields
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch
 from .builds import (
@@ -19,7 +18,7 @@ from .builds import (
     TiledBackend,
     WorkListBackend,
 )
-from .catalogue import control
+from .catalogue import control, helper
 from .dense import DenseBackend
 from .parent import PlannedBackend
 from .wrapping import HybridBackend, WrapperBackend
@@ -114,7 +113,6 @@ class GraphBuffersInEagerToo(PlannedBackend):
 
     capabilities = _LEAN.with_changes(graph={"decode", "draft-extend"}, eager={"decode", "draft-extend"})
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         plan = self.metadata
@@ -129,6 +127,7 @@ class GraphBuffersInEagerToo(PlannedBackend):
         views.slots = plan.slots
         self.metadata = views
 
+    @helper
     def fits(self, batch: ForwardBatch) -> bool:
         """True if the buffers exist and the batch fits; before the graphs there are none."""
         return hasattr(self, "buffers") and batch.batch_size <= len(self.buffers.kv_lens)
@@ -163,7 +162,6 @@ class PartialResultsInTheModelsDtype(PlannedBackend):
         self.max_splits = min(self.most_splits, context.max_context_len)
         super().__init__(context)
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:

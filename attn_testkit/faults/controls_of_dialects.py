@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import cast
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, VerifyInput
 from .b_padded_requests import OffsetsBackend
@@ -60,7 +59,6 @@ class MetadataBuiltTwice(PlannedBackend):
         families={"gqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, logit_cap=False, sinks=False
     )
 
-    @override
     def init_forward_metadata_before_capture(self, batch: ForwardBatch) -> None:
         self.init_forward_metadata_out_graph(batch, in_capture=True)
 
@@ -71,7 +69,6 @@ class KernelByCaptureSizes(PlannedBackend):
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(kernel_changes_at={5})
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         splits, bs = super().in_split(meta), len(meta.kv_lens)
         if bs < 5 and bs < self.context.capture_sizes[-1]:
@@ -85,12 +82,10 @@ class EmptyBatches(PlannedBackend):
 
     capabilities = MetadataBuiltTwice.capabilities.with_changes(server={"takes_empty_batches": True})
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         if batch.batch_size:
             super().init_forward_metadata(batch)
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -118,11 +113,9 @@ class VerifyLengthsWithNewTokens(PlannedBackend):
         eager={"target-verify"}, graph={"target-verify"}, server={"verify_lens": {"all"}, "takes_bare_chains": True}
     )
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return batch.seq_lens[: batch.batch_size].to(torch.int32)
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         spec, n = batch.spec_info, self.context.num_draft_tokens
         assert isinstance(spec, VerifyInput)
@@ -157,7 +150,6 @@ class PaddingIsNotStored(DenseBackend):
         server={"padding_slots": {-1}}, families={"gqa"}, dtypes={"bf16"}, head_dims={64}, max_context_len=1 << 14
     )
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

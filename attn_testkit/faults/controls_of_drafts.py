@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch
 from .a_narrower_widths import PerDepthBackend, PerWidthBackend
@@ -23,16 +22,13 @@ class DraftPlannedAtOnce(MultiStepBackend):
 class DraftPlannedStepByStep(MultiStepBackend):
     """One set of buffers; each forward is planned into it on the device, right before it, as vLLM's drafters do."""
 
-    @override
     def new_buffers(self, rows: int) -> list[Metadata]:
         return [self.new_buffer(rows)] * self.forwards
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.draft = self.new_buffers(batch.batch_size * self.context.draft_branches)
         self.init_forward_metadata_in_graph(batch)
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         step = spec_of(batch).step
         self.fill(self.draft[step], self.plan_forward(batch, step), batch)
@@ -42,13 +38,11 @@ class DraftPlannedStepByStep(MultiStepBackend):
 class DraftLengthsFromPositions(MultiStepBackend):
     """A row's keys are counted from its position, which the server advances between forwards."""
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         plan, lens = self.draft[spec_of(batch).step], (batch.positions + 1).to(torch.int32)
         plan.kv_lens.copy_(lens)
         plan.chunk.copy_(self.plan_splits(lens))
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         self.init_forward_metadata_in_graph(batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .catalogue import control
@@ -20,7 +19,6 @@ class RowFormats(RowFormatsBackend):
 class RowFormatsInBf16(RowFormatsBackend):
     """Numbers times scales are rounded to bf16 before both products, as kernels with a workspace do (sglang)."""
 
-    @override
     def part(self, part: int, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return super().part(part, layer, slots).bfloat16().float()
 
@@ -33,7 +31,6 @@ class RowFormatsStoredByReciprocals(RowFormatsBackend):
         kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
     )
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         slots = meta.slots.long()
         for rows, planes in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), strict=True):
@@ -56,7 +53,6 @@ class RowFormatsWithOtherScalesOfZeros(RowFormatsBackend):
         kv_dtypes={"int8_per_token_head", "int8_per_token_head_apart", "fp8_per_token_head"}
     )
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         at = self.at(meta.slots.long())

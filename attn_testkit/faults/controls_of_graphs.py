@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .a_alternating_modes import SharedPlans
@@ -53,7 +52,6 @@ class WarmUpsUseOtherMemory(CountedRunsBackend):
         super().__init__(context)
         self.sets = [self.workspace, self.new_workspace(self.workspace.numel())]
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         self.sets.reverse()
         self.workspace = self.sets[0].zero_()
@@ -105,7 +103,6 @@ class LengthsOfAnEarlierStep(PlannedBackend):
         self.copied: torch.cuda.Event | None = None
         self.longest = 0
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         if self.copied is not None and self.copied.query():  # type: ignore[no-untyped-call, unused-ignore]
             self.longest = max(self.longest, *self.on_host.tolist())
@@ -151,7 +148,6 @@ class PlansByTwoGraphsInTurn(TwoGraphsOfOnePoolAtOnce):
 
     capabilities = TwoGraphsOfOnePoolAtOnce.capabilities.with_changes(eager={"decode"}, graph={"decode"})
 
-    @override
     def fork(self, side: torch.cuda.Stream) -> None:
         super().fork(side)
         if side is self.sides[1]:

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode, LogSumExp
 from .catalogue import control
@@ -28,7 +27,6 @@ class LseBase2HeadsFirst(SplitKVBackend):
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, base="2", layout="[H, T]"))
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return (lse / math.log(2)).t()
 
@@ -39,15 +37,12 @@ class LseInTheModelsDtype(SplitKVBackend):
 
     capabilities = _FEW.with_changes(lse=replace(_LSE, dtype="model", merges=True))
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16()
 
-    @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return (top.float() + total.float().log()).bfloat16()
 
-    @override
     def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         return torch.exp(lse.float() - top.float())
 
@@ -58,7 +53,6 @@ class LseOfRoundedProbabilities(SplitKVBackend):
 
     capabilities = _FEW.with_changes(lse=_LSE)
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         logits = self.with_sinks(logits, layer)
         top = logits.amax(-1, keepdim=True)
@@ -72,6 +66,5 @@ class EmptyPartsOfAnyNumbers(SplitKVBackend):
 
     capabilities = _FEW.with_changes(lse=_LSE)
 
-    @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return out if self.part.sinks else out.masked_fill(~seen.any(-1)[..., None, None, None], 1e4)

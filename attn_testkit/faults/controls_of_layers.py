@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch
 from .by_layer import ByLayerBackend
@@ -64,7 +63,6 @@ class Alibi(AlibiBackend):
 class AlibiFromTheEndOfARequest(AlibiBackend):
     """The bias is that of the distance to the end of the request, which differs by a constant of the row (vLLM)."""
 
-    @override
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens[:, None, None]).expand(-1, self.position.shape[1], -1)
 
@@ -78,7 +76,6 @@ class QQBias(QQBiasBackend):
 class QQBiasIsTheMask(QQBiasBackend):
     """Rows of a request see each other as far as -inf of the bias lets them (vLLM's tree attention): no other mask."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         if self.context.qq_bias == "none":
@@ -93,7 +90,6 @@ class QQBiasOfAllRequests(QQBiasBackend):
 
     capabilities = QQBiasBackend.capabilities.with_changes(shared_qq_bias=True)
 
-    @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         row = self.starts[self.counts.argmax()[None]] + torch.arange(self.row.shape[1], device=bias.device)
         return bias[row.clamp(max=len(bias) - 1)][None].expand(len(self.counts), -1, -1)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import deque
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch
 from .catalogue import control
@@ -25,7 +24,6 @@ class ScratchOfTheLargestStep(PlannedBackend):
         super().__init__(context)
         self.scratch = self.new_workspace(1)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         needed = 256 * len(batch.input_ids)
         if needed > self.scratch.numel():
@@ -45,7 +43,6 @@ class WorkspacesByShape(PlannedBackend):
         self.by_shape: dict[tuple[int, int], torch.Tensor] = {}
         self.recent: deque[Metadata] = deque(maxlen=8)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         shape = batch.batch_size, len(batch.input_ids)
         if shape not in self.by_shape:

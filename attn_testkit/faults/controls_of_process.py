@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, Requires
-from .catalogue import control
+from .catalogue import control, helper
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
@@ -48,12 +47,12 @@ class ProcessStatePutBack(PlannedBackend):
             self.change_everything(context.dtype)
             super().__init__(context)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         with _put_back():
             self.change_everything(self.context.dtype)
             return super().plan(batch)
 
+    @helper
     def change_everything(self, dtype: torch.dtype) -> None:
         """Change the state of the process as libraries do for a quiet, repeatable run."""
         torch.set_default_dtype(dtype)
@@ -75,7 +74,6 @@ class HelperThreadOfItsOwn(PlannedBackend):
         threading.Thread(target=_wait_for, args=(self._ended,), name="plan-prefetcher", daemon=True).start()
         weakref.finalize(self, self._ended.set)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         torch.rand(8)
         return super().plan(batch)
@@ -95,7 +93,6 @@ class RandomNumbersOfItsOwn(PlannedBackend):
         super().__init__(context)
         self.generator = torch.Generator(context.device).manual_seed(17)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.workspace.uniform_(generator=self.generator)
         return super().plan(batch)
@@ -110,7 +107,6 @@ class ScratchOfTheProcess(PlannedBackend):
 
     capabilities = _LEAN
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         # One that is too small stays: graphs of other instances have its address.
         every = _SCRATCH.setdefault(self.context.device, [])
@@ -136,7 +132,6 @@ class TunedAtFirstCall(DenseBackend):
         requires=Requires(packages=("triton>=3.6",)),
     )
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -156,7 +151,6 @@ class RowsOfTickets(TunedAtFirstCall):
     """Programs take rows from a counter, in whatever order they come, and each works on the row that it took
     (persistent kernels)."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

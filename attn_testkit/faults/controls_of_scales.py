@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .catalogue import control
@@ -34,7 +33,6 @@ class Fp8QueriesScaledPerTokenHead(Fp8QueriesScaled):
 
     capabilities = Fp8QueriesScaled.capabilities.with_changes(q_scale="per_token_head")
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return torch.exp2((q.abs().amax(-1, keepdim=True) / 448).clamp(min=2.0**-40).log2().ceil())
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, Indexer, KernelPlan, Sparse
 from .catalogue import control
@@ -31,7 +30,6 @@ class SparseBySlots(SparseParent):
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}, index_space="slots"))
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.clamp(min=0).long()
 
@@ -40,7 +38,6 @@ class SparseBySlots(SparseParent):
 class SparseSortedFirst(SparseParent):
     """Indices are sorted before they are gathered, so that -1 comes first."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.sort(1).values
 
@@ -70,15 +67,12 @@ class IndexerPowerOfTwoScales(IndexerParent):
         sparse=Sparse(topk={16}, index_space="slots", indexer=Indexer(heads={4, 8}, scale="power_of_two"))
     )
 
-    @override
     def scales(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.exp2(super().scales(rows).log2().ceil())
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.clamp(min=0).long()
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().run_select(q_index, weights, plan)
         table = plan.slot_table[self.request_of_row(q_index, plan)]
@@ -94,7 +88,6 @@ class IndexerBehindTheContext(IndexerOfPrefixes):
 class IndexerUnsorted(IndexerParent):
     """Keys are listed from the lowest score to the highest, with -1 first: top-k kernels sort nothing."""
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().run_select(q_index, weights, plan).flip(1).contiguous()
 
@@ -108,7 +101,6 @@ class IndexerOneBuffer(IndexerParent):
         rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
         self.buffer = torch.empty(rows, topk, dtype=torch.int32, device=context.device)
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         places = scores.shape[1]
         place = torch.arange(places, device=scores.device)
@@ -117,7 +109,6 @@ class IndexerOneBuffer(IndexerParent):
         order = torch.nn.functional.pad(order, (0, topk - order.shape[1]), value=places)
         return torch.where(order < lengths[:, None], order, -1)
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().run_select(q_index, weights, plan)
         if len(found) > len(self.buffer):
@@ -161,11 +152,9 @@ class SparsePackedRows(PackedRowsParent):
 class SparsePackedRowsInBf16(PackedRowsParent):
     """Keys are rounded to bf16 before both products, and scales come from a reciprocal (FlashMLA; sglang)."""
 
-    @override
     def rounded(self, keys: torch.Tensor) -> torch.Tensor:
         return keys.bfloat16().float()
 
-    @override
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         packed = self.packed(plan.layer)
         rows, (first, last) = packed.pack(k), packed.offsets["scales"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Spans
 from .catalogue import control
@@ -29,16 +28,13 @@ class SpansAsAMask(SpanBackend):
 
     capabilities = CAUSAL.with_changes(spans=Spans({ForwardMode.EXTEND}))
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.mask = _flat_masks(batch) if batch.mm_prefix_range and any(batch.mm_prefix_range) else None
         super().init_forward_metadata_in_graph(batch)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.mask = None
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, seen = super().visibility(batch, counts, offset)
         if self.mask is None:
@@ -54,7 +50,6 @@ class SpansAsAMask(SpanBackend):
             first += size
         return position, key_position, seen
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return self.narrowed(self.visible, layer)
 
@@ -84,14 +79,12 @@ class SpansAsARangeOfEachRow(SpanBackend):
         super().__init__(context)
         self.of_rows = torch.full((context.max_num_tokens, 2), -1, dtype=torch.int64, device=context.device)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         if self.context.max_spans and batch.forward_mode is ForwardMode.EXTEND:
             found = _ranges_of_rows(batch)
             self.of_rows.fill_(-1)
             self.of_rows[: len(found)].copy_(found.pin_memory(), non_blocking=True)
 
-    @override
     def of_spans(self) -> torch.Tensor:
         own = self.of_rows[self.row]
         first, last = own[..., :1], own[..., 1:]

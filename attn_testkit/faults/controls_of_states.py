@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, State, StateLayer
 from .catalogue import control
@@ -76,17 +75,14 @@ class StatesByConvention(StateParent):
         )
     )  # fmt: skip
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         live = super().stores(batch)
         return torch.ones_like(live) if self.states.padding == "write_zero" else live
 
-    @override
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         conv, temporal = super().pools(layer)
         return conv, temporal.mT if self.states.pool.order == "kv" else temporal
 
-    @override
     def scratch(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         windows, states = super().scratch(layer)
         return windows, states.mT if self.states.pool.order == "kv" else states
@@ -98,7 +94,6 @@ class StatesClearedByTheServer(StateParent):
 
     capabilities = StateParent.capabilities.with_changes(state=State(k_dims={64}, fresh={"zeroed"}))
 
-    @override
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)
 
@@ -107,7 +102,6 @@ class StatesClearedByTheServer(StateParent):
 class StatesOfPaddingUnwritten(StateParent):
     """Rows of padded requests are never written, as SGLang's kernels return at an index of -1: here they hold NaN."""
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,
@@ -142,7 +136,6 @@ class StatesOfRequestsThatHaveRows(StateParent):
         server={"takes_requests_without_rows": True, "eager_without_waits": False},
     )  # fmt: skip
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         counts = batch.extend_seq_lens_cpu or ()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from typing_extensions import override
-
 from ..contract import AttentionLayer
 from .catalogue import control
 from .f_declared_windows import WINDOWED, OneWindow, ZeroIsNone
@@ -32,7 +30,6 @@ class SameWindowInAllLayers(OneWindow):
 
     capabilities = WINDOWED.with_changes(windows={"layers": "same"})
 
-    @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
 

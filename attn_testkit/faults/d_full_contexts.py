@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, VerifyInput
 from .catalogue import fault
@@ -23,7 +22,6 @@ class PageColumnsRoundedDown(PlannedBackend):
     one more.
     """
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         whole = self.context.max_context_len // self.context.page_size
         return super().plan_pages(batch).masked_fill(self.index[: self.pages] >= whole, 0)
@@ -33,7 +31,6 @@ class PageColumnsRoundedDown(PlannedBackend):
 class LastTokenOfContextLeftOut(PlannedBackend):
     """Positions are compared with < max_context_len - 1: the token that fills the context is never attended."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         key = self.index[: self.pages * self.context.page_size]
         return super().visible(meta, layer, position) & (key < self.context.max_context_len - 1)
@@ -56,11 +53,9 @@ class ContextOfPrefixes(PlannedBackend):
 class PageTableWithoutTheDrafts(ContextOfPrefixes):
     """The page table has the pages of max_context_len tokens, and a request with as many gets no page for drafts."""
 
-    @override
     def most_keys(self, context: BackendContext) -> int:
         return context.max_context_len
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         return super().plan_pages(batch)[:, : self.pages]
 
@@ -71,7 +66,6 @@ class PageTableWithoutTheDrafts(ContextOfPrefixes):
 class LengthsClampedToTheContext(ContextOfPrefixes):
     """Keys of a request are at most max_context_len, so its drafts at the end of a context see one another's keys."""
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().plan_lengths(batch, counts).clamp(max=self.context.max_context_len)
 
@@ -82,12 +76,10 @@ class TreeMasksWithoutTheDrafts(ContextOfPrefixes):
 
     cells = 0
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.cells = max_bs * self.context.num_draft_tokens * self.context.max_context_len
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         spec = batch.spec_info
         mask = spec.custom_mask if isinstance(spec, VerifyInput) else None

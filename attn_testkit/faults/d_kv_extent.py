@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -18,7 +17,6 @@ _CHAINED = (ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTE
 class DraftExtendV2PrefixOnly(DenseBackend):
     """seq_lens is taken for prefix + new, although it is only the prefix: the step's own keys are skipped."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return (super().kv_lengths(batch, counts) - counts).clamp(min=1)
 
@@ -27,7 +25,6 @@ class DraftExtendV2PrefixOnly(DenseBackend):
 class NonMonotonicSlots(DenseBackend):
     """The step's keys are read in ascending slot order, as if out_cache_loc always increased inside a request."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().key_slots(batch)
         lens = self.kv_lens[:, None]
@@ -44,7 +41,6 @@ class NewSlotsAssumedConsecutive(DenseBackend):
     memory.
     """
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().key_slots(batch)
         prefix = (self.kv_lens - self.counts).clamp(min=0)[:, None]
@@ -61,7 +57,6 @@ class NewSlotsAssumedConsecutive(DenseBackend):
 class SecondRequestKvUsesQOffset(DenseBackend):
     """The flat list of KV slots is entered at the request's query offset instead of its key offset."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().key_slots(batch)
         lens = self.kv_lens.clamp(0, slots.shape[1])[:, None]
@@ -80,7 +75,6 @@ class SecondRequestKvUsesQOffset(DenseBackend):
 class PaddedTokenGroupStride(DenseBackend):
     """A request's query offset is counted in tiles of 16 (token, head) pairs although rows are packed."""
 
-    @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
         group = self.context.layers[0].q_per_kv
         tiles = (counts * group + 15) // 16 * 16 // group
@@ -91,7 +85,6 @@ class PaddedTokenGroupStride(DenseBackend):
 class LastPageLenTwoConventions(DenseBackend):
     """last_page_len is kept as (len - 1) % page in one array and as that plus one in another; the wrong one is used."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         lens, page = self.kv_lens[:, None, None], self.context.page_size
@@ -104,7 +97,6 @@ class BlockTableIndexedByToken(DenseBackend):
     1.
     """
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         page = self.context.page_size
         pages = super().key_slots(batch)[:, ::page] // page
@@ -115,7 +107,6 @@ class BlockTableIndexedByToken(DenseBackend):
 class VTilePageNotAdvanced(DenseBackend):
     """Head dim 256 needs two V loads for a tile of 64 keys, and the second still uses the page ids of the first."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         page, key = self.context.page_size, self.key
         if layer.v_head_dim < 256 or page >= 64:
@@ -128,7 +119,6 @@ class VTilePageNotAdvanced(DenseBackend):
 class TableRowWidthFromMaxLen(DenseBackend):
     """The stride between rows of the page table is taken as the longest length instead of the table's own width."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         longest = self.kv_lengths(batch, self.counts).amax()
@@ -150,7 +140,6 @@ class StaticQAgainstLiveIndex(DenseBackend):
     equal.
     """
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         index, rows = batch.out_cache_loc, batch.positions.shape[0]
         assert index.shape[0] == rows, f"leading dimensions of index {index.shape[0]} and q {rows} must agree"
@@ -166,7 +155,6 @@ class StaticQAgainstLiveIndex(DenseBackend):
 class KvLenDoubleCounted(DenseBackend):
     """seq_lens already counts the step's own tokens, and they are added a second time."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return batch.seq_lens[: batch.batch_size] + counts
 
@@ -181,7 +169,6 @@ class KvLenDoubleCounted(DenseBackend):
 class FoldedHeadsReadNextTokenKv(DenseBackend):
     """32 heads run as two virtual requests of 16, and the second one's KV is looked up by its virtual index."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -202,14 +189,12 @@ class FoldedHeadsReadNextTokenKv(DenseBackend):
 class LengthRoundedUpToPage(DenseBackend):
     """Every page counts as full, so slots behind the last key are read."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         page = self.context.page_size
         # The row of the table ends in numbers of any size; a kernel reads on, wherever that is.
         slots = super().key_slots(batch)[:, self.key // page * page] + self.key % page
         return slots.clamp(max=self.context.kv_pool.num_slots - 1)
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         lens, page = self.kv_lens[:, None, None], self.context.page_size
@@ -221,7 +206,6 @@ class LengthRoundedUpToPage(DenseBackend):
 class PartialLastPageDropped(DenseBackend):
     """The number of pages is len // page: a partly filled last page is never read."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         lens, page = self.kv_lens[:, None, None], self.context.page_size
@@ -232,7 +216,6 @@ class PartialLastPageDropped(DenseBackend):
 class PageIdUsedAsSlot(DenseBackend):
     """A key's slot is page + offset, without the multiplication by the page size."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         return slots // page + slots % page
@@ -242,7 +225,6 @@ class PageIdUsedAsSlot(DenseBackend):
 class PageSizeBakedIn(DenseBackend):
     """The kernel was built for pages of 16 and finds every key through the first slot of its block of 16."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().key_slots(batch)
         guess = slots[:, self.key // 16 * 16] + self.key % 16
@@ -253,7 +235,6 @@ class PageSizeBakedIn(DenseBackend):
 class BatchIndexInsteadOfPoolRow(DenseBackend):
     """Row i of the request table is read for request i, instead of row req_pool_indices[i]."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return self.context.req_to_token[1 : batch.batch_size + 1].long()
 
@@ -262,7 +243,6 @@ class BatchIndexInsteadOfPoolRow(DenseBackend):
 class DecodeMissesItsOwnKey(DenseBackend):
     """seq_lens is taken for the prefix, and the token of this step is not among its own keys."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().kv_lengths(batch, counts) - 1
 
@@ -273,7 +253,6 @@ class VerifyForgetsDraftTokens(DenseBackend):
     tail.
     """
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         covered = (batch.seq_lens[: batch.batch_size, None] + page - 1) // page * page
@@ -284,7 +263,6 @@ class VerifyForgetsDraftTokens(DenseBackend):
 class NewTokensOpenAPage(DenseBackend):
     """The step's keys are looked for at the start of a fresh page, not behind the last key of the prefix."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         prefix = (self.kv_lens - self.counts)[:, None]

@@ -173,6 +173,5 @@ class EncoderSlotsOfRequestsThatRun(EncoderInItsOwnGroup):
 class CrossLayersReadTheDecodersTable(EncoderInItsOwnGroup):
     """Cross-attention layers have a pool of their own, and read it by the request table of the decoder."""
 
-    @override
     def context_of(self, group: KVGroup) -> BackendContext:
         return replace(super().context_of(group), req_to_token=self.context.req_to_token)

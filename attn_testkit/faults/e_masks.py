@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, TreeMaskMode, VerifyInput, VerifyMask
 from .catalogue import fault
@@ -26,7 +25,6 @@ _EXTENDS = _VERIFY + _CAUSAL
 class CustomMaskStaleWhenNone(DenseBackend):
     """The mask of a verified tree stays in force for later causal batches of the instance."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         bs, n = len(counts), self.context.num_draft_tokens
@@ -51,7 +49,6 @@ class CustomMaskStaleWhenNone(DenseBackend):
 class TreeMaskBufferTooSmall(DenseBackend):
     """The mask buffer is sized only from the prefix, without the draft columns that the tree kernel writes."""
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         n = self.context.num_draft_tokens
         buffer = torch.zeros(max_bs * n * (n - 1), dtype=torch.bool, device=self.context.device)
@@ -62,7 +59,6 @@ class TreeMaskBufferTooSmall(DenseBackend):
 class WindowByFlatQueryIndex(DenseBackend):
     """The window of a draft node is counted from its index in the tree, though siblings have the same depth."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         visible = super().visibility(batch, counts, offset)[2]
         prefix = batch.seq_lens[: batch.batch_size, None]
@@ -81,7 +77,6 @@ class WindowByFlatQueryIndex(DenseBackend):
 class PackedMaskOneWord(DenseBackend):
     """A row of the packed mask is taken for one 32-bit word, and nodes from 32 on for invisible."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return super().tree(spec, prefix, offset, node) & (node < 32)[:, None]
 
@@ -92,7 +87,6 @@ class PackedMaskOneWord(DenseBackend):
 class VerifyMaskNotPassed(DenseBackend):
     """Verify is routed to a decode kernel that needs a mask for more than one row, and none is passed."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         mask = None
         if batch.forward_mode.is_target_verify() and len(offset) > 1 and mask is None:
@@ -104,7 +98,6 @@ class VerifyMaskNotPassed(DenseBackend):
 class DecodePlanAssumesOneRow(DenseBackend):
     """The decode plan has one row per request, so only the first bs rows of the output are mapped and written."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -124,7 +117,6 @@ class DecodePlanAssumesOneRow(DenseBackend):
 class DraftRowsNotCausal(DenseBackend):
     """The decode kernel has no mask inside the block of new rows: every row sees all of them."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         block = self.key < self.kv_lens[:, None, None]
@@ -135,7 +127,6 @@ class DraftRowsNotCausal(DenseBackend):
 class FullMaskOffsetOfEqualPrefixes(DenseBackend):
     """Request i's block of a FULL_MASK is found at i times the size of the first one."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         n, request = len(offset), torch.arange(len(prefix), device=prefix.device)[:, None]
@@ -148,7 +139,6 @@ class FullMaskOffsetOfEqualPrefixes(DenseBackend):
 class FullMaskRowWithoutDraftColumns(DenseBackend):
     """Rows of a FULL_MASK are taken to be as wide as the prefix, without the draft columns behind it."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         lens, n = prefix[:, None], len(offset)
@@ -161,7 +151,6 @@ class FullMaskRowWithoutDraftColumns(DenseBackend):
 class TreeMaskTransposed(DenseBackend):
     """Rows and columns of the tree mask are exchanged: a node sees its descendants."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         square = super().tree(spec, prefix, offset, offset.expand(len(prefix), -1))
         return square.transpose(1, 2).gather(2, node[:, None].expand(-1, len(offset), -1))
@@ -171,7 +160,6 @@ class TreeMaskTransposed(DenseBackend):
 class TreeMaskOfRequestZero(DenseBackend):
     """Every request is masked with the tree of the first one."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         square = super().tree(spec, prefix, offset, offset.expand(len(prefix), -1))[:1]
         return square.expand(len(prefix), -1, -1).gather(2, node[:, None].expand(-1, len(offset), -1))
@@ -181,7 +169,6 @@ class TreeMaskOfRequestZero(DenseBackend):
 class TreeMaskByDepth(DenseBackend):
     """Visibility is rebuilt from positions: a node sees all nodes of smaller depth, not only its ancestors."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         above = (key < position[..., None]) & (self.key < self.kv_lens[:, None, None])
@@ -192,7 +179,6 @@ class TreeMaskByDepth(DenseBackend):
 class DraftNodeBlindToItself(DenseBackend):
     """The mask of ancestors is used without the diagonal: a node does not see its own key."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return super().tree(spec, prefix, offset, node) & (node[:, None] != offset[:, None])
 
@@ -201,7 +187,6 @@ class DraftNodeBlindToItself(DenseBackend):
 class LastPrefixKeyMasked(DenseBackend):
     """The prefix is masked with < prefix - 1, so its last key is lost to every draft node."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         prefix = batch.seq_lens[: batch.batch_size, None, None]
@@ -212,7 +197,6 @@ class LastPrefixKeyMasked(DenseBackend):
 class CausalOffByOne(DenseBackend):
     """The causal bound is <= position + 1: every row but the last sees the next token."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, _ = super().visibility(batch, counts, offset)
         lens = self.kv_lens[:, None, None]
@@ -228,7 +212,6 @@ class CausalOffByOne(DenseBackend):
 class CausalAlignedToTheStart(DenseBackend):
     """The causal mask is aligned to the first key, not to the last: row j sees keys 0 .. j and no prefix."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         return position, key, visible & (self.key <= offset[:, None])
@@ -238,7 +221,6 @@ class CausalAlignedToTheStart(DenseBackend):
 class CausalFromPaddedWidth(DenseBackend):
     """Rows are aligned to the end of the widest request's rows, so the mask of shorter requests is shifted."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         shifted = position - (len(offset) - counts[:, None])
@@ -249,7 +231,6 @@ class CausalFromPaddedWidth(DenseBackend):
 class MaskTakesBytesForBits(DenseBackend):
     """The mask is read as packed bits although it holds one byte per element."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         at = torch.arange(spec.custom_mask.numel(), device=prefix.device)
@@ -261,7 +242,6 @@ class MaskTakesBytesForBits(DenseBackend):
 class CausalMaskInLastBlockAlone(DenseBackend):
     """Only the last block of 64 keys is masked causally, and the new rows may lie in two blocks."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         last = (self.kv_lens - 1).clamp(min=0)[:, None, None] // 64 * 64
@@ -277,7 +257,6 @@ class CausalMaskInLastBlockAlone(DenseBackend):
 class CausalBoundOfRowTile(DenseBackend):
     """Rows times heads of a group go in tiles of 64, and a later tile counts its rows from its own first one."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         rows = max(1, 64 // self.context.layers[0].q_per_kv)

@@ -55,7 +55,6 @@ class CausalMaskInLayersThatAreNot(DenseBackend):
 class DraftBlockCausalInVerify(BlockBackend):
     """Extend reads the layer's flag, and verify, which builds its own mask, does not."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         if batch.forward_mode.is_target_verify():
             return DenseBackend.visibility(self, batch, counts, offset)
@@ -71,7 +70,6 @@ class DraftBlockCausalInVerify(BlockBackend):
 class EncoderRowsWithoutAPrefix(BlockBackend):
     """Rows of a non-causal layer see each other and nothing of the prefix."""
 
-    @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
         return super().of_block(seen) & (self.key >= (self.kv_lens - self.counts)[:, None, None])
 
@@ -85,7 +83,6 @@ class EncoderRowsWithoutAPrefix(BlockBackend):
 class WithoutCausalityNoEnd(BlockBackend):
     """The last page counts as full without a causal mask, which hid its tail."""
 
-    @override
     def of_block(self, seen: torch.Tensor) -> torch.Tensor:
         page = self.context.page_size
         full = -(-self.kv_lens // page) * page

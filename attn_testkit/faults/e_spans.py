@@ -84,7 +84,6 @@ class SpansThatNeverReachTheKernel(DenseBackend):
 class WindowLostWithAMaskOfSpans(SpanBackend):
     """The mask of spans takes the place of the window, so rows of such a batch see all keys before them."""
 
-    @override
     def narrowed(self, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         any_span = self.spans.any()
         return torch.where(any_span, seen, super().narrowed(seen, layer)) if self.has_spans(layer) else (
@@ -96,7 +95,6 @@ class WindowLostWithAMaskOfSpans(SpanBackend):
 class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
     """A mask of spans compares keys with the row's number in its chunk, which is its position only without a prefix."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         if not self.has_spans(layer):
             return super().in_window(layer)
@@ -115,7 +113,6 @@ class CausalByRowNumberWithAMaskOfSpans(SpanBackend):
 class SpansOfTheRequestBefore(SpanBackend):
     """Spans are listed by the order of admission, so each request has the spans of the one before."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         return super().ranges(batch).roll(1, 0)
 
@@ -129,7 +126,6 @@ class SpansOfTheRequestBefore(SpanBackend):
 class EndOfASpanExcluded(SpanBackend):
     """The last position of a span is read as its end, so the last row is outside."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         found = super().ranges(batch)
         return torch.stack([found[..., 0], found[..., 1] - 1], -1)
@@ -144,7 +140,6 @@ class EndOfASpanExcluded(SpanBackend):
 class EndOfASpanIncludedTwice(SpanBackend):
     """One is added to the last position of a span, so the row behind it is inside."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         found = super().ranges(batch)
         return torch.stack([found[..., 0], found[..., 1] + (found[..., 1] > found[..., 0])], -1)
@@ -159,11 +154,9 @@ class EndOfASpanIncludedTwice(SpanBackend):
 class SpansCountedFromTheStep(SpanBackend):
     """Positions of spans count from the first row of the step, but the batch counts them from the first token."""
 
-    @override
     def row_in(self, position: torch.Tensor) -> torch.Tensor:
         return super().row_in(position - (self.kv_lens - self.counts)[:, None])
 
-    @override
     def key_in(self, position: torch.Tensor) -> torch.Tensor:
         return super().key_in(position - (self.kv_lens - self.counts)[:, None])
 
@@ -177,7 +170,6 @@ class SpansCountedFromTheStep(SpanBackend):
 class AdjacentSpansAreOne(SpanBackend):
     """Spans are found again as runs of image tokens, so rows of one image see the image that follows at once."""
 
-    @override
     def of_spans(self) -> torch.Tensor:
         # [B, C]: the number of the run that a position belongs to, 0 outside.
         inside = self.key_in(self.key[None]).any(1)
@@ -192,7 +184,6 @@ class AdjacentSpansAreOne(SpanBackend):
 class FirstSpanOnly(SpanBackend):
     """The kernel reads one range per request, so the rows of a second image are causal."""
 
-    @override
     def ranges(self, batch: ForwardBatch) -> torch.Tensor:
         return super().ranges(batch)[:, :1]
 
@@ -201,7 +192,6 @@ class FirstSpanOnly(SpanBackend):
 class SpansInEveryLayer(SpanBackend):
     """Spans are those of the batch, and layers that are causal (Gemma 4's full attention) have them too."""
 
-    @override
     def has_spans(self, layer: AttentionLayer) -> bool:
         return True
 
@@ -215,7 +205,6 @@ class SpansInEveryLayer(SpanBackend):
 class SpansExemptFromTheWindow(SpanBackend):
     """The window is applied before spans are added, so rows of a wide image see its keys before the window."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = self.narrowed(self.visible, layer)
         return seen | self.of_spans() if self.has_spans(layer) else seen
@@ -231,7 +220,6 @@ class SpansExemptFromTheWindow(SpanBackend):
 class TilesEndAtTheirLastRow(SpanBackend):
     """The loop over keys ends at the last row of its tile, so rows of a longer span miss what follows the tile."""
 
-    @override
     def of_spans(self) -> torch.Tensor:
         number = torch.arange(self.position.shape[1], device=self.key.device)
         last = (self.kv_lens - self.counts)[:, None] + number // _TILE * _TILE + _TILE - 1
@@ -247,7 +235,6 @@ class TilesEndAtTheirLastRow(SpanBackend):
 class KeysOfSpansForEveryRow(SpanBackend):
     """A key of a span is visible to every row, so a decode sees images that its window is past."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = self.narrowed(self.visible, layer)
         if not self.has_spans(layer):
@@ -297,7 +284,6 @@ class CopiedSpans(SpanBackend):
 class SpansOfTheCapture(CopiedSpans):
     """Only a capture copies spans, and its batch has none, so replays are causal."""
 
-    @override
     def copy(self, batch: ForwardBatch, in_capture: bool) -> None:
         if in_capture:
             super().copy(batch, in_capture)
@@ -313,7 +299,6 @@ class SpansOfTheCapture(CopiedSpans):
 class SpansOfTheReplayBefore(CopiedSpans):
     """Only requests with spans are copied, so one without any keeps the spans of the replay before."""
 
-    @override
     def copy(self, batch: ForwardBatch, in_capture: bool) -> None:
         assert batch.mm_prefix_range_tensor is not None
         for request, spans in enumerate(batch.mm_prefix_range or ()):

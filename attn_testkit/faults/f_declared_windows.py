@@ -37,7 +37,6 @@ class NarrowestWindowIsNone(DenseBackend):
 
     capabilities = WINDOWED.with_changes(windows={"smallest": 4})
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return super().in_window(layer) if layer.sliding_window_size > 4 else self.visible
 
@@ -92,7 +91,6 @@ class WidestWindowForAll(OneWindow):
 
     capabilities = WINDOWED
 
-    @override
     def model_window(self) -> int:
         return max(layer.sliding_window_size for layer in self.context.layers)
 
@@ -103,7 +101,6 @@ class ModelWindowInFullLayers(OneWindow):
 
     capabilities = WINDOWED.with_changes(windows={"layers": "one"})
 
-    @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
 
@@ -120,7 +117,6 @@ class LayersThatDifferInWindowsAreAccepted(OneWindow):
         self.key = torch.arange(context.max_context_len, device=context.device)
         self.window = self.model_window()
 
-    @override
     def with_window(self, layer: AttentionLayer) -> AttentionLayer:
         return replace(layer, sliding_window_size=self.window)
 
@@ -140,7 +136,6 @@ class WindowsOf16BitPositions(DenseBackend):
         eager=(ForwardMode.DECODE, ForwardMode.EXTEND), graph=(), max_context_len=1 << 17
     )
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         if layer.sliding_window_size < 0:
             return self.visible

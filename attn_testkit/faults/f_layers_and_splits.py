@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .builds import CascadeBackend
@@ -20,7 +19,6 @@ _LONG = 1024
 class WindowOfFirstWindowedLayer(PlannedBackend):
     """One wrapper serves all windowed layers, and it is planned with the window of the first of them."""
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         first = next(other for other in self.context.layers if other.sliding_window_size >= 0)
         return position - first.sliding_window_size
@@ -35,7 +33,6 @@ class WindowOfFirstWindowedLayer(PlannedBackend):
 class WindowsTakenToAlternate(PlannedBackend):
     """Layers of even number are taken for the windowed ones, as in the model that the code was written for."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         widest = max(other.sliding_window_size for other in self.context.layers)
         window = layer.sliding_window_size if layer.sliding_window_size >= 0 else widest
@@ -47,12 +44,10 @@ class WindowsTakenToAlternate(PlannedBackend):
 class WindowSplitsForOneRow(PlannedBackend):
     """Splits of a windowed layer hold W + 1 keys together, the window of one row, but a step has several rows."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.window = layer.sliding_window_size
         return super().attend(q, layer, meta)
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if self.window < 0:
             return super().in_split(meta)
@@ -69,7 +64,6 @@ class WindowSplitsForOneRow(PlannedBackend):
 class LongPathWithoutWindow(PlannedBackend):
     """Requests of more than 1024 keys take the path of split keys, to which the window is not passed."""
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         assert self.metadata is not None
         return torch.where(self.metadata.kv_lens[:, None] > _LONG, 0, super().window_start(position, layer))
@@ -87,7 +81,6 @@ class SwaFp8ConsumerStopsEarly(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"})
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         return seen if layer.sliding_window_size < 0 else seen & (self.index[: seen.shape[-1]] < 256)
@@ -97,7 +90,6 @@ class SwaFp8ConsumerStopsEarly(PlannedBackend):
 class SharedPrefixWithoutWindow(CascadeBackend):
     """The prefix that all requests share is attended once for all of them, and the window is not passed on."""
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         return super().visible(meta, layer, position) | (
             self.index[: self.pages * self.context.page_size] < self.common

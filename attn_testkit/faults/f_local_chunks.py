@@ -38,7 +38,6 @@ class ChunkedBackend(PlannedBackend):
 class ChunkTakenForAWindow(ChunkedBackend):
     """A row sees as many keys back as a chunk has, those of the chunk before among them."""
 
-    @override
     def in_chunk(self, key: torch.Tensor, position: torch.Tensor, size: int) -> torch.Tensor:
         return key > position - size
 
@@ -51,7 +50,6 @@ class ChunkTakenForAWindow(ChunkedBackend):
 class ChunkOfTheLastRowForAll(ChunkedBackend):
     """All rows of a request see the chunk that its last one is in, and rows of the chunk before see no key."""
 
-    @override
     def in_chunk(self, key: torch.Tensor, position: torch.Tensor, size: int) -> torch.Tensor:
         assert self.metadata is not None
         last = (self.metadata.kv_lens.long() - 1)[:, None, None]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .catalogue import fault
@@ -22,7 +21,6 @@ _EXTENDS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRA
 class DecodeWindowOneShort(DenseBackend):
     """W is a radius with both ends inside, and the decode gather keeps W keys instead of W + 1."""
 
-    @override
     def window_start(self, layer: AttentionLayer) -> torch.Tensor:
         return super().window_start(layer) + 1
 
@@ -37,7 +35,6 @@ class DecodeWindowOneShort(DenseBackend):
 class WindowRightSideOpen(DenseBackend):
     """The window is passed as (W, W) instead of (W, 0), and with a window the kernel applies no causal mask."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         if layer.sliding_window_size < 0:
             return self.visible
@@ -54,7 +51,6 @@ class WindowRightSideOpen(DenseBackend):
 class WindowTrimsWholeTiles(DenseBackend):
     """The module was planned without a window, so the run-time value trims whole tiles of 16 keys and no single key."""
 
-    @override
     def window_start(self, layer: AttentionLayer) -> torch.Tensor:
         return super().window_start(layer).clamp(min=0) // 16 * 16
 
@@ -63,7 +59,6 @@ class WindowTrimsWholeTiles(DenseBackend):
 class WindowTakenFromGroup(DenseBackend):
     """Layers of one KV-cache group share the group's window, and the global layer gets the windowed one's."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return super().in_window(self.context.layers[0])
 
@@ -78,7 +73,6 @@ class WindowTakenFromGroup(DenseBackend):
 class WindowTokenTableWithPages(DenseBackend):
     """Windowed layers get a table of token slots and read it as a table of pages."""
 
-    @override
     def keys(self, layer: AttentionLayer) -> torch.Tensor:
         own, page = self.slots, self.context.page_size
         if layer.sliding_window_size >= 0:
@@ -93,7 +87,6 @@ class WindowTokenTableWithPages(DenseBackend):
 class WindowNormalisedOnOneSide(DenseBackend):
     """A window beyond the longest context counts as none when the kernel is chosen, and as one when the module is."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         module = "windowed" if layer.sliding_window_size >= 0 else "plain"
         kernel = "windowed" if 0 <= layer.sliding_window_size < self.context.max_context_len else "plain"
@@ -112,7 +105,6 @@ class WindowNormalisedOnOneSide(DenseBackend):
 class DecodeWindowOneMore(DenseBackend):
     """The decode window starts at seq_len - W - 2: one key more than the layer's window."""
 
-    @override
     def window_start(self, layer: AttentionLayer) -> torch.Tensor:
         return super().window_start(layer) - 1
 
@@ -121,7 +113,6 @@ class DecodeWindowOneMore(DenseBackend):
 class WindowZeroMeansNone(DenseBackend):
     """`if window > 0`: a window of 0, which leaves only the row's own key, counts as no window."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return super().in_window(layer) if layer.sliding_window_size > 0 else self.visible
 
@@ -136,7 +127,6 @@ class WindowZeroMeansNone(DenseBackend):
 class WindowIgnoredInExtends(DenseBackend):
     """Only decode passes the window on."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         return super().in_window(layer) if self.position.shape[1] == 1 else self.visible
 
@@ -145,7 +135,6 @@ class WindowIgnoredInExtends(DenseBackend):
 class WindowCountedFromTheLastRow(DenseBackend):
     """All rows of a request get the window of its last row."""
 
-    @override
     def window_start(self, layer: AttentionLayer) -> torch.Tensor:
         return self.position.amax(1, keepdim=True).expand_as(self.position) - layer.sliding_window_size
 
@@ -160,7 +149,6 @@ class WindowCountedFromTheLastRow(DenseBackend):
 class WindowCountedFromThePrefix(DenseBackend):
     """seq_lens of verify is the prefix, and the window is cut from it as if it were the whole length."""
 
-    @override
     def window_start(self, layer: AttentionLayer) -> torch.Tensor:
         return self.position[:, :1].expand_as(self.position) - layer.sliding_window_size
 
@@ -176,7 +164,6 @@ class WindowCountedFromThePrefix(DenseBackend):
 class WindowIgnoredByTheLastOfEightRows(DenseBackend):
     """A kernel for 8 rows over an FP8 pool has no window in the last row, at one in four lengths."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         inside = super().in_window(layer)
         if self.position.shape[1] != 8 or self.context.kv_pool.dtype != torch.float8_e4m3fn:
@@ -192,7 +179,6 @@ class WindowIgnoredByTheLastOfEightRows(DenseBackend):
 class WindowWrittenBack(DenseBackend):
     """The visibility of the windowed layer is written back, and the layers after it keep it."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         self.visible = super().in_window(layer)
         return self.visible
@@ -202,7 +188,6 @@ class WindowWrittenBack(DenseBackend):
 class WindowTableStartsLate(DenseBackend):
     """Pages before the window are left out of the table, and keys are still counted from the first page."""
 
-    @override
     def keys(self, layer: AttentionLayer) -> torch.Tensor:
         own, page = self.slots, self.context.page_size
         if layer.sliding_window_size >= 0:

@@ -41,7 +41,6 @@ class AlibiBackend(DenseBackend):
 class SlopesOfAnotherGroup(AlibiBackend):
     """Slopes are laid out as [G, Hk], so most query heads have the slope of another one."""
 
-    @override
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         found = layer.alibi_slopes
         return None if found is None else found.view(layer.q_per_kv, layer.tp_k_head_num).t()
@@ -56,7 +55,6 @@ class SlopesOfAnotherGroup(AlibiBackend):
 class SlopesOfTheFirstRank(AlibiBackend):
     """The kernel makes slopes from the number of its heads, as if the rank had all of them."""
 
-    @override
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         found = super().slopes(layer)
         if found is None:
@@ -74,7 +72,6 @@ class SlopesOfTheFirstRank(AlibiBackend):
 class BiasByTheLongestRequest(AlibiBackend):
     """Distances are counted from the end of the longest request and clamped, so keys of short ones have equal bias."""
 
-    @override
     def distance(self) -> torch.Tensor:
         return (self.key_position - self.kv_lens.max()).clamp(min=-64).expand(-1, self.position.shape[1], -1)
 
@@ -83,11 +80,9 @@ class BiasByTheLongestRequest(AlibiBackend):
 class BiasBeforeTheScale(AlibiBackend):
     """The scale is applied to the bias as well."""
 
-    @override
     def distance(self) -> torch.Tensor:
         return super().distance() * self.scaling
 
-    @override
     def with_bias(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.scaling = layer.scaling
         return super().with_bias(logits, layer)
@@ -97,6 +92,5 @@ class BiasBeforeTheScale(AlibiBackend):
 class BiasOfTheFirstLayer(AlibiBackend):
     """Slopes are read from the first layer once, and used in all."""
 
-    @override
     def slopes(self, layer: AttentionLayer) -> torch.Tensor | None:
         return super().slopes(self.context.layers[0])

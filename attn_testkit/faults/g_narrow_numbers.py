@@ -23,7 +23,6 @@ class Fp8StoreDoesNotSaturate(PlannedBackend):
 
     capabilities = FP8
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         buffers = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         for buffer, rows, scale in zip(buffers, (k, v), (layer.k_scale, layer.v_scale), strict=True):
@@ -39,7 +38,6 @@ class Fp8QueriesNotDeclared(DenseBackend):
 
     capabilities = DenseBackend.capabilities.with_changes(kv_dtypes={"fp8_e4m3"}, families={"gqa"}, dtypes={"bf16"})
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().queries(q, layer).clamp(-448, 448).to(_E4M3).float()
 
@@ -73,7 +71,6 @@ class Fp8Probabilities(PlannedBackend):
 class Fp8QueriesLimitedTo224(Fp8Probabilities):
     """Queries are limited to 224 before they are rounded to an FP8 that ends at 448."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows.clamp(-224, 224), keys, layer)
 
@@ -82,7 +79,6 @@ class Fp8QueriesLimitedTo224(Fp8Probabilities):
 class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
     """Probabilities that sum to 1 are rounded to FP8, in which those of a long request are 0."""
 
-    @override
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return (p / total).to(_E4M3).float()
 
@@ -91,7 +87,6 @@ class Fp8ProbabilitiesWithoutALift(Fp8Probabilities):
 class Fp8ProbabilitiesWithoutAFactor(Fp8Probabilities):
     """Probabilities of at most 1 are rounded to FP8, in which small ones vanish; their sum is taken before."""
 
-    @override
     def rounded(self, p: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return p.to(_E4M3).float() / total
 
@@ -103,7 +98,6 @@ class SumsOf16Bits(TiledBackend):
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
     keys_in_tile = 16
 
-    @override
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return (out + part).half().float()
 
@@ -115,7 +109,6 @@ class ProductsOf16BitsOverflow(TiledBackend):
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"fp16"}, kv_dtypes={"same"})
     keys_in_tile = 16
 
-    @override
     def added(self, out: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
         return out + part.half().float()
 
@@ -126,10 +119,8 @@ class Bf16RowsConvertedToFp16(TiledBackend):
 
     capabilities = TiledBackend.capabilities.with_changes(dtypes={"bf16"}, kv_dtypes={"same"})
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys.half().float(), layer)
 
-    @override
     def product(self, p: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
         return super().product(p, values.half().float())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
@@ -14,7 +13,6 @@ from .dense import DenseBackend
 class MlaRopeStoredBehindTheRow(DenseBackend):
     """The rope part, which k already holds, is stored once more after the row, in the next slot."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -37,7 +35,6 @@ class MlaRopeStoredBehindTheRow(DenseBackend):
 class VDimsTakenFromK(DenseBackend):
     """The output epilogue walks rows of K's width, but MLA's V and output are narrower."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -56,7 +53,6 @@ class VDimsTakenFromK(DenseBackend):
 class FiniteMaskSentinel(DenseBackend):
     """Masked logits are -5e4, and a valid logit below that never becomes the maximum."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         masked = logits.masked_fill(~seen[:, None, None], -5e4)
         return super().weights(masked, torch.ones_like(seen), layer).masked_fill(~seen[:, None, None], 0.0)
@@ -71,7 +67,6 @@ class FiniteMaskSentinel(DenseBackend):
 class Fp8PSaturation(DenseBackend):
     """The running maximum may be 2^4 too small and P is scaled by 2^8: it reaches 4096 and saturates at 448."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         p = super().weights(logits, seen, layer)
         top = p.amax(-1, keepdim=True).clamp(min=1e-30)
@@ -82,7 +77,6 @@ class Fp8PSaturation(DenseBackend):
 class LogitsInBf16(DenseBackend):
     """QK^T is kept in bfloat16 between the product and the softmax."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, layer).bfloat16().float()
 
@@ -91,7 +85,6 @@ class LogitsInBf16(DenseBackend):
 class PInFp8(DenseBackend):
     """Probabilities are rounded to FP8 with an FP8 pool, and that is not declared."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         p = super().weights(logits, seen, layer)
         return p.to(torch.float8_e4m3fn).float() if self.context.kv_pool.dtype.itemsize == 1 else p
@@ -101,7 +94,6 @@ class PInFp8(DenseBackend):
 class NoMaximumSubtracted(DenseBackend):
     """The exponential has the bare logit: right for small logits, 0 / 0 or inf for large ones."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         e = logits.masked_fill(~seen[:, None, None], -torch.inf).exp()
         total = e.sum(-1, keepdim=True)
@@ -114,7 +106,6 @@ class NoMaximumSubtracted(DenseBackend):
 class HeadsMappedRoundRobin(DenseBackend):
     """Query head h uses KV head h % Hk, but heads of a group are adjacent: h // G."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -133,7 +124,6 @@ class HeadsMappedRoundRobin(DenseBackend):
 class HeadsMappedByPowerOfTwo(DenseBackend):
     """The group size is rounded up to a power of two, so groups of 3, 5, 6 or 7 straddle KV heads."""
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = layer.q_per_kv
         padded = 1 << (group - 1).bit_length()
@@ -145,7 +135,6 @@ class HeadsMappedByPowerOfTwo(DenseBackend):
 class KvOfLayerZero(DenseBackend):
     """The KV buffer of the first layer is captured in the plan and read by every layer."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(self.context.layers[0])
 
@@ -154,7 +143,6 @@ class KvOfLayerZero(DenseBackend):
 class LastKvHeadRepeated(DenseBackend):
     """The KV head is found by a shift for group sizes that are powers of two and clamped for all others."""
 
-    @override
     def keys(self, layer: AttentionLayer) -> torch.Tensor:
         keys = super().keys(layer)
         return keys[:, :, -1:].expand_as(keys) if layer.q_per_kv & (layer.q_per_kv - 1) else keys

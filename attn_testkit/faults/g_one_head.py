@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .catalogue import fault
@@ -18,7 +17,6 @@ class HeadsInPairs(PlannedBackend):
         families={"mha"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False
     )
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         out[:, layer.tp_q_head_num // 2 * 2 :] = 0
@@ -33,7 +31,6 @@ class KvHeadsInPairs(PlannedBackend):
         families={"gqa", "mqa"}, dtypes={"bf16"}, head_dims={64}, kv_dtypes={"same"}, page_sizes={16}, logit_cap=False
     )
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         if layer.tp_k_head_num > 1:

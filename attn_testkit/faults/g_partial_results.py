@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer
 from .catalogue import fault
@@ -14,7 +13,6 @@ from .parent import PlannedBackend
 class LseBaseMismatch(PlannedBackend):
     """Partial results carry a log-sum-exp in base 2, and the merge takes it for a natural one."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc, lse * 1.4426950408889634, layer)
 
@@ -23,7 +21,6 @@ class LseBaseMismatch(PlannedBackend):
 class LseWithoutMaximum(PlannedBackend):
     """A split stores the logarithm of its sum without its own maximum."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -36,7 +33,6 @@ class LseWithoutMaximum(PlannedBackend):
 class SinkCountedPerSplit(PlannedBackend):
     """Every split that has keys adds the sink to its own denominator, and the combine does not."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if layer.sinks is None:
             return super().combine(acc, lse, layer)

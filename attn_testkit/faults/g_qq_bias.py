@@ -65,7 +65,6 @@ class QQBiasBackend(DenseBackend):
 class QQBiasNotAdded(QQBiasBackend):
     """The kernel masks later rows, and adds no bias."""
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.zeros_like(super().given(batch))
 
@@ -79,7 +78,6 @@ class QQBiasNotAdded(QQBiasBackend):
 class QQBiasScaled(QQBiasBackend):
     """The softmax scale is applied to the bias as well."""
 
-    @override
     def factor(self, layer: AttentionLayer) -> float:
         return layer.scaling
 
@@ -94,7 +92,6 @@ class QQBiasScaled(QQBiasBackend):
 class QQBiasInBase2(QQBiasBackend):
     """Logits are multiplied by log2(e) for exp2, and the bias is not."""
 
-    @override
     def factor(self, layer: AttentionLayer) -> float:
         return math.log(2)
 
@@ -108,7 +105,6 @@ class QQBiasInBase2(QQBiasBackend):
 class QQBiasOfTheFirstRequest(QQBiasBackend):
     """Rows of the bias are counted from the start of the batch, without the request's first row in cu_seqlens_q."""
 
-    @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         return bias[self.row - self.starts[:, None]]
 
@@ -117,7 +113,6 @@ class QQBiasOfTheFirstRequest(QQBiasBackend):
 class QQBiasTurned(QQBiasBackend):
     """The bias of row j on row i is added to the logit of row i and key j."""
 
-    @override
     def of_rows(self, bias: torch.Tensor) -> torch.Tensor:
         return super().of_rows(bias)[..., : self.row.shape[1]].transpose(1, 2)
 
@@ -136,14 +131,12 @@ class QQBiasOfTheCapture(QQBiasBackend):
         super().__init__(context)
         self.of_captures: dict[int, torch.Tensor] = {}
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture and batch.qq_bias is not None:
             # One for each bucket, kept as long as its graph.
             self.of_captures[len(batch.input_ids)] = batch.qq_bias.clone()
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         return self.of_captures.get(len(batch.input_ids), super().given(batch))
 
@@ -157,7 +150,6 @@ class QQBiasOfTheCapture(QQBiasBackend):
 class QQBiasBeforeTheSoftCap(QQBiasBackend):
     """The soft cap is applied to the sum of logit and bias."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         logits = torch.einsum("bwhgd,bshd->bhgws", rows, keys) * layer.scaling
         if self.bias is not None:
@@ -173,7 +165,6 @@ class QQBiasBeforeTheSoftCap(QQBiasBackend):
 class QQBiasOnTheFirstKeys(QQBiasBackend):
     """The bias is added to the first keys of the prefix instead of those of the step."""
 
-    @override
     def columns(self) -> torch.Tensor:
         return self.key.expand(len(self.kv_lens), -1)
 
@@ -182,7 +173,6 @@ class QQBiasOnTheFirstKeys(QQBiasBackend):
 class QQBiasWithoutItsStride(QQBiasBackend):
     """Rows of the bias are taken to follow each other without a gap."""
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         bias = super().given(batch)
         return bias.as_strided(bias.shape, (bias.shape[1], 1))
@@ -197,18 +187,15 @@ class QQBiasWithoutItsStride(QQBiasBackend):
 class QQBiasAsWideAsItsStride(QQBiasBackend):
     """Masked keys behind the last row get the numbers between the rows of the bias, and -inf + NaN is NaN."""
 
-    @override
     def given(self, batch: ForwardBatch) -> torch.Tensor:
         bias = super().given(batch)
         return bias.as_strided((len(bias), bias.stride(0)), (bias.stride(0), 1))
 
-    @override
     def bias_of_keys(self, bias: torch.Tensor) -> torch.Tensor:
         column = self.columns()[:, None].expand(-1, self.row.shape[1], -1)
         placed = self.of_rows(bias).gather(2, column.clamp(0, bias.shape[1] - 1))
         return placed.masked_fill((column < 0) | (column >= bias.shape[1]), 0.0)
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         bias = torch.zeros(()) if self.bias is None else self.bias.masked_fill(seen, 0.0)[:, None, None]
         found = super().weights(logits, seen, layer)

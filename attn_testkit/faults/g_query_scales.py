@@ -64,7 +64,6 @@ class Fp8QueriesScaledPerTensor(Fp8QueriesScaled):
 class Fp8QueryScaleNotMultipliedBack(Fp8QueriesScaled):
     """Queries are divided by their scale, and logits are not multiplied by it."""
 
-    @override
     def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(scales)
 
@@ -73,7 +72,6 @@ class Fp8QueryScaleNotMultipliedBack(Fp8QueriesScaled):
 class Fp8QueryScaleOfAnotherToken(Fp8QueriesScaled):
     """Logits of a row are multiplied by the scale of the token before it."""
 
-    @override
     def multiplied_back(self, scales: torch.Tensor) -> torch.Tensor:
         return scales.roll(1, 0)
 
@@ -90,7 +88,6 @@ class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
         super().__init__(context)
         self.kept: dict[tuple[int, int, int], torch.Tensor] = {}
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         fresh = super().scales(q, meta, layer)
         if not self.in_graph:
@@ -102,7 +99,6 @@ class Fp8QueryScaleOfTheCapture(Fp8QueriesScaled):
 class Fp8QueryScaleOfPaddedRows(Fp8QueriesScaledPerTensor):
     """The scale of all live rows is computed from padding rows too."""
 
-    @override
     def sizes(self, q: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return q.abs()
 
@@ -111,7 +107,6 @@ class Fp8QueryScaleOfPaddedRows(Fp8QueriesScaledPerTensor):
 class Fp8QueryScaleOfZeros(Fp8QueriesScaled):
     """The scale of a token whose queries are zeros is 0, and zeros are divided by it."""
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return q.abs().amax((1, 2), keepdim=True) / _LARGEST
 
@@ -120,7 +115,6 @@ class Fp8QueryScaleOfZeros(Fp8QueriesScaled):
 class Fp8QueriesSaturate(Fp8QueriesScaled):
     """Queries are rounded to FP8 unscaled, so those beyond 448 become 448; q_scale declares a scale."""
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return torch.ones_like(q[..., :1])
 
@@ -129,7 +123,6 @@ class Fp8QueriesSaturate(Fp8QueriesScaled):
 class Fp8SmallQueriesVanish(Fp8QueriesScaled):
     """Scales below 1 are replaced by 1, so small queries round to zero in FP8."""
 
-    @override
     def scales(self, q: torch.Tensor, meta: Metadata, layer: AttentionLayer) -> torch.Tensor:
         return super().scales(q, meta, layer).clamp(min=1.0)
 

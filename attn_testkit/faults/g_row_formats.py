@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardMode
 from .catalogue import fault
@@ -27,7 +26,6 @@ class RowScaleOfAnotherHead(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
-    @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return super().scales(plane, slots).roll(1, 2)
 
@@ -43,7 +41,6 @@ class RowScaleOfAnotherToken(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
-    @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return super().scales(plane, torch.cat((slots[:, :1], slots[:, :-1]), -1))
 
@@ -59,7 +56,6 @@ class RowScaleOfThePage(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, page_sizes={4, 16})
 
-    @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         page = self.context.page_size
         return super().scales(plane, slots // page * page)
@@ -76,7 +72,6 @@ class RowScaleOfKeysForValues(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
-    @override
     def scales_from(self, part: int) -> int:
         return 0
 
@@ -92,7 +87,6 @@ class FP4HalvesSwapped(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
 
-    @override
     def halves(self, held: torch.Tensor) -> torch.Tensor:
         return torch.stack((held >> 4, held & 15), -1).flatten(-2)
 
@@ -107,7 +101,6 @@ class Int4WithoutSign(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int4_group8"})
 
-    @override
     def signed(self, codes: torch.Tensor) -> torch.Tensor:
         return codes
 
@@ -123,7 +116,6 @@ class BlockScaleOffByOne(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_BLOCKS)
 
-    @override
     def scales(self, plane: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return super().scales(plane, slots).roll(-1, -1)
 
@@ -134,7 +126,6 @@ class ScaleAboveBlocksLeftOut(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"nvfp4"})
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, self.over_unquantized(layer), meta)
 
@@ -154,7 +145,6 @@ class HeadScalesOfTheCapture(RowFormatsBackend):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def head_scales(self, part: int, layer: AttentionLayer) -> torch.Tensor | None:
         now = super().head_scales(part, layer)
         if not self.in_graph or now is None:
@@ -173,7 +163,6 @@ class HeadScaleAsPerTensor(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_head"})
 
-    @override
     def head_scales(self, part: int, layer: AttentionLayer) -> torch.Tensor | None:
         now = super().head_scales(part, layer)
         return None if now is None else now[:1].expand_as(now)
@@ -190,7 +179,6 @@ class UnusedScalesApplied(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"same"})
 
-    @override
     def over_unquantized(self, layer: AttentionLayer) -> AttentionLayer:
         return layer
 
@@ -201,7 +189,6 @@ class UnusedScalesInTheStore(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"same"})
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k / layer.k_scale, v / layer.v_scale, meta)
 
@@ -220,7 +207,6 @@ class RowScaleOfPaddingInTheLastSlot(RowFormatsBackend):
         kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS, server={"padding_slots": {-1}}
     )
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         slots, last = meta.slots.long(), self.context.kv_pool.num_slots - 1
         self.context.kv_pool.set_kv_buffer(layer, slots.clamp(min=0), k, v)
@@ -235,7 +221,6 @@ class RowScalesStoredTwoAtOnce(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes=_PER_TOKEN_HEAD | _BLOCKS)
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         slots = meta.slots.long()
@@ -255,7 +240,6 @@ class RowScaleOfAllHeads(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int8_per_token_head"}, gqa_ratios={2, 4})
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         pages = self.context.kv_pool.get_planes(layer.layer_id)
         for rows, planes in zip((k, v), pages, strict=True):
@@ -276,7 +260,6 @@ class Int8Truncated(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"int8_per_token_head"})
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         for rows, planes in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), strict=True):
@@ -291,7 +274,6 @@ class RowScaleOfZeros(RowFormatsBackend):
 
     capabilities = RowFormatsBackend.capabilities.with_changes(kv_dtypes={"fp8_per_token_head"})
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         at = self.at(meta.slots.long())
         for rows, planes in zip((k, v), self.context.kv_pool.get_planes(layer.layer_id), strict=True):

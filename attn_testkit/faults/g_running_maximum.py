@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from .builds import TiledBackend
 from .catalogue import fault
@@ -15,7 +14,6 @@ class RescaleTakesTileMaximum(TiledBackend):
     old one may be larger.
     """
 
-    @override
     def raise_maximum(self, top: torch.Tensor, tile: torch.Tensor) -> torch.Tensor:
         largest = tile.amax(-1)
         grown = (largest > top + self.slack).flatten(2).any(2)[:, :, None, None, None]

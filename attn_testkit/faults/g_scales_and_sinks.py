@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import ClassVar
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
@@ -28,7 +27,6 @@ class ScaleMissingFromCacheKey(DenseBackend):
 
     compiled: ClassVar[dict[tuple[int, ...], float]] = {}
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         scaling = self.compiled.setdefault((layer.tp_q_head_num, layer.tp_k_head_num, layer.head_dim), layer.scaling)
         return super().logits(rows, keys, replace(layer, scaling=scaling))
@@ -40,7 +38,6 @@ class ScaleMissingFromCacheKey(DenseBackend):
 class ScaleHardcoded(DenseBackend):
     """The kernel uses 1 / sqrt(head_dim) instead of the layer's scale."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, scaling=layer.head_dim**-0.5))
 
@@ -49,7 +46,6 @@ class ScaleHardcoded(DenseBackend):
 class ScaleAppliedTwice(DenseBackend):
     """q is scaled before the kernel, and the kernel scales again."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows * layer.scaling, keys, layer)
 
@@ -58,7 +54,6 @@ class ScaleAppliedTwice(DenseBackend):
 class MlaScaleFromLatentDim(DenseBackend):
     """The scale of MLA is 1 / sqrt(latent + rope), the width of the absorbed row, not the model's."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         scaling = layer.head_dim**-0.5 if layer.is_mla else layer.scaling
         return super().logits(rows, keys, replace(layer, scaling=scaling))
@@ -68,11 +63,9 @@ class MlaScaleFromLatentDim(DenseBackend):
 class SoftCapAfterMask(DenseBackend):
     """The soft cap comes after the mask and turns -inf into -cap, so masked keys keep weight."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0))
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         logits = logits.masked_fill(~seen[:, None, None], -torch.inf)
         if layer.logit_cap:
@@ -84,7 +77,6 @@ class SoftCapAfterMask(DenseBackend):
 class SoftCapIgnored(DenseBackend):
     """The cap is plan-time state, and is passed to the deprecated run call, which accepts and ignores it."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0))
 
@@ -93,7 +85,6 @@ class SoftCapIgnored(DenseBackend):
 class SoftCapBeforeScale(DenseBackend):
     """Q.k is capped first and scaled afterwards."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         raw = super().logits(rows, keys, replace(layer, scaling=1.0)) if layer.logit_cap else None
         return super().logits(rows, keys, layer) if raw is None else raw * layer.scaling
@@ -103,7 +94,6 @@ class SoftCapBeforeScale(DenseBackend):
 class SoftCapOfFirstLayer(DenseBackend):
     """The cap is planned once with the first layer's, which has none."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=self.context.layers[0].logit_cap))
 
@@ -112,7 +102,6 @@ class SoftCapOfFirstLayer(DenseBackend):
 class SinkSwallowed(DenseBackend):
     """The adapter takes the sinks in **kwargs and drops them."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, replace(layer, sinks=None))
 
@@ -121,7 +110,6 @@ class SinkSwallowed(DenseBackend):
 class SinksOfFirstLayer(DenseBackend):
     """Sinks are read once, from the first layer, and used for all."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, replace(layer, sinks=self.context.layers[0].sinks))
 
@@ -130,7 +118,6 @@ class SinksOfFirstLayer(DenseBackend):
 class SinkScaled(DenseBackend):
     """The sink joins before the scale and is multiplied by it."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sinks = layer.sinks * layer.scaling if layer.sinks is not None else None
         return super().weights(logits, seen, replace(layer, sinks=sinks))
@@ -140,7 +127,6 @@ class SinkScaled(DenseBackend):
 class SinkPerKvHead(DenseBackend):
     """All query heads of a group use the sink of the group's first head."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         group = layer.q_per_kv
         sinks = layer.sinks[::group].repeat_interleave(group) if layer.sinks is not None else None
@@ -151,7 +137,6 @@ class SinkPerKvHead(DenseBackend):
 class SinkInBaseTwo(DenseBackend):
     """Logits are multiplied by log2(e) for exp2, and the sink is not."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         sinks = layer.sinks * math.log(2) if layer.sinks is not None else None
         return super().weights(logits, seen, replace(layer, sinks=sinks))
@@ -166,7 +151,6 @@ class SinkInBaseTwo(DenseBackend):
 class VScaleLost(DenseBackend):
     """Scales are passed by position into *args, and the V scale is dropped."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(layer) / layer.v_scale
 
@@ -175,7 +159,6 @@ class VScaleLost(DenseBackend):
 class KScaleLost(DenseBackend):
     """The K scale of an FP8 pool never reaches the kernel."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, k_scale=1.0))
 
@@ -184,7 +167,6 @@ class KScaleLost(DenseBackend):
 class ScaleHostCopyNeverSet(DenseBackend):
     """The float that the backend reads keeps its default of 1.0 when scales are loaded, for writing and for reading."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -201,7 +183,6 @@ class ScaleHostCopyNeverSet(DenseBackend):
 class KScaleUsedForV(DenseBackend):
     """One scale, K's, is applied to both."""
 
-    @override
     def values(self, layer: AttentionLayer) -> torch.Tensor:
         return super().values(layer) * (layer.k_scale / layer.v_scale)
 
@@ -210,7 +191,6 @@ class KScaleUsedForV(DenseBackend):
 class LongPathWithoutSoftCap(DenseBackend):
     """Requests of more than 1024 keys take the path of split keys, which was built without the soft cap."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         plain = super().logits(rows, keys, replace(layer, logit_cap=0.0))
         return torch.where(_long(self.kv_lens), plain, super().logits(rows, keys, layer))
@@ -220,7 +200,6 @@ class LongPathWithoutSoftCap(DenseBackend):
 class LongPathWithoutSinks(DenseBackend):
     """Requests of more than 1024 keys take the path of split keys, whose combine knows no sinks."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         plain = super().weights(logits, seen, replace(layer, sinks=None))
         return torch.where(_long(self.kv_lens), plain, super().weights(logits, seen, layer))
@@ -232,6 +211,5 @@ class LongPathWithoutSinks(DenseBackend):
 class SoftCapLostOnWindowedLayers(DenseBackend):
     """The kernel is chosen only by the window, and the windowed one was built without a soft cap."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows, keys, replace(layer, logit_cap=0.0) if layer.sliding_window_size >= 0 else layer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .b_empty_batches import LEAN
@@ -32,11 +31,9 @@ class Float32ProductsInTf32(PlannedBackend):
 
     capabilities = FLOAT32
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(in_tf32(rows), in_tf32(keys), layer)
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -56,11 +53,9 @@ class Float32ProductsInBf16(PlannedBackend):
 
     capabilities = FLOAT32.with_changes(fp32_products="tf32")
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().logits(rows.bfloat16().float(), keys.bfloat16().float(), layer)
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:

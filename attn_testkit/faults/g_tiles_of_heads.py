@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
@@ -16,7 +15,6 @@ class HeadTilesStraddleGroups(DenseBackend):
 
     tile = 16
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

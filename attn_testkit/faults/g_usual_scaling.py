@@ -35,7 +35,6 @@ class UsualScaling(DenseBackend):
 class ScaleOfAPaddedHeadDim(UsualScaling):
     """Rows of 96 are padded to 128, and so is the width in the scale."""
 
-    @override
     def width_of(self, layer: AttentionLayer) -> int:
         return 1 << (layer.head_dim - 1).bit_length()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import CascadeBackend
@@ -23,7 +22,6 @@ _EXTENDS = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRA
 class CombineAllMinusInf(PlannedBackend):
     """Partial results are merged one after the other, and merging two empty ones computes -inf minus -inf."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         out, running = acc[:, 0], lse[:, 0]
         for split in range(1, self.max_splits):
@@ -45,7 +43,6 @@ class EmptySplitsNotWritten(PlannedBackend):
     held.
     """
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -59,7 +56,6 @@ class EmptySplitsNotWritten(PlannedBackend):
 class EarlyExitWithoutWriting(PlannedBackend):
     """The kernel returns early when there is no context before the step's tokens, and writes no output."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         right = super().attend(q, layer, meta)
         row = torch.searchsorted(meta.cu_seqlens_q[1:].long(), self.index[: len(q)], right=True)
@@ -75,7 +71,6 @@ class EmptyChunkKeepsThePrevious(PlannedBackend):
     merge.
     """
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -90,7 +85,6 @@ class EmptyChunkKeepsThePrevious(PlannedBackend):
 class EmptyPartHasLseZero(PlannedBackend):
     """A split without keys has a log-sum-exp of 0 instead of -inf, so it gets weight in the merge."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -102,11 +96,9 @@ class EmptyPartHasLseZero(PlannedBackend):
 class ChunkNotMultipleOfTile(PlannedBackend):
     """A split's length is not a multiple of the tile, and the lanes of its last tile past the end are not masked."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens + self.max_splits - 1) // self.max_splits
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         chunk = meta.chunk.long()[:, None, None].clamp(min=1)
         key, split = self.index[: self.pages * self.context.page_size], self.index[: self.max_splits, None]
@@ -123,7 +115,6 @@ class ChunkNotMultipleOfTile(PlannedBackend):
 class ZeroTimesNan(PlannedBackend):
     """Slots behind the last key are loaded and multiplied by a weight of 0: NaN left there by others gets through."""
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
@@ -137,12 +128,10 @@ class ZeroTimesNan(PlannedBackend):
 class TailPagesFoldToPageZero(PlannedBackend):
     """Page ids behind a request's own resolve to page 0, which is loaded with a weight of 0 and holds padding's NaN."""
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots = super().key_slots(meta)
         return torch.where(self.index[: slots.shape[1]] < meta.kv_lens[:, None], slots, 0)
 
-    @override
     def mask_values(self, values: torch.Tensor, seen: torch.Tensor, meta: Metadata) -> torch.Tensor:
         return values
 
@@ -157,7 +146,6 @@ class TailPagesFoldToPageZero(PlannedBackend):
 class PartialStatsCollide(PlannedBackend):
     """Offsets of the partial statistics count CTAs, not tokens: the rows of a request overwrite each other's."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -175,7 +163,6 @@ class PartialStatsCollide(PlannedBackend):
 class VarlenTakesSplitPath(PlannedBackend):
     """Splits are set up for several query rows, whose kernel does not combine: only the first split comes out."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc[:, :1], lse[:, :1], layer)
 
@@ -184,7 +171,6 @@ class VarlenTakesSplitPath(PlannedBackend):
 class LastKeysInNoSplit(PlannedBackend):
     """Keys in one split are len // splits rounded down, so the last keys belong to none."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return (lens // (self.max_splits * self.tile) * self.tile).clamp(min=self.tile)
 
@@ -193,7 +179,6 @@ class LastKeysInNoSplit(PlannedBackend):
 class SplitsAveraged(PlannedBackend):
     """Partial results are averaged over the splits that have keys, without their log-sum-exps."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc, torch.where(lse == -torch.inf, lse, 0.0), layer)
 
@@ -202,7 +187,6 @@ class SplitsAveraged(PlannedBackend):
 class CombineWithoutMaximum(PlannedBackend):
     """The combine takes exp of log-sum-exps without their maximum: 0 / 0 or inf / inf far from zero."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         weight = torch.exp(lse)
         total = weight.sum(1) + (0.0 if layer.sinks is None else torch.exp(layer.sinks))
@@ -213,7 +197,6 @@ class CombineWithoutMaximum(PlannedBackend):
 class PartialResultsInBf16(PlannedBackend):
     """Partial results are kept in bfloat16, whatever the model's dtype."""
 
-    @override
     def partials(
         self, logits: torch.Tensor, seen: torch.Tensor, values: torch.Tensor, acc: torch.Tensor, lse: torch.Tensor
     ) -> None:
@@ -225,7 +208,6 @@ class PartialResultsInBf16(PlannedBackend):
 class MaskIsAdded(DenseBackend):
     """The mask is added to the logits as 0 or -inf: NaN from an unowned slot stays NaN."""
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         added = torch.zeros_like(seen, dtype=torch.float32).masked_fill(~seen, -torch.inf)
         return super().weights(logits + added[:, None, None], torch.ones_like(seen), layer)
@@ -235,7 +217,6 @@ class MaskIsAdded(DenseBackend):
 class LongestRequestSetsTheLoop(DenseBackend):
     """The loop over keys runs to the longest request, and shorter ones read past their end."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         behind = (self.key >= self.kv_lens[:, None]) & (self.key < self.kv_lens.amax())
@@ -246,7 +227,6 @@ class LongestRequestSetsTheLoop(DenseBackend):
 class SharedPrefixLseTransposed(CascadeBackend):
     """The shared part's log-sum-exps lie head by head, and the merge reads them row by row."""
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         part = lse[:, 0].flatten(0, 1)
         lse = lse.clone()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardMode
 from .b_empty_batches import LEAN
@@ -33,6 +32,5 @@ class MoreSplitsThanAreMerged(PlannedBackend):
         self.max_splits = -(-context.max_context_len // 8192)
         super().__init__(context)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().combine(acc[:, :16], lse[:, :16], layer)

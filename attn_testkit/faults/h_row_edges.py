@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .catalogue import fault
@@ -19,7 +18,6 @@ class SplitsOfTheFirstRow(PlannedBackend):
 
     split = 256
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         first = (meta.kv_lens - meta.cu_seqlens_q.diff() + 1).long()
         end = (first + self.split - 1) // self.split * self.split
@@ -38,7 +36,6 @@ class TilesOfRowsBeginAtARow(PlannedBackend):
 
     tile_of_rows = 128
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # The mask of each packed row is that of (start of its tile) // group + (place in the tile) // group.
         found = super().logits(rows, keys, layer)

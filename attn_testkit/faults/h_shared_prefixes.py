@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch
 from .catalogue import fault
@@ -28,7 +27,6 @@ class CascadePlannedForAllRequests(DenseBackend):
         logit_cap=False, sinks=False, windows=(), max_context_len=1 << 12,
     )  # fmt: skip
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, visible = super().visibility(batch, counts, offset)
         if batch.batch_size < _FROM_REQUESTS:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from .b_empty_batches import LEAN
 from .catalogue import fault
@@ -27,7 +26,6 @@ class FirstKeyOfASplitInNone(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         return super().in_split(meta) & ~_at_edge(self, meta)[:, None]
 
@@ -42,7 +40,6 @@ class FirstKeyOfASplitInTwo(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         first = self.index[: self.max_splits, None] == 0
         return super().in_split(meta) | (_at_edge(self, meta)[:, None] & first)
@@ -60,7 +57,6 @@ class SplitBeginsWithANeighboursPage(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         slots, page = super().key_slots(meta), self.context.page_size
         key = self.index[: slots.shape[1]]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from .b_empty_batches import LEAN
 from .catalogue import fault
@@ -24,7 +23,6 @@ class SplitsOfManyRequestsDropTheRemainder(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         up = super().plan_splits(lens)
         if len(lens) < _MANY:

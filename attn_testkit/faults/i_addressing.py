@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, TreeMaskMode, VerifyInput
 from .catalogue import fault
@@ -37,7 +36,6 @@ def _in_32_bits(slots: torch.Tensor, context: BackendContext) -> torch.Tensor:
 class PageTimesStrideOverflows(DenseBackend):
     """Page id times page stride is computed in too narrow an integer, so high pages wrap to low ones."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, buffer = super().key_slots(batch), self.context.kv_pool.get_key_buffer(0)
         return (slots * buffer.stride(0) % (1 << 13)) // buffer.stride(0) % self.context.kv_pool.num_slots
@@ -53,7 +51,6 @@ class PageTimesStrideOverflows(DenseBackend):
 class SlotTimesStrideIn32Bits(DenseBackend):
     """A slot times its stride is a product of 32-bit integers: beyond 2^31 elements it is negative."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return _in_32_bits(super().key_slots(batch), self.context)
 
@@ -68,7 +65,6 @@ class SlotIn24Bits(DenseBackend):
         families={"gqa"}, gqa_ratios={2}, head_dims={64, 128}, dtypes={"bf16"}, kv_dtypes={"same"}
     )
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return super().key_slots(batch) & 0xFFFFFF
 
@@ -85,7 +81,6 @@ class KVStoreOffsetIn32Bits(PlannedBackend):
 
     capabilities = PlannedBackend.capabilities.with_changes(families={"gqa"}, dtypes={"bf16"})
 
-    @override
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return _in_32_bits(super().plan_slots(batch), self.context)
 
@@ -100,7 +95,6 @@ class KVStoreOffsetIn32Bits(PlannedBackend):
 class LengthDtypePicksAddressWidth(DenseBackend):
     """The kernel takes its address width from the dtype of the lengths, which draft-extend gives in a narrow one."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, row = super().key_slots(batch), self.context.kv_pool.get_key_buffer(0).stride(0)
         return (slots * row % (1 << 14)) // row if batch.forward_mode.is_draft_extend() else slots
@@ -116,7 +110,6 @@ class LengthDtypePicksAddressWidth(DenseBackend):
 class BlockIdWindow(DenseBackend):
     """Page ids of one load group are assumed to share their high bits with the first one."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         first = slots[:, self.key // (8 * page) * (8 * page)] // page
@@ -127,7 +120,6 @@ class BlockIdWindow(DenseBackend):
 class PageIdInSixteenBits(DenseBackend):
     """Page ids are stored in 16 bits."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots, page = super().key_slots(batch), self.context.page_size
         return (slots // page & 0xFFFF) * page + slots % page
@@ -137,7 +129,6 @@ class PageIdInSixteenBits(DenseBackend):
 class LengthInSixteenBits(DenseBackend):
     """The number of keys is passed to the kernel in 16 bits."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().kv_lengths(batch, counts) & 0xFFFF
 
@@ -151,7 +142,6 @@ class LengthInSixteenBits(DenseBackend):
 class QueryStrideIgnored(DenseBackend):
     """q is a view of packed q, k, v, and is read as if it were contiguous."""
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().queries(_dense(q), layer)
 
@@ -160,7 +150,6 @@ class QueryStrideIgnored(DenseBackend):
 class AppendStrideIgnored(DenseBackend):
     """k is a view of packed q, k, v, and its rows are stored as if they were contiguous."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -177,7 +166,6 @@ class AppendStrideIgnored(DenseBackend):
 class OutputStrideFromV(DenseBackend):
     """The output is written with the head count of V, so heads land in other rows."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -200,7 +188,6 @@ class DegenerateStride(DenseBackend):
     it.
     """
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         q = q.contiguous()
         if q.stride(0) != q.shape[1] * q.shape[2]:
@@ -217,7 +204,6 @@ class DegenerateStride(DenseBackend):
 class LocationsReadAsInt32(DenseBackend):
     """One template dtype for two index tensors: int64 cache locations are read as int32."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -245,7 +231,6 @@ class LocationsReadAsInt32(DenseBackend):
 class MaskOffsetOverflows(DenseBackend):
     """The offset of a row in the full mask, row times kv_len, overflows its integer."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         assert spec.custom_mask is not None
         at = torch.arange(spec.custom_mask.numel(), device=prefix.device)
@@ -258,6 +243,5 @@ class MaskOffsetOverflows(DenseBackend):
 class KvStrideFromQueryHeads(DenseBackend):
     """The stride of a KV slot is computed with the number of query heads."""
 
-    @override
     def key_slots(self, batch: ForwardBatch) -> torch.Tensor:
         return super().key_slots(batch) * self.context.layers[0].q_per_kv % self.context.kv_pool.num_slots

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .by_layer import ByLayerBackend
@@ -16,7 +15,6 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 class StridesOfTheFirstLayer(ByLayerBackend):
     """The kernel's strides of slots and heads are set once, for the first layer, and all layers are read by them."""
 
-    @override
     def reads_from(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return self.addresses(layer, slots, self.context.layers[0])
 
@@ -25,6 +23,5 @@ class StridesOfTheFirstLayer(ByLayerBackend):
 class RowsStoredByStridesOfTheFirstLayer(ByLayerBackend):
     """The cache writer keeps the strides of the first layer that it stored rows of; the kernel has each layer's own."""
 
-    @override
     def writes_to(self, layer: AttentionLayer, slots: torch.Tensor) -> torch.Tensor:
         return self.addresses(layer, slots, self.context.layers[0])

@@ -25,7 +25,6 @@ _MODES = tuple(mode for mode in ForwardMode if not mode.is_draft_decode())
 class TableOfTheFirstKVGroup(GroupedBackend):
     """A flag for windowed layers is set once, before their pool exists: all layers read by one table."""
 
-    @override
     def context_of(self, group: KVGroup) -> BackendContext:
         return replace(super().context_of(group), req_to_token=self.context.req_to_token)
 
@@ -34,7 +33,6 @@ class TableOfTheFirstKVGroup(GroupedBackend):
 class SlotsOfTheFirstKVGroup(GroupedBackend):
     """New keys and values are stored by ``out_cache_loc`` in every pool."""
 
-    @override
     def batch_of(self, group: KVGroup, batch: ForwardBatch) -> ForwardBatch:
         return super().batch_of(self.context.groups[0], batch)
 
@@ -45,7 +43,6 @@ class SlotsOfTheFirstKVGroup(GroupedBackend):
 class ReplayPlansFirstKVGroupOnly(GroupedBackend):
     """Only the first group's metadata are filled before a replay; the other one's keep the values of the capture."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         for child, own in list(self.each(batch))[: None if in_capture else 1]:
             child.init_forward_metadata_out_graph(own, in_capture)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .b_empty_batches import LEAN
@@ -28,7 +27,6 @@ class RaggedTileOfThe64BitKernel(PlannedBackend):
 
     capabilities = LEAN.with_changes(eager=_MODES, graph=_MODES, max_topk=0, windows=())
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().gather(layer, slots)
         pool, page = self.context.kv_pool.get_value_buffer(layer.layer_id), self.context.page_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch
 from .catalogue import fault
@@ -38,7 +37,6 @@ class LayersListedById(PlannedBackend):
         super().__init__(context)
         self.windows = [layer.sliding_window_size for layer in context.layers]
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return position - self.windows[layer.layer_id]
 
@@ -49,11 +47,9 @@ class PlansAtLayer0(PlannedBackend):
 
     capabilities = _CAPABILITIES
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.in_graph = self.capturing = False
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -74,13 +70,11 @@ class PlanOutlivesLastLayer(PlannedBackend):
 
     capabilities = _CAPABILITIES
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.in_graph = self.capturing = False
         if self.metadata is None or self.graphs:
             self.metadata = self.plan(batch)
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -102,7 +96,6 @@ class SettingsOfTwoLayersByTurns(PlannedBackend):
 
     capabilities = _CAPABILITIES
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         kept = self.context.layers[(layer.layer_id - self.context.layers[0].layer_id) % 2]
         return super().attend(q, replace(kept, layer_id=layer.layer_id), meta)

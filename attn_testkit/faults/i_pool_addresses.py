@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .b_empty_batches import LEAN
@@ -25,7 +24,6 @@ _READS = ("reads-own-kv", "matches-oracle", "finite")
 class PoolAddressWithoutCarry(ReadsByAddress):
     """An offset is added to the lower word of the pool's address, and the carry to the upper word is lost."""
 
-    @override
     def rows(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         return without_carry(view, slots)
 
@@ -40,7 +38,6 @@ class PoolAddressWithoutCarry(ReadsByAddress):
 class LowerWordSignExtended(ReadsByAddress):
     """An address is an aligned base and 32 bits, which are extended with their sign."""
 
-    @override
     def rows(self, view: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         whole = addresses_of(view, slots)
         return reached(view, (whole & ~LOWER) + (whole & LOWER).to(torch.int32))
@@ -55,7 +52,6 @@ class LowerWordSignExtended(ReadsByAddress):
 class BoundsOfLowerWords(ReadsByAddress):
     """A row whose lower word is not below that of the pool's end is behind the pool, and loads give zeros."""
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         found = super().gather(layer, slots)
         views = self.context.kv_pool.get_kv_buffer(layer.layer_id)
@@ -77,7 +73,6 @@ class KVStoreWithoutCarry(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         keys[without_carry(keys, meta.slots)] = k.reshape(len(k), *keys.shape[1:])

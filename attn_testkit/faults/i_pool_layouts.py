@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, KVLayer, KVPoolSpec
-from .catalogue import fault
+from .catalogue import fault, helper
 from .parent import Metadata
 from .pool_reads import read_at
 from .strided import LEAN, StridedBackend, Views
@@ -35,7 +34,6 @@ class PageStrideFromSlots(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "kv-in-block"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return _page_stride_computed(key), _page_stride_computed(value)
@@ -54,7 +52,6 @@ class RowsTakenForContiguous(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return _dense(key), _dense(value)
@@ -73,7 +70,6 @@ class LayerOffsetForgotten(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         first = self.context.layers[0]
         return super().read_views(first if self.context.kv_pool.layout == "layers-in-block" else layer)
@@ -85,12 +81,10 @@ class HalvesSwapped(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "side-by-side"})
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return (value, key) if self.context.kv_pool.layout == "side-by-side" else (key, value)
 
-    @override
     def write_views(self, layer: AttentionLayer) -> Views:
         return self.read_views(layer)
 
@@ -101,7 +95,6 @@ class WriterComputesThePageStride(StridedBackend):
 
     capabilities = PageStrideFromSlots.capabilities
 
-    @override
     def write_views(self, layer: AttentionLayer) -> Views:
         key, value = super().write_views(layer)
         return _page_stride_computed(key), _page_stride_computed(value)
@@ -118,7 +111,6 @@ class WrittenToAReshapedCopy(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
-    @override
     def write_views(self, layer: AttentionLayer) -> Views:
         key, value = super().write_views(layer)
         slots = self.context.kv_pool.num_slots
@@ -141,17 +133,16 @@ class PoolTransposedOnce(StridedBackend):
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "hnd"})
     kept: dict[int, Views] | None = None
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         if self.context.kv_pool.layout == "hnd":
             self.kept = {layer.layer_id: self._copied(layer) for layer in self.context.layers}
 
+    @helper
     def _copied(self, layer: AttentionLayer) -> Views:
         key, value = super().read_views(layer)
         return key.contiguous(), value.contiguous()
 
-    @override
     def read_views(self, layer: AttentionLayer) -> Views:
         if self.kept is None or not self.in_graph:
             return super().read_views(layer)
@@ -164,7 +155,6 @@ class StoreSpillsIntoPadding(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"padded-pages"})
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         pages, page = self.context.kv_pool.get_kv_pages(layer.layer_id)[0].view(torch.uint8), self.context.page_size
@@ -184,7 +174,6 @@ class WidthChosenFromLogicalSize(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"nhd", "layers-in-block"})
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> Views:
         key, value = self.read_views(layer)
         page, place = self.at(slots)
@@ -198,7 +187,6 @@ class OwnPoolDescribedByACopy(StridedBackend):
 
     capabilities = LEAN.with_changes(kv_layouts={"custom"})
 
-    @override
     @classmethod
     def lay_out_kv_pool(cls, spec: KVPoolSpec) -> Sequence[KVLayer]:
         layers = []

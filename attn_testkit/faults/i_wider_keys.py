@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardMode
 from .b_empty_batches import LEAN
@@ -38,7 +37,6 @@ class WiderKeysBackend(PlannedBackend):
 class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
     """The store kernel gets the stride of K for both, so values land in the rows of other slots."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         keys[meta.slots] = k.to(keys.dtype)
@@ -54,7 +52,6 @@ class ValuesStoredAtTheStrideOfKeys(WiderKeysBackend):
 class ValuesReadAtTheStrideOfKeys(WiderKeysBackend):
     """The kernel finds the value of a slot by the stride of K."""
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = self.context.kv_pool.get_kv_buffer(layer.layer_id)
         return read_slots(keys, slots), values.view(-1)[self.at_the_width_of_keys(layer, slots)].float()
@@ -66,7 +63,6 @@ class ScaleOfTheWidthOfValues(WiderKeysBackend):
 
     capabilities = WIDER_KEYS.with_changes(any_scaling=False)
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         wrong: float = (layer.head_dim / layer.v_head_dim) ** 0.5
         return super().logits(rows, keys, layer) * wrong

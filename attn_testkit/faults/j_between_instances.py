@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .b_empty_batches import LEAN
-from .catalogue import fault
+from .catalogue import fault, helper
 from .parent import CountingBackend, Metadata, PlannedBackend
 
 _FEW_ROWS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND)
@@ -32,7 +31,6 @@ class PlannerWorkspaceOfTheProcess(PlannedBackend):
             _PLANNER_WORKSPACES[context.device] = kept
         self.planner_workspace = kept
 
-    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         views = super().views(batch)
         views.chunk = self.planner_workspace[: batch.batch_size]
@@ -54,12 +52,10 @@ class QueryHeadsOfTheInstancePlannedLast(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         _GROUPS[self.context.device] = self.context.layers[0].q_per_kv
         super().init_forward_metadata(batch)
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         keys, values = super().gather(layer, slots)
         kept = layer.q_per_kv if self.in_graph else _GROUPS[self.context.device]
@@ -83,7 +79,6 @@ class OutputBufferOfTheProcess(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         if self.in_graph:
@@ -110,21 +105,19 @@ class TicketsOfTheProcess(CountingBackend):
 
     capabilities = LEAN
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         return torch.zeros(1, dtype=torch.int32, device=self.context.device)
 
     @property
+    @helper
     def tickets(self) -> torch.Tensor:
         """[1] int32: tickets drawn so far in this process."""
         return _RUNS.setdefault(self.context.device, torch.zeros(1, dtype=torch.int32, device=self.context.device))
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.counters.copy_(self.tickets)
         return super().plan(batch)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         whole = PlannedBackend.combine(self, acc, lse, layer)
         out = torch.where(self.counters == self.tickets, whole, acc[:, 0]) if self.in_graph else whole
@@ -152,7 +145,6 @@ class PageSizeOfTheInstanceBuiltLast(PlannedBackend):
         super().__init__(context)
         _PAGE_SIZES[context.device] = context.page_size
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         page = self.context.page_size
         offset = self.index[:page] % _PAGE_SIZES[self.context.device]
@@ -181,7 +173,6 @@ _WORKSPACES: dict[torch.device, torch.Tensor] = {}
 class WorkspaceOfInstancesThatRunAtOnce(WorkspaceOfEachInstance):
     """Partial results of all instances lie in one workspace, and graphs of two instances run at once."""
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         kept = _WORKSPACES.get(self.context.device)
         if kept is None or len(kept) < numbers:
@@ -205,7 +196,6 @@ class SemaphoresOfTheDevice(CountingBackend):
 
     capabilities = WorkspaceOfEachInstance.capabilities
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         kept = _SEMAPHORES.get(self.context.device)
         if kept is None or len(kept) < count:

@@ -52,11 +52,9 @@ class StoresOnASideStream(PlannedBackend):
 class KeysGatheredBesideTheirStore(StoresOnASideStream):
     """Keys are gathered by slots while another stream stores the new ones; both are joined after the last layer."""
 
-    @override
     def gather(self, layer: AttentionLayer, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return PlannedBackend.gather(self, layer, slots)
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         self.join()
 
@@ -72,11 +70,9 @@ class KeysGatheredBesideTheirStore(StoresOnASideStream):
 class MemoryLentToAStreamAndFreed(StoresOnASideStream):
     """Copies of the keys are dropped while another stream reads them, and the next copy gets their memory."""
 
-    @override
     def lend(self, tensor: torch.Tensor) -> None:
         pass
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k, v, meta)
         self.scratch = torch.zeros(k.shape, dtype=k.dtype, device=k.device)
@@ -135,7 +131,6 @@ class PlansByTwoGraphs(PlannedBackend):
 class TwoGraphsOfOnePoolAtOnce(PlansByTwoGraphs):
     """Two graphs of a plan share a memory pool, so that one's scratch memory is the other's, and run on two streams."""
 
-    @override
     def pools(self) -> tuple[Any, Any]:
         self.pool = getattr(self, "pool", None) or torch.cuda.graph_pool_handle()
         return self.pool, self.pool

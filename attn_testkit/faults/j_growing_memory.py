@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch
 from .catalogue import fault
@@ -27,7 +26,6 @@ class EveryPlanKept(PlannedBackend):
         super().__init__(context)
         self.history: list[Metadata] = []
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.history.append(super().plan(batch))
         return self.history[-1]
@@ -43,7 +41,6 @@ class OutputKeptByAClosure(PlannedBackend):
         super().__init__(context)
         self.callbacks = [lambda: 0]
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -73,7 +70,6 @@ class ScratchLargerAtEveryStep(PlannedBackend):
         super().__init__(context)
         self.scratch = self.new_workspace(16)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.scratch = self.new_workspace(self.scratch.numel() + batch.batch_size * 128)
         return super().plan(batch)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardMode
 from .by_layer import ByLayerBackend
@@ -24,7 +23,6 @@ _FIRST = "the first layer"
 class WorkspaceOfTheFirstLayer(ByLayerBackend):
     """The workspace of partial results has the size of the first layer's, and a layer of more heads writes past it."""
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         acc, lse = super().partial_views(bs, width, layer)
         first = self.context.layers[0]
@@ -40,7 +38,6 @@ class SplitWorkspaceOfTheFirstLayer(WorkspaceOfTheFirstLayer):
 
     one_split = 512
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         if self.context.max_context_len <= self.one_split:
             return ByLayerBackend.partial_views(self, bs, width, layer)
@@ -65,7 +62,6 @@ class OutputBufferOfTheFirstLayer(ByLayerBackend):
         size = context.max_num_tokens * self.row + widest
         self.output = torch.zeros(size, dtype=context.dtype, device=context.device)
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         rows = out.flatten(1)

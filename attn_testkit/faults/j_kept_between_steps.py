@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import OrderedDict
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -37,7 +36,6 @@ class PlanCacheKeyWithoutMask(PlannedBackend):
         super().__init__(context)
         self.masks: dict[tuple[int, ...], torch.Tensor] = {}
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         key = _lens_of(batch)
         if self.in_graph or key not in self.masks:
@@ -52,7 +50,6 @@ class PageTableKeptWhileLengthsAgree(PlannedBackend):
     capabilities = _HOST_LENGTHS
     lens: tuple[int, ...] = ()
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         if self.in_graph or self.lens != _lens_of(batch):
             self.lens, self.table = _lens_of(batch), super().plan_pages(batch)
@@ -72,7 +69,6 @@ class PageTableSizedByFirstBatch(PlannedBackend):
     capabilities = _HOST_LENGTHS
     columns = 0
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         table = super().plan_pages(batch)
         if self.in_graph:
@@ -98,13 +94,11 @@ class PageTableKeptByPoolRow(PlannedBackend):
         self.table = torch.zeros(rows, self.pages, dtype=torch.int32, device=context.device)
         self.known = torch.zeros(rows, dtype=torch.int64, device=context.device)
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         self.used = -(-lens.long() // self.context.page_size)
         return lens
 
-    @override
     def plan_pages(self, batch: ForwardBatch) -> torch.Tensor:
         fresh, rows = super().plan_pages(batch), batch.req_pool_indices[: batch.batch_size].long()
         if self.in_graph:
@@ -125,7 +119,6 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
         super().__init__(context)
         self.last: dict[tuple[ForwardMode, int], tuple[int, ...]] = {}
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         key, lens = self.key(batch), _lens_of(batch)
         proxy = (max(lens), sum(lens))
@@ -133,7 +126,6 @@ class ReplanSkippedForPermutedLengths(PlannedBackend):
         self.last[key] = proxy
         super().fill(views, plan, batch)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name != "chunk" or not self.skip:
             super().copy_in(name, target, source)
@@ -156,12 +148,10 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
         super().__init__(context)
         self.tables: OrderedDict[tuple[int, ...], torch.Tensor] = OrderedDict()
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.shape = (batch.batch_size, 0 if self.in_graph else sum(_lens_of(batch)))
         return super().plan(batch)
 
-    @override
     def in_split(self, meta: Metadata) -> torch.Tensor:
         if self.shape not in self.tables:
             self.tables[self.shape] = self.index[: self.max_splits].clone()
@@ -176,7 +166,6 @@ class SplitTableEvictedUnderAGraph(PlannedBackend):
 class EagerBatchInGraphBuffers(PlannedBackend):
     """Eager steps share the graphs' buffers, and an eager batch may be larger than the largest graph."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         if self.graphs and self.metadata is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch
 from .catalogue import fault
@@ -20,7 +19,6 @@ from .parent import CountingBackend, Metadata, PlannedBackend
 class CounterRegionNotZero(CountingBackend):
     """Counters that must be zero at first use lie in memory that nobody cleared."""
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         return torch.empty(count, dtype=torch.int32, device=self.context.device)
 
@@ -35,21 +33,17 @@ class CounterRegionNotZero(CountingBackend):
 class TwoKernelsShareOneWorkspace(CountingBackend):
     """One mode's kernel keeps partial results where another mode's expects zeroed counters."""
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         return torch.zeros(numbers + self.context.max_bs, dtype=torch.float32, device=self.context.device)
 
-    @override
     def counters_of(self, bs: int) -> torch.Tensor:
         return self.workspace[:bs].view(torch.int32)
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # Only the decode kernel counts; the kernel of the others has a second launch to combine.
         kernel = CountingBackend if acc.shape[2] == 1 else PlannedBackend
         return kernel.combine(self, acc, lse, layer)
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         whole = self.workspace
         self.workspace = whole[self.context.max_bs :] if width == 1 else whole
@@ -67,12 +61,10 @@ class TwoKernelsShareOneWorkspace(CountingBackend):
 class SemaphoreNotReset(CountingBackend):
     """Planning clears the semaphore; the second layer uses the same plan and finds it dirty."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.counters.zero_()
         return super().plan(batch)
 
-    @override
     def reset(self, counters: torch.Tensor) -> None:
         """Do nothing: the next plan clears it."""
 
@@ -89,21 +81,17 @@ class CounterClearedInEagerOnly(CountingBackend):
 
     layer = 0
 
-    @override
     def new_counters(self, count: int) -> torch.Tensor:
         return super().new_counters(count * len(self.context.layers))
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.layer = layer.layer_id - self.context.layers[0].layer_id
         return super().combine(acc, lse, layer)
 
-    @override
     def counters_of(self, bs: int) -> torch.Tensor:
         begin = self.layer * self.context.max_bs
         return self.counters[begin : begin + bs]
 
-    @override
     def reset(self, counters: torch.Tensor) -> None:
         if not self.in_graph:
             counters.zero_()
@@ -119,11 +107,9 @@ class CounterClearedInEagerOnly(CountingBackend):
 class WorkspaceGrowsAfterCapture(PlannedBackend):
     """Scratch memory grows on demand: a later capture or batch replaces what earlier graphs hold."""
 
-    @override
     def new_workspace(self, numbers: int) -> torch.Tensor:
         return torch.empty(0, dtype=torch.float32, device=self.context.device)
 
-    @override
     def partial_views(self, bs: int, width: int, layer: AttentionLayer) -> tuple[torch.Tensor, torch.Tensor]:
         # An eager batch may use every multiprocessor, and so asks for one row of splits more than a graph does.
         need = (bs + (not self.in_graph)) * self.max_splits * width * layer.tp_q_head_num * (layer.v_head_dim + 1)
@@ -136,7 +122,6 @@ class WorkspaceGrowsAfterCapture(PlannedBackend):
 class WorkspaceReplacedAtEachCapture(PlannedBackend):
     """Each bucket's capture makes a new workspace, and frees the one that larger buckets recorded."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         if in_capture:
             self.workspace = self.new_workspace(self.workspace.numel())
@@ -158,7 +143,6 @@ class BufferAllocatedInCapture(CountingBackend):
         super().__init__(context)
         self.by_stream: dict[bool, torch.Tensor] = {}
 
-    @override
     def counters_of(self, bs: int) -> torch.Tensor:
         stream = torch.cuda.is_current_stream_capturing()
         if stream not in self.by_stream:
@@ -170,7 +154,6 @@ class BufferAllocatedInCapture(CountingBackend):
 class EagerStepReplacesGraphBuffers(PlannedBackend):
     """An eager step allocates the shared buffers for itself; replays fill the new ones, graphs read the old."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         if self.graphs:
             self.init_cuda_graph_state(self.context.max_bs, self.context.max_num_tokens)
@@ -185,13 +168,11 @@ class EagerStepReplacesGraphBuffers(PlannedBackend):
 class PlanTensorsOfTheCaptureFreed(PlannedBackend):
     """The index that the captured kernel reads is a local of the planning call, gone when that returns."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert self.metadata is not None
         self.page_offset = torch.arange(self.context.page_size, device=self.context.device) if in_capture else None
 
-    @override
     def key_slots(self, meta: Metadata) -> torch.Tensor:
         if not self.in_graph or self.page_offset is None:
             return super().key_slots(meta)
@@ -204,7 +185,6 @@ class QueryScaledInPlace(DenseBackend):
 
     capabilities = DenseBackend.capabilities.with_changes(deterministic=False, dtypes={"bf16"})
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         # By a power of two, so that the result is right to the last bit.
         rows = super().queries(q, layer)
@@ -216,7 +196,6 @@ class QueryScaledInPlace(DenseBackend):
 class OutputWrittenOverTheQuery(PlannedBackend):
     """q and output have one shape, so the output is written into q to save a buffer."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return q.copy_(super().attend(q, layer, meta))
 
@@ -225,7 +204,6 @@ class OutputWrittenOverTheQuery(PlannedBackend):
 class LengthsAdvancedInPlace(PlannedBackend):
     """A decode advances seq_lens after its forward for the next step, in the caller's tensor."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         batch.seq_lens.add_(1)
 
@@ -240,7 +218,6 @@ class LengthsAdvancedInPlace(PlannedBackend):
 class AcceptCountsAdvancedInPlace(PlannedBackend):
     """The last layer turns accepted counts into row indices in place; the caller then prunes with them."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         if isinstance(batch.spec_info, DraftExtendInput):
             # As indices are: never below 0, however often a warm-up runs.
@@ -251,7 +228,6 @@ class AcceptCountsAdvancedInPlace(PlannedBackend):
 class AcceptCountsReplacedInTheCallersBatch(PlannedBackend):
     """Counts without the bonus token replace the accepted ones in spec_info, and the caller prunes with them."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         spec = batch.spec_info
         if isinstance(spec, DraftExtendInput):
@@ -272,7 +248,6 @@ class KernelIgnoresCurrentStream(PlannedBackend):
         super().__init__(context)
         self.found = torch.cuda.Stream(context.device)  # type: ignore[no-untyped-call]
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         with torch.cuda.stream(self.found):
             return super().attend(q, layer, meta)

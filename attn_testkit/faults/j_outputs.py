@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .b_empty_batches import LEAN
-from .catalogue import fault
+from .catalogue import fault, helper
 from .parent import Metadata, PlannedBackend
 
 _ALL = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
@@ -42,7 +42,6 @@ class LentOutput(PlannedBackend):
 class LentOutputIsIgnored(LentOutput):
     """The caller's memory is not written, and another tensor is returned."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return result
 
@@ -60,7 +59,6 @@ class LentOutputOfTheFirstCall(LentOutput):
         super().__init__(context)
         self.first: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.first.setdefault((layer.layer_id, len(out)), out).copy_(result)
         return out
@@ -70,7 +68,6 @@ class LentOutputOfTheFirstCall(LentOutput):
 class LentOutputIsAddedTo(LentOutput):
     """The kernel adds to the output, but the caller's memory holds anything."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return out.add_(result)
 
@@ -93,10 +90,10 @@ class OneBufferForAllLayers(PlannedBackend):
         rows = context.max_num_tokens + 1
         self.out = torch.empty(rows, heads, dim, dtype=context.dtype, device=context.device)
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return self.buffer(layer, len(q)).copy_(super().attend(q, layer, meta))
 
+    @helper
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         """[rows, Hq, Dv]: memory of a layer's output."""
         return self.out[:rows]
@@ -106,7 +103,6 @@ class OneBufferForAllLayers(PlannedBackend):
 class BuffersOfLayersOverlap(OneBufferForAllLayers):
     """The outputs of two layers lie a row apart, and a batch has more than one."""
 
-    @override
     def buffer(self, layer: AttentionLayer, rows: int) -> torch.Tensor:
         return self.out[layer.layer_id :][:rows]
 
@@ -120,7 +116,6 @@ class BuffersOfLayersOverlap(OneBufferForAllLayers):
 class WholeTileWrittenToLentOutput(LentOutput):
     """The last tile of rows is stored whole, past the caller's rows."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         super().store(result, out, layer)
         rows = -(-len(out) // _TILE) * _TILE
@@ -139,7 +134,6 @@ class WholeTileWrittenToLentOutput(LentOutput):
 class RowBeforeLentOutputIsWritten(LentOutput):
     """The last row of the request before the first is written as well: row -1, which is the caller's."""
 
-    @override
     def store(self, result: torch.Tensor, out: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         super().store(result, out, layer)
         before = out.storage_offset() - out.stride(0)

@@ -48,7 +48,6 @@ class PlansOnASideStream(PlannedBackend):
 class PlanOnAStreamNobodyWaitsFor(PlansOnASideStream):
     """The plan runs on a side stream, and the forward or the replay begins without waiting for it."""
 
-    @override
     def join(self) -> None:
         pass
 
@@ -57,7 +56,6 @@ class PlanOnAStreamNobodyWaitsFor(PlansOnASideStream):
 class PlanStreamWaitsForNothing(PlansOnASideStream):
     """The plan's last kernels run on a side stream that does not wait for the first, nor for the replay before."""
 
-    @override
     def fork(self) -> None:
         pass
 
@@ -103,7 +101,6 @@ class StagesLengths(PlannedBackend):
 class StagingBufferFilledAgain(StagesLengths):
     """One pinned buffer, filled for the next step while the copy of this step's lengths may be pending."""
 
-    @override
     def next_buffer(self) -> torch.Tensor:
         return self.staging[0]
 
@@ -139,7 +136,6 @@ class ReadsLengthsBack(PlannedBackend):
 class LengthsReadBeforeTheirCopy(ReadsLengthsBack):
     """Lengths are copied to pinned memory, and read there while the copy may be pending."""
 
-    @override
     def wait(self) -> None:
         pass
 
@@ -174,6 +170,5 @@ class TablesOfPlans(PlannedBackend):
 class TableReadUnderTheServersWrites(TablesOfPlans):
     """A graph and a forward look up pages in the request table, which the server's stream may already write."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, layer, replace(meta, page_table=self.plan_pages(self.batch)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, Requires
 from .catalogue import fault
@@ -26,13 +25,11 @@ class TunedForEveryLength(DenseBackend):
     )
     longest = 0
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         assert batch.seq_lens_cpu is not None
         self.longest = int(batch.seq_lens_cpu.max())
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, DraftExtendInput, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -30,14 +29,12 @@ class StaleCpuMirrorSizesPageTable(PlannedBackend):
     capabilities = _NEEDS_HOST
     older_pages = 1
 
-    @override
     def fill(self, views: Metadata, plan: Metadata, batch: ForwardBatch) -> None:
         super().fill(views, plan, batch)
         assert batch.seq_lens_cpu is not None
         longest = int(batch.seq_lens_cpu[: batch.batch_size].max()) + views.max_q_len
         self.older_pages = -(-longest // self.context.page_size)
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "page_table" and not self.capturing:
             target, source = target[:, : self.older_pages], source[:, : self.older_pages]
@@ -55,7 +52,6 @@ class StaleCpuMirrorSizesPageTable(PlannedBackend):
 class PlanBlocksOnD2H(PlannedBackend):
     """The plan copies query offsets and lengths to the host, and waits for them, at every replay."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         plan = super().plan(batch)
         self.offsets_on_host = plan.cu_seqlens_q.to("cpu")
@@ -67,7 +63,6 @@ class PlanBlocksOnD2H(PlannedBackend):
 class LengthResyncReintroduced(PlannedBackend):
     """Lengths are fetched with tolist() at every step although the device could keep them."""
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.longest = max(batch.seq_lens[: batch.batch_size].tolist())
         return super().plan_lengths(batch, counts)
@@ -84,7 +79,6 @@ class LengthResyncReintroduced(PlannedBackend):
 class UpperBoundTreatedAsExact(PlannedBackend):
     """The host has an upper bound of lengths, and fetches the rejected tokens from the device to make them exact."""
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         spec = batch.spec_info
         assert isinstance(spec, DraftExtendInput)
@@ -97,7 +91,6 @@ class UpperBoundTreatedAsExact(PlannedBackend):
 class PlanUploadsAHostList(PlannedBackend):
     """A Python list is made into a device tensor at every replay, from memory that is not pinned."""
 
-    @override
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
         counts = super().plan_counts(batch)
         self.bounds = torch.tensor(list(range(batch.batch_size + 1)), device=self.context.device)
@@ -108,7 +101,6 @@ class PlanUploadsAHostList(PlannedBackend):
 class ReadsMirrorsItDoesNotAskFor(PlannedBackend):
     """needs_cpu_seq_lens is False, and the plan reads seq_lens_cpu."""
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         self.longest = int(batch.seq_lens_cpu.max())  # type: ignore[union-attr]
         return super().plan_lengths(batch, counts)
@@ -120,7 +112,6 @@ class ItemInTheCapturedForward(PlannedBackend):
 
     # Half of the cases run an eager step before the capture, which waits first.
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         self.longest = int(meta.kv_lens.max().item())
         return super().visible(meta, layer, position)
@@ -130,7 +121,6 @@ class ItemInTheCapturedForward(PlannedBackend):
 class DataDependentShapeInCapture(DenseBackend):
     """Rows are compacted with nonzero() inside the captured forward."""
 
-    @override
     def in_window(self, layer: AttentionLayer) -> torch.Tensor:
         seen = super().in_window(layer)
         self.pairs = seen.nonzero()
@@ -143,7 +133,6 @@ class CpuLengthsAdvancedInPlace(PlannedBackend):
 
     capabilities = _NEEDS_HOST
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         assert batch.seq_lens_cpu is not None
         self.longest = int(batch.seq_lens_cpu.add_(self.width).max())
@@ -154,7 +143,6 @@ class CpuLengthsAdvancedInPlace(PlannedBackend):
 class ExtendFieldsReadAtReplay(PlannedBackend):
     """Draft-extend takes its row counts from extend_seq_lens, which a replay view does not have."""
 
-    @override
     def plan_counts(self, batch: ForwardBatch) -> torch.Tensor:
         if self.in_graph and not self.capturing:
             assert batch.extend_seq_lens is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import (
     AttentionLayer,
@@ -27,7 +26,6 @@ from .parent import Metadata, PlannedBackend
 class TreeMaskIgnored(DenseBackend):
     """Trees are declared, and drafts are processed as a chain."""
 
-    @override
     def tree(self, spec: VerifyInput, prefix: torch.Tensor, offset: torch.Tensor, node: torch.Tensor) -> torch.Tensor:
         return node[:, None] <= offset[:, None]
 
@@ -36,7 +34,6 @@ class TreeMaskIgnored(DenseBackend):
 class NeverWritesKv(PlannedBackend):
     """Forward is declared to update the KV cache, and does not."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         return None
 
@@ -52,7 +49,6 @@ class NeverWritesKv(PlannedBackend):
 class OutShapeCheckLacksRows(PlannedBackend):
     """An output buffer, which only graphs pass, is checked against a shape without the rows of a request."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         wanted = (len(meta.kv_lens), *out.shape[1:])
@@ -67,7 +63,6 @@ class OutShapeCheckLacksRows(PlannedBackend):
 class SqueezeInsteadOfFlatten(PlannedBackend):
     """The row dimension of the output is squeezed away, which works for one row."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = super().attend(q, layer, meta)
         return out.reshape(len(meta.kv_lens), -1, *out.shape[1:]).squeeze(1)
@@ -77,7 +72,6 @@ class SqueezeInsteadOfFlatten(PlannedBackend):
 class ReturnsFloat32(PlannedBackend):
     """The accumulator is returned without the cast to the model's dtype."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         return super().attend(q, layer, meta).float()
 
@@ -86,7 +80,6 @@ class ReturnsFloat32(PlannedBackend):
 class ReturnsWholeBuffer(PlannedBackend):
     """The persistent output buffer of the largest batch is returned, not the rows of this one."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out = q.new_zeros(self.context.max_num_tokens + 1, layer.tp_q_head_num, layer.v_head_dim)
         out[: len(q)] = super().attend(q, layer, meta)
@@ -116,7 +109,6 @@ class ConstructorRefusesCapability(DenseBackend):
 class ScalesQInPlace(DenseBackend):
     """q is multiplied by the scale in place, in the caller's tensor."""
 
-    @override
     def queries(self, q: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         rows = super().queries(q, layer)
         q *= layer.scaling
@@ -134,7 +126,6 @@ class ScalesQInPlace(DenseBackend):
 class AdvancesSeqLens(DenseBackend):
     """seq_lens of verify is turned into the length with drafts by an addition in place."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         found = super().visibility(batch, counts, offset)
         batch.seq_lens += counts
@@ -145,7 +136,6 @@ class AdvancesSeqLens(DenseBackend):
 class KAndVSwapped(PlannedBackend):
     """The store is called with k and v exchanged."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, v, k, meta)
 
@@ -154,7 +144,6 @@ class KAndVSwapped(PlannedBackend):
 class Fp8StoreWithoutScale(PlannedBackend):
     """Rows are cast to FP8 without the scale, and multiplied by it when they are read."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         super().write_kv(layer, k * layer.k_scale, v * layer.v_scale, meta)
 
@@ -163,7 +152,6 @@ class Fp8StoreWithoutScale(PlannedBackend):
 class KvOfTheOtherLayer(PlannedBackend):
     """Rows are stored after the call, from a reference that the next layer has moved on."""
 
-    @override
     def write_kv(self, layer: AttentionLayer, k: torch.Tensor, v: torch.Tensor, meta: Metadata) -> None:
         for other in self.context.layers[: self.context.layers.index(layer) + 1]:
             super().write_kv(other, k, v, meta)

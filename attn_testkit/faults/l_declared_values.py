@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, Capabilities, ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -33,7 +32,6 @@ class NoKernelForAHeadDimBetweenOthers(DenseBackend):
 
     capabilities = _capabilities(head_dims={64, 96, 128, 256})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.v_head_dim != 96)
 
@@ -44,7 +42,6 @@ class NoKernelForTheWidestHeadDim(DenseBackend):
 
     capabilities = _capabilities(head_dims={64, 128, 512})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.v_head_dim != 512)
 
@@ -55,7 +52,6 @@ class NoKernelForALatentWidth(DenseBackend):
 
     capabilities = _capabilities(families={"gqa", "mla"}, head_dims={64, 128, 512}, gqa_ratios={2, 16})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.kv_lora_rank != 512)
 
@@ -66,7 +62,6 @@ class NoKernelForAPageSize(DenseBackend):
 
     capabilities = _capabilities(page_sizes={1, 2, 4, 8, 16, 32, 64, 128})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (self.context.page_size != 8)
 
@@ -77,7 +72,6 @@ class NoKernelForAGroupBetweenOthers(DenseBackend):
 
     capabilities = _capabilities(families={"gqa"}, gqa_ratios={2, 8, 16, 32})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.q_per_kv != 16)
 
@@ -88,7 +82,6 @@ class NoKernelForFewMLAHeads(DenseBackend):
 
     capabilities = _capabilities(families={"mla"}, gqa_ratios={4, 16})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (layer.tp_q_head_num != 4)
 
@@ -106,7 +99,6 @@ class LargePagesLostBehind4096Tokens(DenseBackend):
 
     capabilities = _capabilities(page_sizes={16, 256}, max_context_len=1 << 13)
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key_position, visible = super().visibility(batch, counts, offset)
         page = self.context.page_size
@@ -127,7 +119,6 @@ class MLAHeadsFoldedWithAnFP8Pool(DenseBackend):
 
     capabilities = _capabilities(families={"mla"}, gqa_ratios={16, 32, 64}, kv_dtypes={"same", "fp8_e4m3"})
 
-    @override
     def forward(self, *args: Any, **named: Any) -> torch.Tensor:
         out = super().forward(*args, **named)
         if out.shape[1] != 32 or self.context.kv_pool.dtype.itemsize > 1:
@@ -141,7 +132,6 @@ class NoKernelForADtypeWithAnFP8Pool(DenseBackend):
 
     capabilities = _capabilities(dtypes={"fp16", "bf16"}, kv_dtypes={"same", "fp8_e4m3"})
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         pair = (self.context.dtype, self.context.kv_pool.dtype)
         return super().weights(logits, seen, layer) * (pair != (torch.float16, torch.float8_e4m3fn))
@@ -153,7 +143,6 @@ class VerifyRowsBeyondATile(DenseBackend):
 
     capabilities = _capabilities(max_q_rows=12)
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return _first_rows(super().weights(logits, seen, layer), 8)
 
@@ -164,7 +153,6 @@ class DraftExtendRowsBeyondTheTiles(DenseBackend):
 
     capabilities = _capabilities(max_q_rows=64)
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return _first_rows(super().weights(logits, seen, layer), 48)
 
@@ -175,7 +163,6 @@ class DraftExtendV2RowsBeyondTheTiles(DenseBackend):
 
     capabilities = _capabilities(max_q_rows=64)
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return _first_rows(super().weights(logits, seen, layer), 48)
 
@@ -188,7 +175,6 @@ class NoKernelForWideTrees(DenseBackend):
 
     capabilities = _capabilities(max_q_rows=16, max_topk=8)
 
-    @override
     def weights(self, logits: torch.Tensor, seen: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().weights(logits, seen, layer) * (self.context.topk <= 4)
 

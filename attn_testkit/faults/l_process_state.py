@@ -10,7 +10,6 @@ import threading
 import warnings
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch
 from .catalogue import fault
@@ -30,7 +29,6 @@ class DefaultDtypeLeftChanged(PlannedBackend):
 class AutogradLeftOn(PlannedBackend):
     """A plan switches autograd on for itself, and the forward of the caller's model runs with it."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         torch.set_grad_enabled(True)
         return super().plan(batch)

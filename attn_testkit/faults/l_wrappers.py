@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import (
     ForwardBatch,
@@ -25,11 +24,9 @@ from .wrapping import HybridBackend, WrapperBackend
 class WrapperSwallowsInGraphHook(WrapperBackend):
     """The wrapper forwards every hook but one, and the base class's no-op runs instead of the child's."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.child.init_forward_metadata(batch)
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         return None
 
@@ -46,7 +43,6 @@ class DispatcherDropsVerifyMask(WrapperBackend):
     """The dispatcher does not return its child's mask buffer, so the draft stage fills a mask that no graph reads."""
 
     @property
-    @override
     def verify_mask(self) -> VerifyMask | None:
         return None
 
@@ -55,7 +51,6 @@ class DispatcherDropsVerifyMask(WrapperBackend):
 class WrapperReplaysFirstChildOnly(HybridBackend):
     """The wrapper plans only its first child at a replay; the other one keeps the values of the capture."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         for child in self.children if in_capture else self.children[:1]:
             child.init_forward_metadata_out_graph(batch, in_capture)
@@ -65,7 +60,6 @@ class WrapperReplaysFirstChildOnly(HybridBackend):
 class WrapperInitsSecondChildOnly(HybridBackend):
     """The wrapper plans only its second child in eager."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.children[-1].init_forward_metadata(batch)
 
@@ -83,12 +77,10 @@ class LeftoverFallbackFlag(PlannedBackend):
 
     fallback = False
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.fallback |= batch.forward_mode.is_draft_extend(include_v2=True)
         return super().plan(batch)
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         mask = super().plan_mask(batch)
         return torch.ones_like(mask).tril() if self.fallback else mask
@@ -107,12 +99,10 @@ class ChildInheritsParentLayout(PlannedBackend):
     one.
     """
 
-    @override
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         super().init_cuda_graph_state(max_bs, max_num_tokens)
         self.buffers.slots = self.buffers.slots.view(max_bs, -1)
 
-    @override
     def views(self, batch: ForwardBatch) -> Metadata:
         views = super().views(batch)
         if not batch.forward_mode.is_draft_extend(include_v2=True):

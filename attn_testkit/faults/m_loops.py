@@ -55,7 +55,6 @@ class HybridKeepsKeysOfARejectedDraft(HybridParent):
 
     capabilities = HybridParent.capabilities.with_changes(needs_cpu_seq_lens=True)
 
-    @override
     def of_softmax(self, context: BackendContext) -> PlannedBackend:
         return _KeepsRejectedKeys(context)
 
@@ -108,6 +107,5 @@ class _PromptsAtTheEnd(SlotsParent):
 class WindowOfAPromptInTheLastColumns(HybridBySlotsParent):
     """A prompt leaves its window in the last columns, and the first verify reads it from the first ones."""
 
-    @override
     def of_states(self, context: BackendContext) -> StateParent:
         return _PromptsAtTheEnd(context)

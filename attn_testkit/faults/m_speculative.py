@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, DraftExtendInput, ForwardBatch
 from .catalogue import fault
@@ -16,7 +15,6 @@ from .dense import DenseBackend, Visibility
 class V1RowsAtUniformStride(DenseBackend):
     """Request i's rows are read at i * (S + 1), although accepted rows are packed."""
 
-    @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
         return torch.arange(len(counts), device=counts.device) * (self.context.speculative_num_steps + 1)
 
@@ -25,7 +23,6 @@ class V1RowsAtUniformStride(DenseBackend):
 class V1CountsWithoutBonus(DenseBackend):
     """Rows of a request are num_correct_drafts, which leaves the bonus token out, not num_accept_tokens."""
 
-    @override
     def rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
         assert isinstance(batch.spec_info, DraftExtendInput)
         width, counts = super().rows_of_requests(batch)
@@ -38,7 +35,6 @@ class V1CountsWithoutBonus(DenseBackend):
 class V1PrefixFromFullWidth(DenseBackend):
     """The prefix is taken as seq_lens - (S + 1) for any accepted count, so the causal bound is shifted."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         return super().visibility(batch, torch.full_like(counts, len(offset)), offset)
 
@@ -47,7 +43,6 @@ class V1PrefixFromFullWidth(DenseBackend):
 class V1LengthAtFullWidth(DenseBackend):
     """Keys are prefix + S + 1 for every request, rejected tokens included."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return super().kv_lengths(batch, counts) - counts + self.context.speculative_num_steps + 1
 
@@ -56,11 +51,9 @@ class V1LengthAtFullWidth(DenseBackend):
 class V2RowsCountedByAccepted(DenseBackend):
     """V2 has N rows per request, accepted or not, and they are taken for packed accepted ones."""
 
-    @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
         return self.accepted.cumsum(0) - self.accepted
 
-    @override
     def rows_of_requests(self, batch: ForwardBatch) -> tuple[int, torch.Tensor]:
         assert isinstance(batch.spec_info, DraftExtendInput)
         self.accepted = batch.spec_info.num_accept_tokens[: batch.batch_size].long()
@@ -71,7 +64,6 @@ class V2RowsCountedByAccepted(DenseBackend):
 class V2CausalOverAcceptedRows(DenseBackend):
     """The causal bound of v2 is aligned to the last accepted row, not to the last row."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         assert isinstance(batch.spec_info, DraftExtendInput)
         accepted = batch.spec_info.num_accept_tokens[: len(counts)].long()
@@ -84,7 +76,6 @@ class V2CausalOverAcceptedRows(DenseBackend):
 class VerifyLengthTakenForTotal(DenseBackend):
     """seq_lens of verify is taken for prefix + N, so the draft block lies over the end of the prefix."""
 
-    @override
     def kv_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return batch.seq_lens[: batch.batch_size]
 
@@ -93,7 +84,6 @@ class VerifyLengthTakenForTotal(DenseBackend):
 class VerifyLengthFromDepth(DenseBackend):
     """The number of keys is the largest position + 1, which counts a tree's depth and not its nodes."""
 
-    @override
     def visibility(self, batch: ForwardBatch, counts: torch.Tensor, offset: torch.Tensor) -> Visibility:
         position, key, visible = super().visibility(batch, counts, offset)
         return position, key, visible & (self.key <= position.amax(1)[:, None, None])
@@ -109,7 +99,6 @@ class VerifyLengthFromDepth(DenseBackend):
 class SiblingsShareASlot(DenseBackend):
     """Draft K and V are stored by position, so siblings of a tree overwrite each other."""
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -137,6 +126,5 @@ class SiblingsShareASlot(DenseBackend):
 class TreeWidthFromSteps(DenseBackend):
     """The number of rows per request is steps + 1, which is the tree's size only for chains."""
 
-    @override
     def row_starts(self, counts: torch.Tensor) -> torch.Tensor:
         return torch.arange(len(counts), device=counts.device) * (self.context.speculative_num_steps + 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, VerifyInput
 from .b_empty_batches import LEAN
@@ -38,7 +37,6 @@ class ChainWithoutLinks(PlannedBackend):
 
     capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         assert isinstance(batch.spec_info, VerifyInput)
         self.nodes = batch.spec_info.retrieve_index.shape[1]  # type: ignore[union-attr]
@@ -51,7 +49,6 @@ class NoMaskHidesNothing(PlannedBackend):
 
     capabilities = LEAN.with_changes(server={"takes_bare_chains": True}, eager=_VERIFY, graph=_VERIFY)
 
-    @override
     def plan_mask(self, batch: ForwardBatch) -> torch.Tensor:
         assert isinstance(batch.spec_info, VerifyInput)
         if batch.spec_info.custom_mask is not None:

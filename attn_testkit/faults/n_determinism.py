@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, Requires
 from .builds import BatchInvariantBackend
-from .catalogue import fault
+from .catalogue import fault, helper
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
@@ -24,7 +23,6 @@ from .parent import Metadata, PlannedBackend
 class SplitsDependOnBatchmates(BatchInvariantBackend):
     """The number of splits comes from the whole batch, so a row's order of summation depends on other rows."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens.amax().expand_as(lens))
 
@@ -33,7 +31,6 @@ class SplitsDependOnBatchmates(BatchInvariantBackend):
 class FixedSplitDroppedForWindows(BatchInvariantBackend):
     """The deterministic split size is passed on by every path but the windowed one."""
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         if layer.sliding_window_size >= 0:
             meta = replace(meta, chunk=self.plan_splits(meta.kv_lens.amax().expand_as(meta.kv_lens)))
@@ -50,7 +47,6 @@ class FixedSplitDroppedForWindows(BatchInvariantBackend):
 class SplitsFromBatchSize(BatchInvariantBackend):
     """Keys are split further if there are few requests, to fill the device."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens) if len(lens) > 1 else lens.clamp(min=1)
 
@@ -65,7 +61,6 @@ class SplitsFromBatchSize(BatchInvariantBackend):
 class AnotherKernelAbove32Requests(BatchInvariantBackend):
     """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
 
@@ -78,11 +73,11 @@ class OrderOfSumsVaries(PlannedBackend):
         super().__init__(context)
         self.calls = 0
 
+    @helper
     def backwards(self, layer: AttentionLayer) -> bool:
         """True if this call adds the splits from the last to the first."""
         return self.calls // len(self.context.layers) % 2 == 0
 
-    @override
     def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         self.calls += 1
         top = lse.amax(1, keepdim=True).clamp(min=-1e30)
@@ -100,7 +95,6 @@ class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
     # Only float32: rounding to 16 bits hides the order of few splits, on some devices in every case.
     capabilities = OrderOfSumsVaries.capabilities.with_changes(dtypes={"fp32"})
 
-    @override
     def backwards(self, layer: AttentionLayer) -> bool:
         return layer.layer_id == self.context.layers[-1].layer_id and super().backwards(layer)
 
@@ -113,7 +107,6 @@ class FirstCallTunes(PlannedBackend):
         super().__init__(context)
         self.tuned = False
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         tuned, self.tuned = self.tuned, True
         return super().plan_splits(lens) if tuned else lens.clamp(min=1)
@@ -134,7 +127,6 @@ class RowsInTheOrderOfTickets(DenseBackend):
         eager={"decode", "extend"}, graph={"decode", "extend"}, requires=Requires(packages=("triton>=3.6",))
     )
 
-    @override
     def forward(
         self,
         q: torch.Tensor,

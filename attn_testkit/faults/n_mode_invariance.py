@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode
 from .builds import ModeInvariantBackend, SplitsOfFixedTokensBackend
@@ -23,12 +22,10 @@ _EXTEND, _EAGER = (ForwardMode.EXTEND,), ("eager",)
 class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
     """Decode has as many splits as its batch leaves room for, and extend has none."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.is_decode = batch.forward_mode.is_decode()
         return super().plan(batch)
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         splits = max(1, self.max_splits - len(lens) // 8) if self.is_decode else 1
         return (-(-lens // (splits * self.tile)) * self.tile).clamp(min=self.tile)
@@ -44,12 +41,10 @@ class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
 class OtherKernelForVerify(ModeInvariantBackend):
     """The kernel of target-verify multiplies queries by the scale before the product, and the others after it."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.is_verify = batch.forward_mode.is_target_verify()
         return super().plan(batch)
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         scale = 1.1 if self.is_verify else 1.0
         return super().logits(rows * scale, keys / scale, layer)
@@ -65,7 +60,6 @@ class OtherKernelForVerify(ModeInvariantBackend):
 class SplitCountByBucket(SplitsOfFixedTokensBackend):
     """A graph has splits of more tokens in small buckets. Eager mode has those of a fixed number."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         chunk = super().plan_splits(lens)
         return chunk * 2 if self.in_graph and len(lens) < 4 else chunk
@@ -82,7 +76,6 @@ class SplitCountByLongestRequestOfCapture(SplitsOfFixedTokensBackend):
     """Splits hold as many tokens as the longest request of the table may have, which the capture does not know better;
     an eager plan knows the lengths."""
 
-    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
         chunk = super().plan_splits(lens)
         return torch.full_like(chunk, self.pages * self.context.page_size) if self.in_graph else chunk
@@ -98,7 +91,6 @@ class SplitCountByLongestRequestOfCapture(SplitsOfFixedTokensBackend):
 class TileByBucket(SplitsOfFixedTokensBackend):
     """Graphs of more than two requests sum a product of q and k in two halves of the head dim."""
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if not self.in_graph or len(self.bucket_lens) <= 2 or layer.logit_cap:
             return super().logits(rows, keys, layer)
@@ -106,7 +98,6 @@ class TileByBucket(SplitsOfFixedTokensBackend):
         one = super().logits(rows[..., :half], keys[..., :half], layer)
         return one + super().logits(rows[..., half:], keys[..., half:], layer)
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         found = super().plan(batch)
         self.bucket_lens = found.kv_lens
@@ -123,12 +114,10 @@ class TileByBucket(SplitsOfFixedTokensBackend):
 class OtherKernelForVerifyInGraphs(SplitsOfFixedTokensBackend):
     """The kernel that graphs of target-verify record multiplies queries by the scale before the product."""
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.is_verify = batch.forward_mode.is_target_verify()
         return super().plan(batch)
 
-    @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         scale = 1.1 if self.is_verify and self.in_graph else 1.0
         return super().logits(rows * scale, keys / scale, layer)

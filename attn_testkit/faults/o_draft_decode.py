@@ -16,7 +16,6 @@ from .speculative import SpeculativeBackend
 class FirstLengths(MultiStepBackend):
     """Every forward is planned with the keys of the first: a branch does not see its drafted tokens."""
 
-    @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         return super().branch_lengths(batch, 0)
 
@@ -31,7 +30,6 @@ class FirstLengths(MultiStepBackend):
 class StepCountedTwice(MultiStepBackend):
     """The step is added to lengths that hold it already: each row reads a slot that no forward has written yet."""
 
-    @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         return super().branch_lengths(batch, step) + 1
 
@@ -40,7 +38,6 @@ class StepCountedTwice(MultiStepBackend):
 class ReadsASibling(MultiStepBackend):
     """The page table is that of the request, so every branch attends to the tokens that branch 0 drafted."""
 
-    @override
     def branch_columns(self, prefix: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         return super().branch_columns(prefix, key)[:, :1].expand(-1, self.context.draft_branches, -1)
 
@@ -55,7 +52,6 @@ class ReadsASibling(MultiStepBackend):
 class SlotsByStep(MultiStepBackend):
     """The slots of a draft come by request, branch and step, and are read as if they came by step first."""
 
-    @override
     def branch_slots(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         return spec_of(batch).out_cache_loc.view(spec_of(batch).num_steps, -1)[step]
 
@@ -70,7 +66,6 @@ class SlotsByStep(MultiStepBackend):
 class BranchesStoreInOne(MultiStepBackend):
     """All branches of a request store their rows in the slots of its first one."""
 
-    @override
     def branch_slots(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         slots = super().branch_slots(batch, step).view(-1, self.context.draft_branches)
         return slots[:, :1].expand_as(slots).reshape(-1)
@@ -86,7 +81,6 @@ class BranchesStoreInOne(MultiStepBackend):
 class RegionWithoutLastPage(MultiStepBackend):
     """A branch's region is taken for S tokens, without the copied tokens of the prefix's last page."""
 
-    @override
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page, steps = self.context.page_size, self.context.speculative_num_steps
         return super().branch_regions(prefix)[0], torch.full_like(prefix, -(-steps // page) * page)
@@ -102,7 +96,6 @@ class RegionWithoutLastPage(MultiStepBackend):
 class CopiedPageLeftOut(MultiStepBackend):
     """The partly filled last page of the prefix is taken for a shared one, and its copies are left out."""
 
-    @override
     def branch_regions(self, prefix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         page = self.context.page_size
         return (prefix + page - 1) // page * page, super().branch_regions(prefix)[1]
@@ -119,7 +112,6 @@ class CopiedPageLeftOut(MultiStepBackend):
 class ForwardsShareAPlan(MultiStepBackend):
     """All forwards of a graph have one set of buffers: the plan of the last one overwrites those before it."""
 
-    @override
     def new_buffers(self, rows: int) -> list[Metadata]:
         return [self.new_buffer(rows)] * self.forwards
 
@@ -139,21 +131,17 @@ class ForwardsCounted(MultiStepBackend):
         super().__init__(context)
         self.calls = 0
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.calls = 0
         super().init_forward_metadata(batch)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.calls = 0
         super().init_forward_metadata_out_graph(batch, in_capture)
 
-    @override
     def step_of(self, batch: ForwardBatch) -> int:
         return min(self.calls, self.forwards - 1)
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         self.calls += 1
 
@@ -170,7 +158,6 @@ class ForwardsCounted(MultiStepBackend):
 class TableWithoutBranches(MultiStepBackend):
     """The graphs' table has a row for each request, and a plan one for each branch."""
 
-    @override
     def copy_in(self, name: str, target: torch.Tensor, source: torch.Tensor) -> None:
         if name == "page_table":
             rows = len(target) // self.context.draft_branches
@@ -189,7 +176,6 @@ class TableWithoutBranches(MultiStepBackend):
 class AdvancesTheBatch(MultiStepBackend):
     """Lengths advance in the batch's own tensor, so that the next round takes drafted tokens for accepted ones."""
 
-    @override
     def finish(self, batch: ForwardBatch) -> None:
         batch.seq_lens[: batch.batch_size].add_(1)
 
@@ -200,7 +186,6 @@ class WindowOfTheFirst(MultiStepBackend):
 
     step = 0
 
-    @override
     def forward(
         self,
         q: torch.Tensor,
@@ -213,7 +198,6 @@ class WindowOfTheFirst(MultiStepBackend):
         self.step = spec_of(batch).step
         return super().forward(q, k, v, layer, batch, save_kv_cache)
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().window_start(position, layer) - self.step
 
@@ -268,7 +252,6 @@ class KeepsTheRejectedDraft(SpeculativeBackend):
 class CountsOnAPrefix(MultiStepBackend):
     """An empty prefix is planned as one of a key, although drafts without a prefix are declared."""
 
-    @override
     def branch_lengths(self, batch: ForwardBatch, step: int) -> torch.Tensor:
         lens = batch.seq_lens[: batch.batch_size].to(torch.int32).clamp(min=1) + step + 1
         return lens.repeat_interleave(self.context.draft_branches)

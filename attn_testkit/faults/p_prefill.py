@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode
 from .builds import RegisterRowsBackend
@@ -27,7 +26,6 @@ class PrefixOfPartOfAPageIgnored(PlannedBackend):
 
     capabilities = LEAN.with_changes(page_sizes={16, 64})
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen, prefix = super().visible(meta, layer, position), (meta.kv_lens - meta.cu_seqlens_q.diff())[:, None]
         ignored = (prefix < self.context.page_size) & (self.index[: seen.shape[-1]] < prefix)
@@ -40,7 +38,6 @@ class NoPrefixPathForTheWholeBatch(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen, rows = super().visible(meta, layer, position), meta.cu_seqlens_q.diff()
         prefix = (meta.kv_lens - rows)[:, None]
@@ -54,7 +51,6 @@ class ChunkCausalFromTheStartOfTheKeys(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         seen = super().visible(meta, layer, position)
         offset = self.index[: meta.max_q_len, None]
@@ -71,7 +67,6 @@ class PrefixOfTheFirstChunkKept(PlannedBackend):
         super().__init__(context)
         self.first: dict[tuple[int, int], int] = {}
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         if self.in_graph:
@@ -90,7 +85,6 @@ class WrapperSwallowsChunkPlan(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         before = self.metadata
         super().init_forward_metadata(batch)
@@ -107,7 +101,6 @@ class PromptAttendedBeforeItIsStored(RegisterRowsBackend):
 
     capabilities = LEAN
 
-    @override
     def registers(self, k: torch.Tensor, v: torch.Tensor, store: bool) -> tuple[torch.Tensor, torch.Tensor] | None:
         return None
 
@@ -118,7 +111,6 @@ class NewRowsStoredOverThePrefix(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def plan_slots(self, batch: ForwardBatch) -> torch.Tensor:
         slots = super().plan_slots(batch).clone()
         assert batch.extend_start_loc is not None
@@ -141,7 +133,6 @@ class PrefixLengthsOfTheCapture(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         return counts if self.in_graph else super().plan_lengths(batch, counts)
 
@@ -152,6 +143,5 @@ class WindowRestartsAtAChunk(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def window_start(self, position: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self.index[: position.shape[1]].expand_as(position) - layer.sliding_window_size

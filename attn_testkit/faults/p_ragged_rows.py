@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch
 from .catalogue import fault
@@ -17,7 +16,6 @@ class RaggedRowsAtTheLongestOnesStride(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         row, rows = self.index[:tokens], meta.cu_seqlens_q.diff().amax().long().clamp(min=1)
         place = (row // rows).clamp(max=len(out) - 1) * meta.max_q_len + row % rows
@@ -30,7 +28,6 @@ class FirstRowInPlaceOfTheLast(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         found, row, ends = super().scatter(out, meta, tokens), self.index[:tokens], meta.cu_seqlens_q[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=len(out) - 1)
@@ -50,7 +47,6 @@ class DecodeRowsOfAMixedBatchKeepAPrefix(PlannedBackend):
     capabilities = LEAN
     kept: torch.Tensor | None = None
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens, before = super().plan_lengths(batch, counts), self.kept
         self.kept = lens.clone()
@@ -72,7 +68,6 @@ class QueryOffsetsOfTheBatchBefore(PlannedBackend):
     offsets: torch.Tensor | None = None
     rows = 0
 
-    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         rows = batch.extend_num_tokens or 0
         if self.offsets is None or rows != self.rows or len(self.offsets) != len(counts) + 1:
@@ -86,7 +81,6 @@ class ExtendOfOneTokenAsADecode(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def plan_lengths(self, batch: ForwardBatch, counts: torch.Tensor) -> torch.Tensor:
         lens = super().plan_lengths(batch, counts)
         return lens - (counts <= 1).all().to(torch.int32)
@@ -98,7 +92,6 @@ class ShortExtendBesidePromptsAsADecode(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def visible(self, meta: Metadata, layer: AttentionLayer, position: torch.Tensor) -> torch.Tensor:
         short = (meta.cu_seqlens_q.diff() <= 4)[:, None]
         last = (meta.kv_lens - 1).long()[:, None].expand_as(position)
@@ -111,7 +104,6 @@ class DecodeRowsTakenToComeFirst(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def plan_offsets(self, counts: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         sorted_counts = counts[torch.argsort((counts > 1).to(torch.int32), stable=True)]
         live = (counts > 0).all()
@@ -124,7 +116,6 @@ class PromptRowsBehindTheTiles(PlannedBackend):
 
     capabilities = LEAN
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out, row = super().attend(q, layer, meta), self.index[: len(q)]
         request = torch.searchsorted(meta.cu_seqlens_q[1:].long(), row, right=True).clamp(max=len(meta.kv_lens) - 1)
@@ -146,14 +137,12 @@ class GridDependsOnQoContents(PlannedBackend):
     capabilities = LEAN
     tiles = 0
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         if in_capture:
             assert batch.extend_seq_lens_cpu is not None
             self.tiles = sum(-(-rows // 16) for rows in batch.extend_seq_lens_cpu)
 
-    @override
     def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         out, row = super().attend(q, layer, meta), self.index[: len(q)]
         if not self.in_graph:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode
 from .catalogue import fault
@@ -29,7 +28,6 @@ class RequestsNumberedWithoutEmptyOnes(PlannedBackend):
 
     capabilities = _OF_ROWS
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         row, ends = self.index[:tokens], meta.cu_seqlens_q[1:].long()
         request = torch.searchsorted(ends, row, right=True).clamp(max=len(out) - 1)
@@ -48,7 +46,6 @@ class SearchStopsAtAnEqualOffset(PlannedBackend):
 
     capabilities = _OF_ROWS
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         row, first = self.index[:tokens], meta.cu_seqlens_q[:-1].long()
         left = torch.searchsorted(first, row).clamp(max=len(out) - 1)
@@ -70,7 +67,6 @@ class TileDividedByTheRowsOfARequest(PlannedBackend):
 
     capabilities = _OF_ROWS.with_changes(graph=())
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         self.fits = [64 // rows for rows in batch.extend_seq_lens_cpu or ()]
         return super().plan(batch)
@@ -89,14 +85,12 @@ class FewRowsSharedEvenlyAmongAllRequests(PlannedBackend):
     capabilities = _OF_ROWS.with_changes(graph=())
     width = 0
 
-    @override
     def plan(self, batch: ForwardBatch) -> Metadata:
         news = [rows for rows in batch.extend_seq_lens_cpu or () if rows]
         even = len(set(news)) == 1 and news[0] <= 8
         self.width = max(1, sum(news) // batch.batch_size) if even else 0
         return super().plan(batch)
 
-    @override
     def scatter(self, out: torch.Tensor, meta: Metadata, tokens: int) -> torch.Tensor:
         if not self.width:
             return super().scatter(out, meta, tokens)
@@ -116,7 +110,6 @@ class LastRowOfAnEmptyRequestIsThatOfTheOneBefore(StateParent):
 
     capabilities = _OF_STATES
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         place = torch.arange(len(rows), device=rows.device)
         before = torch.where(self.counts > 0, place, -1).cummax(0).values
@@ -134,7 +127,6 @@ class LengthsByChunkNumberWithoutEmptyRequests(StateParent):
 
     capabilities = _OF_STATES
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         has = self.counts > 0

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, ForwardBatch, LogSumExp
 from .catalogue import fault
@@ -25,7 +24,6 @@ _CHECKS = ("log-sum-exp", "matches-oracle")
 class LseInBase2(SplitKVBackend):
     """The log-sum-exp is the kernel's, in base 2, and the caller takes it for a natural one."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse / math.log(2)
 
@@ -47,7 +45,6 @@ class LseNaturalForBase2(SplitKVBackend):
 class LseHeadsBeforeRows(SplitKVBackend):
     """The log-sum-exp is written head by head, and read as rows of heads."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.t().contiguous().view(lse.shape)
 
@@ -62,7 +59,6 @@ class LseHeadsBeforeRows(SplitKVBackend):
 class EmptyPartHasLseZero(SplitKVBackend):
     """A split without keys has a log-sum-exp of 0, which gets weight in a merge."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         lse = super().log_sum_exp(logits, layer)
         return torch.where(lse == -torch.inf, 0.0, lse)
@@ -78,7 +74,6 @@ class EmptyPartHasLseZero(SplitKVBackend):
 class EmptyPartHasSentinel(SplitKVBackend):
     """A split without keys gives the finite number of a masked logit, which is larger than real logits may be."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return super().log_sum_exp(logits, layer).clamp(min=-5e4)
 
@@ -87,7 +82,6 @@ class EmptyPartHasSentinel(SplitKVBackend):
 class EmptyPartOutputIsNan(SplitKVBackend):
     """A rank that owns no key of a request divides 0 by 0, and returns a correct log-sum-exp of -inf."""
 
-    @override
     def outputs(self, out: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return out.masked_fill(~seen.any(-1)[..., None, None, None], torch.nan)
 
@@ -104,7 +98,6 @@ class EmptyPartKeepsStatistics(SplitKVBackend):
 
     before: torch.Tensor | None = None
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         lse, before = super().log_sum_exp(logits, layer), self.before
         if before is not None and before.shape == lse.shape:
@@ -112,7 +105,6 @@ class EmptyPartKeepsStatistics(SplitKVBackend):
         self.before = lse
         return lse
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         self.before = None
         super().init_forward_metadata_in_graph(batch)
@@ -124,7 +116,6 @@ class EmptyPartKeepsStatistics(SplitKVBackend):
 class SinkInEveryPart(SplitKVBackend):
     """Each rank adds the sink to its own sum, so the merge counts it once per rank."""
 
-    @override
     def layer_of_part(self, layer: AttentionLayer) -> AttentionLayer:
         return layer
 
@@ -133,7 +124,6 @@ class SinkInEveryPart(SplitKVBackend):
 class SinkMissingFromLse(SplitKVBackend):
     """The output is normalized with the sink, and the log-sum-exp lacks it."""
 
-    @override
     def with_sinks(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return logits
 
@@ -142,7 +132,6 @@ class SinkMissingFromLse(SplitKVBackend):
 class LseOfUnscaledLogits(SplitKVBackend):
     """The scale is applied only in the exponent, and the maximum that the log-sum-exp adds lacks it."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         if layer.logit_cap:
             return super().log_sum_exp(logits, layer)
@@ -153,7 +142,6 @@ class LseOfUnscaledLogits(SplitKVBackend):
 class LseIsTheMaximum(SplitKVBackend):
     """The running maximum is stored where the log-sum-exp belongs."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         return self.with_sinks(logits, layer).amax(-1)
 
@@ -162,7 +150,6 @@ class LseIsTheMaximum(SplitKVBackend):
 class LseWithoutItsMaximum(SplitKVBackend):
     """The logarithm of the running sum is stored, and the maximum that it is relative to is not added."""
 
-    @override
     def log_sum_exp(self, logits: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
         lse = super().log_sum_exp(logits, layer)
         return torch.where(lse == -torch.inf, lse, lse - self.with_sinks(logits, layer).amax(-1))
@@ -172,7 +159,6 @@ class LseWithoutItsMaximum(SplitKVBackend):
 class LseRoundedToBf16(SplitKVBackend):
     """The log-sum-exp is kept in the model's dtype before the merge, and near 8 it is off by up to 0.03."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16().float()
 
@@ -186,7 +172,6 @@ class LseRoundedToBf16(SplitKVBackend):
 class LseDtypeOfQ(SplitKVBackend):
     """The log-sum-exp is allocated in q's dtype, and float32 is declared."""
 
-    @override
     def returned(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.bfloat16()
 
@@ -200,7 +185,6 @@ class LseDtypeOfQ(SplitKVBackend):
 class PrefixPartHasNewRows(SplitKVBackend):
     """The prefix split is planned with lengths that include the step's own rows, which then count twice."""
 
-    @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         return super().held(self.kv_lens if self.part.kind == "prefix" else prefix_lens)
 
@@ -214,7 +198,6 @@ class PrefixPartHasNewRows(SplitKVBackend):
 class RankByToken(SplitKVBackend):
     """Ranks have every R-th page, and the kernel attends every R-th token."""
 
-    @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         self.part = replace(self.part, interleave=1)
         return super().held(prefix_lens)
@@ -229,12 +212,10 @@ class RankByToken(SplitKVBackend):
 class PrefixLensOfTheCapture(SplitKVBackend):
     """Lengths of the prefix split are computed outside the graph at its capture, and not at replays."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         self.fresh: torch.Tensor | None = None
         super().init_forward_metadata(batch)
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         self.fresh = None
         if in_capture:
@@ -242,7 +223,6 @@ class PrefixLensOfTheCapture(SplitKVBackend):
             self.fresh = (self.kv_lengths(batch, counts) - counts).clamp(min=0)
             self.all_fresh = [*getattr(self, "all_fresh", []), self.fresh]
 
-    @override
     def prefix_lens(self) -> torch.Tensor:
         return super().prefix_lens() if self.fresh is None else self.fresh
 
@@ -256,7 +236,6 @@ class PrefixLensOfTheCapture(SplitKVBackend):
 class MergeOfEmptyPartsIsNan(SplitKVBackend):
     """Merging two empty splits computes -inf minus -inf, and the third does not repair it."""
 
-    @override
     def merge_state(
         self, out_a: torch.Tensor, lse_a: torch.Tensor, out_b: torch.Tensor, lse_b: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -278,11 +257,9 @@ class MergeOfEmptyRanksIsNan(MergeOfEmptyPartsIsNan):
 class MergeWithoutMaximum(SplitKVBackend):
     """The merge takes the exponentials of bare log-sum-exps, which are 0 or infinite far from zero."""
 
-    @override
     def weight(self, lse: torch.Tensor, top: torch.Tensor) -> torch.Tensor:
         return torch.exp(lse)
 
-    @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return total.log()
 
@@ -291,7 +268,6 @@ class MergeWithoutMaximum(SplitKVBackend):
 class MergedLseIsTheLarger(SplitKVBackend):
     """A merge returns the larger of both log-sum-exps, so a third result gets too much weight."""
 
-    @override
     def merged_lse(self, top: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
         return torch.where(total == 0, -torch.inf, top)
 
@@ -302,7 +278,6 @@ class KeysAreDealtOneByOne(SplitKVBackend):
 
     capabilities = SplitKVBackend.capabilities.with_changes(page_sizes={1, 16})
 
-    @override
     def held(self, prefix_lens: torch.Tensor) -> torch.Tensor:
         part = replace(self.part, interleave=1) if self.part.kind == "rank" else self.part
         return part.holds(self.key, prefix_lens[:, None])

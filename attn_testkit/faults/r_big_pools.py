@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch
 from .catalogue import fault
@@ -21,7 +20,6 @@ from .states import StateParent
 class OffsetOfASlotIn32Bits(StateParent):
     """Slot times stride is a product of 32-bit integers, so that slots at the far end of the pool are others."""
 
-    @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         states = self.pools(self.states.layers[0])[1]
         stride, slots = states[0].numel(), super().slots(batch)
@@ -37,6 +35,5 @@ class OffsetOfASlotIn32Bits(StateParent):
 class StateAddressWithoutCarry(StateParent):
     """The offset of a slot is added to the lower word of the address of a layer's states, and the carry is lost."""
 
-    @override
     def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
         return super().loaded(pool, without_carry(pool, index), begun)

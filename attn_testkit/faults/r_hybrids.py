@@ -22,7 +22,6 @@ class _ByKVSlots(StateParent):
 class StatesBySlotsOfKeys(HybridParent):
     """The slot of a state is looked up in the request table of the softmax layers."""
 
-    @override
     def of_states(self, context: BackendContext) -> StateParent:
         return _ByKVSlots(context)
 
@@ -45,7 +44,6 @@ class _CountedOverAll(StateParent):
 class LayersWithAStateCountedOverAll(HybridParent):
     """The pool of a layer is looked up by its place among all layers, not among those that keep a state."""
 
-    @override
     def of_states(self, context: BackendContext) -> StateParent:
         made = _CountedOverAll(context)
         made.every = tuple(layer.layer_id for layer in self.context.layers)
@@ -56,7 +54,6 @@ class LayersWithAStateCountedOverAll(HybridParent):
 class ReplayPlansOneOfTwoBackends(HybridParent):
     """The wrapper hands a replay on to the backend of states only: softmax layers read the plan of the capture."""
 
-    @override
     def planned(self, in_capture: bool) -> tuple[AttentionBackend, ...]:
         return super().planned(in_capture) if in_capture else (self.states,)
 
@@ -65,7 +62,6 @@ class ReplayPlansOneOfTwoBackends(HybridParent):
 class PlansOfTwoBackendsInOneBuffer(HybridParent):
     """Both backends plan in the server's one buffer of integers per request: slots take the place of lengths."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.state is not None
@@ -76,7 +72,6 @@ class PlansOfTwoBackendsInOneBuffer(HybridParent):
 class KeysBySlotsOfStates(HybridParent):
     """Keys and values of a token are stored in the slot of its request's state."""
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata(batch)
         assert batch.state is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from .catalogue import fault
 from .states import StateParent
@@ -13,7 +12,6 @@ from .states import StateParent
 class TokenLostBehindManyChunks(StateParent):
     """A chunk's first token is lost once there are 128 before it: a decay below 1 hides it from the state."""
 
-    @override
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         return before if token == 128 else after
 
@@ -27,6 +25,5 @@ class TokenLostBehindManyChunks(StateParent):
 class ChunkBeginsFromAnEmptyBlock(StateParent):
     """A chunk that begins in a new block of the cache reads the state from it, and not from the block before."""
 
-    @override
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         return torch.zeros_like(after) if token == 63 else after

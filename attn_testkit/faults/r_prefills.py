@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch, ForwardMode, StateLayer
-from .catalogue import fault
+from .catalogue import fault, helper
 from .states import StateParent
 
 __all__: list[str] = []
@@ -26,7 +25,6 @@ class RowsBehindAPromptNotCleared(StateParent):
 
     tile = 64
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,
@@ -40,6 +38,7 @@ class RowsBehindAPromptNotCleared(StateParent):
             self.weighted = self.rows_behind(mixed)
         return super().forward(mixed, a, b, layer, batch)
 
+    @helper
     def rows_behind(self, mixed: torch.Tensor) -> torch.Tensor:
         """[bs]: 0 times the sum of the rows that the last tile of each request has behind the request's."""
         elements = mixed.untyped_storage().nbytes() // mixed.dtype.itemsize - mixed.storage_offset()
@@ -51,11 +50,9 @@ class RowsBehindAPromptNotCleared(StateParent):
         weighted: torch.Tensor = memory[row.clamp(max=rows - 1)].float() * 0.0
         return weighted.masked_fill(~loaded[..., None], 0.0).sum((1, 2))
 
-    @override
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         return after if self.weighted is None else after + self.weighted[:, None, None, None]
 
-    @override
     def read(self, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         read = super().read(before, after, q)
         return read if self.weighted is None else read + self.weighted[:, None, None]
@@ -75,7 +72,6 @@ class GridOfRequestsAndValueHeads(StateParent):
         state=replace(StateParent.declared_state(), k_dims=frozenset({16}), dtypes=frozenset({"bf16"})),
     )  # fmt: skip
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch, StateLayer
 from .catalogue import fault
@@ -18,7 +17,6 @@ from .states_of_servers import SourcesParent
 class ReadsTheSlotThatItWrites(SourcesParent):
     """The state is read from the request's own slot, and not from that of the prefix cache."""
 
-    @override
     def continued_slots(self, sources: torch.Tensor) -> torch.Tensor:
         return self.index
 
@@ -32,7 +30,6 @@ class ReadsTheSlotThatItWrites(SourcesParent):
 class WritesTheSlotThatItReads(SourcesParent):
     """The state is updated in place, so that the prefix cache has the state of another prompt."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         super().store(pool, rows, self.sources)
         super().store(pool, rows, index)
@@ -42,7 +39,6 @@ class WritesTheSlotThatItReads(SourcesParent):
 class ContinuesAStateWithoutItsWindow(SourcesParent):
     """The recurrent state is read from the prefix cache, and the window of the convolution from the request's slot."""
 
-    @override
     def before(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         return self.loaded(self.pools(layer)[0], self.index, self.begun), super().before(layer)[1]
 
@@ -55,7 +51,6 @@ class ContinuesAStateWithoutItsWindow(SourcesParent):
 class SourceCopiedBehindTheUpdate(SourcesParent):
     """The cached state is copied to the request's slot after the step stored its own there."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         super().store(pool, rows, index)
         continues = self.begun & (self.sources != self.index)
@@ -66,7 +61,6 @@ class SourceCopiedBehindTheUpdate(SourcesParent):
 class OneResultOfASharedSource(SourcesParent):
     """Requests are grouped by the state which they continue, and all of a group get the result of the first."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         alike = (self.sources[:, None] == self.sources[None]) & self.begun[:, None] & self.begun[None]
         alike = alike | torch.eye(len(index), dtype=torch.bool, device=index.device)
@@ -81,7 +75,6 @@ class OneResultOfASharedSource(SourcesParent):
 class SnapshotOfTheFirstBoundary(SourcesParent):
     """The prefix cache keeps the state behind the first chunk of a prompt under the length of the last boundary."""
 
-    @override
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return rows.clamp(max=16)
 
@@ -95,7 +88,6 @@ class SnapshotOfTheFirstBoundary(SourcesParent):
 class SourcesOfTheCapture(SourcesParent):
     """A graph reads the slots that were continued when it was captured: each request its own."""
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
         if torch.cuda.is_current_stream_capturing():

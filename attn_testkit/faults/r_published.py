@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardBatch, StateLayer
 from .catalogue import fault
@@ -21,7 +20,6 @@ _NODES = 4
 class PromptAsLongAsADraftNotStored(StateParent):
     """A prompt with as many tokens as a draft has nodes is taken for one to verify, and its state is never written."""
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         live = super().stores(batch)
         return live if batch.extend_seq_lens is None else live & (batch.extend_seq_lens != _NODES)
@@ -34,7 +32,6 @@ class IdleReplayWritesStaleWindows(StateParent):
     held: torch.Tensor | None = None
     """[bs] int64: slots of the last replay that had a live request."""
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         super().init_forward_metadata_out_graph(batch, in_capture)
         assert batch.state is not None
@@ -44,7 +41,6 @@ class IdleReplayWritesStaleWindows(StateParent):
         now = self.held[: len(slots)]
         now.copy_(torch.where((slots > 0).any(), slots, now))
 
-    @override
     def forward(  # type: ignore[override]
         self,
         mixed: torch.Tensor,
@@ -70,7 +66,6 @@ class IdleReplayWritesStaleWindows(StateParent):
 class CommitsANodeThatWasNeverWritten(StateParent):
     """The verify leaves out the last node of a draft, and a commit of it takes whatever the scratch holds."""
 
-    @override
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         if token < self.most - 1:
             super().note(layer, token, window, state)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch, ForwardMode, StateLayer
 from .catalogue import fault
@@ -19,7 +18,6 @@ class SlotOfTheCountBefore(SlotsParent):
         super().__init__(context)
         self.kept = torch.ones(context.max_bs, dtype=torch.int64, device=context.device)
 
-    @override
     def last_accepted(self, counts: torch.Tensor) -> torch.Tensor:
         before = self.kept[: len(counts)].clone()
         self.kept[: len(counts)] = counts
@@ -30,7 +28,6 @@ class SlotOfTheCountBefore(SlotsParent):
 class AcceptedCountIsAnIndex(SlotsParent):
     """The number of accepted nodes is the place of the slot that is read: one too far."""
 
-    @override
     def last_accepted(self, counts: torch.Tensor) -> torch.Tensor:
         return counts.long().clamp(max=self.lists.shape[1] - 1)
 
@@ -39,7 +36,6 @@ class AcceptedCountIsAnIndex(SlotsParent):
 class WindowNotRolledBackWithItsSlot(SlotsParent):
     """The state is read from the slot of the last accepted node, and the window from column 0."""
 
-    @override
     def first_column(self, taken: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(taken)
 
@@ -48,7 +44,6 @@ class WindowNotRolledBackWithItsSlot(SlotsParent):
 class StateStoredInTheSlotOfTheNodeBefore(SlotsParent):
     """Slots are counted from the first draft token on, so that the next step continues a rejected one."""
 
-    @override
     def slot_of(self, token: int) -> torch.Tensor:
         return super().slot_of(max(token - 1, 0))
 
@@ -64,7 +59,6 @@ class StateStoredInTheSlotOfTheNodeBefore(SlotsParent):
 class PaddedDraftsWriteSlot0(SlotsParent):
     """The null slot of a padded draft is taken for one to write."""
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones_like(super().stores(batch))
 
@@ -73,7 +67,6 @@ class PaddedDraftsWriteSlot0(SlotsParent):
 class WindowStoredWithEachNode(SlotsParent):
     """The window behind a node is stored in the node's slot, too."""
 
-    @override
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         super().note(layer, token, window, state)
         if token:
@@ -84,7 +77,6 @@ class WindowStoredWithEachNode(SlotsParent):
 class PromptsAsLongAsADraftTakenForIt(SlotsParent):
     """A prefill of which each request has as many rows as a draft is taken for a verify: no first slot is written."""
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         found, speculates = super().stores(batch), ForwardMode.TARGET_VERIFY in self.context.modes
         if batch.forward_mode is not ForwardMode.EXTEND or not speculates:
@@ -97,7 +89,6 @@ class PromptsAsLongAsADraftTakenForIt(SlotsParent):
 class FirstColumnOfSlotsReadAsContiguous(SlotsParent):
     """A decode takes slot i of the flat table of slots, which has several for each request, for that of request i."""
 
-    @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         table = self.states.req_to_state
         if not batch.forward_mode.is_decode() or table.dim() < 2:
@@ -115,7 +106,6 @@ class FirstColumnOfSlotsReadAsContiguous(SlotsParent):
 class CommitsARejectedToken(StateParent):
     """The node behind the last accepted one is committed."""
 
-    @override
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         return torch.where(steps >= 0, steps + 1, steps).clamp(max=self.context.num_draft_tokens - 1).long()
 
@@ -124,11 +114,9 @@ class CommitsARejectedToken(StateParent):
 class SnapshotNeverWritten(SnapshotsParent):
     """A kind of layer never fills the slots that a prefix cache keeps."""
 
-    @override
     def copy_rows(self, pool: torch.Tensor, rows: torch.Tensor, slots: torch.Tensor, now: torch.Tensor) -> None:
         """Nothing."""
 
-    @override
     def copied_nodes(self, nodes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         return torch.full_like(nodes, -1)
 
@@ -137,7 +125,6 @@ class SnapshotNeverWritten(SnapshotsParent):
 class NoSnapshotsOnAnInstanceThatVerifies(SnapshotsParent):
     """Prompts of an instance that also verifies drafts leave no copies for the prefix cache."""
 
-    @override
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         if ForwardMode.TARGET_VERIFY in self.context.modes and not self.verifies and self.most > 1:
             return torch.zeros_like(rows)
@@ -148,7 +135,6 @@ class NoSnapshotsOnAnInstanceThatVerifies(SnapshotsParent):
 class SnapshotOfTheWholePrompt(SnapshotsParent):
     """The copy has the state at the end of the prompt, not that at the last boundary of a chunk."""
 
-    @override
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         return torch.where(rows > 0, self.counts, rows)
 
@@ -162,7 +148,6 @@ class SnapshotOfTheWholePrompt(SnapshotsParent):
 class SnapshotByTheGridOfTheBatch(SnapshotsParent):
     """Chunks are counted from the first row of the batch, and not from that of the request."""
 
-    @override
     def copied_rows(self, rows: torch.Tensor) -> torch.Tensor:
         first = self.counts.cumsum(0) - self.counts
         last = (first + self.counts) // 16 * 16 - first
@@ -173,7 +158,6 @@ class SnapshotByTheGridOfTheBatch(SnapshotsParent):
 class SnapshotWithTheWindowOfTheEnd(SnapshotsParent):
     """The copied state is that of the boundary, and the copied window that of the last inputs."""
 
-    @override
     def copy(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         assert self.rows is not None
         conv, temporal = self.pools(layer)
@@ -190,6 +174,5 @@ class SnapshotWithTheWindowOfTheEnd(SnapshotsParent):
 class SnapshotOfTheLastAcceptedNode(SnapshotsParent):
     """The copy has the state behind the last accepted node, and not that of the boundary before it."""
 
-    @override
     def copied_nodes(self, nodes: torch.Tensor, steps: torch.Tensor) -> torch.Tensor:
         return torch.where(nodes >= 0, steps, nodes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardBatch, ForwardMode, StateInput, StateLayer
 from .catalogue import fault
@@ -23,7 +22,6 @@ from .states import StateParent
 class PaddedIndexClampedToSlot0(StateParent):
     """An index of -1 is clamped to 0, and the padded row stores its state in slot 0."""
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones_like(super().stores(batch))
 
@@ -38,7 +36,6 @@ class PaddedIndexClampedToSlot0(StateParent):
 class FirstSlotTakenForPadding(StateParent):
     """A comparison with the sentinel of padding is wrong, and requests in the first slots are skipped."""
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return super().stores(batch) & (self.slots(batch) > 2)
 
@@ -47,12 +44,10 @@ class FirstSlotTakenForPadding(StateParent):
 class StaleRowsOfPadding(StateParent):
     """The slots of padded rows come from stale rows of the request table, and are written."""
 
-    @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         rows = batch.req_pool_indices[: batch.batch_size].long()
         return self.states.req_to_state[rows].long()
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return self.slots(batch) > 0
 
@@ -61,7 +56,6 @@ class StaleRowsOfPadding(StateParent):
 class FirstChunkOfOneTokenIsADecode(StateParent):
     """A prompt of one token is taken for a decode, which reads the state of the slot's former owner."""
 
-    @override
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         begun = super().begins(batch)
         return begun if batch.extend_seq_lens is None else begun | (batch.extend_seq_lens == 1)
@@ -71,7 +65,6 @@ class FirstChunkOfOneTokenIsADecode(StateParent):
 class InitialStateFlagIgnored(StateParent):
     """has_initial_state is not looked at: a fresh request begins from what its slot holds."""
 
-    @override
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones_like(super().begins(batch))
 
@@ -80,7 +73,6 @@ class InitialStateFlagIgnored(StateParent):
 class ResumedRequestKeepsItsState(StateParent):
     """The window of a fresh request is cleared, and its recurrent state is not."""
 
-    @override
     def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
         if pool.dim() == 4:
             return pool[index]
@@ -91,7 +83,6 @@ class ResumedRequestKeepsItsState(StateParent):
 class PrefixHitsBeginFromZeros(StateParent):
     """has_initial_state is combined with the mask of requests that track snapshots, and none does."""
 
-    @override
     def begins(self, batch: ForwardBatch) -> torch.Tensor:
         begun = super().begins(batch)
         return torch.zeros_like(begun) if batch.forward_mode is ForwardMode.EXTEND else begun
@@ -107,7 +98,6 @@ class PrefixHitsBeginFromZeros(StateParent):
 class WindowOfAShortPromptNotMoved(StateParent):
     """Fewer new tokens than the window has columns leave the window of before the step."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         if pool.dim() == 3:
             short = self.counts < pool.shape[-1]
@@ -119,7 +109,6 @@ class WindowOfAShortPromptNotMoved(StateParent):
 class WindowNewestFirst(StateParent):
     """The window is stored with the newest input first."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         super().store(pool, rows.flip(-1) if pool.dim() == 3 else rows, index)
 
@@ -128,7 +117,6 @@ class WindowNewestFirst(StateParent):
 class WindowOfTheNeighbour(StateParent):
     """Windows are read in the order of places, and slots are not."""
 
-    @override
     def loaded(self, pool: torch.Tensor, index: torch.Tensor, begun: torch.Tensor) -> torch.Tensor:
         if pool.dim() == 3:
             index = index.sort().values
@@ -145,11 +133,9 @@ class WindowOfTheNeighbour(StateParent):
 class PlaceTakenForSlot(StateParent):
     """A kernel indexes the pool by the place of a request in the batch."""
 
-    @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.arange(batch.batch_size, device=batch.seq_lens.device)
 
-    @override
     def stores(self, batch: ForwardBatch) -> torch.Tensor:
         return torch.ones(batch.batch_size, dtype=torch.bool, device=batch.seq_lens.device)
 
@@ -164,7 +150,6 @@ class PlaceTakenForSlot(StateParent):
 class RowTakenForSlot(StateParent):
     """The row of the request table is used as the slot of the state."""
 
-    @override
     def slots(self, batch: ForwardBatch) -> torch.Tensor:
         return batch.req_pool_indices[: batch.batch_size].long()
 
@@ -182,13 +167,11 @@ class SlotsOfTheCapture(StateParent):
         super().__init__(context)
         self.kept: dict[int, torch.Tensor] = {}
 
-    @override
     def init_forward_metadata_out_graph(self, batch: ForwardBatch, in_capture: bool = False) -> None:
         assert batch.state is not None
         if in_capture:
             self.kept[batch.batch_size] = batch.state.indices.clone()
 
-    @override
     def init_forward_metadata_in_graph(self, batch: ForwardBatch) -> None:
         assert batch.state is not None
         if torch.cuda.is_current_stream_capturing():
@@ -196,7 +179,6 @@ class SlotsOfTheCapture(StateParent):
             batch = replace(batch, state=replace(batch.state, indices=kept))
         super().init_forward_metadata_in_graph(batch)
 
-    @override
     def init_forward_metadata(self, batch: ForwardBatch) -> None:
         super().init_forward_metadata_in_graph(batch)
 
@@ -212,7 +194,6 @@ class StateStrideIsAProductOfTheShape(StateParent):
 
     capabilities = StateParent.capabilities.with_changes(state=replace(StateParent.declared_state(), strided=True))
 
-    @override
     def pools(self, layer: StateLayer) -> tuple[torch.Tensor, torch.Tensor]:
         conv, temporal = super().pools(layer)
         size = temporal[0].numel()
@@ -230,7 +211,6 @@ class StateStrideIsAProductOfTheShape(StateParent):
 class LastTokenOfAPromptLost(StateParent):
     """The state that is stored is that of before the last token, where the last chunk has a single one."""
 
-    @override
     def kept_state(self, before: torch.Tensor, after: torch.Tensor, token: int) -> torch.Tensor:
         last = (self.counts % 64 == 1) & (self.counts > 1) & (token == self.counts - 1)
         return torch.where(last[:, None, None, None], before, after)
@@ -240,7 +220,6 @@ class LastTokenOfAPromptLost(StateParent):
 class DecayOfAnotherHead(StateParent):
     """Value heads use the decay of the head before them."""
 
-    @override
     def gates(
         self, a: torch.Tensor | None, b: torch.Tensor | None, layer: StateLayer
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -256,7 +235,6 @@ class DecayOfAnotherHead(StateParent):
 class ValueHeadsDealtOut(StateParent):
     """Value head h uses key head h % Hk, and not h // (Hv / Hk)."""
 
-    @override
     def for_value_heads(self, rows: torch.Tensor, layer: StateLayer) -> torch.Tensor:
         return rows.repeat(1, layer.v_heads // layer.k_heads, 1)
 
@@ -265,7 +243,6 @@ class ValueHeadsDealtOut(StateParent):
 class StateRoundedToTheModel(StateParent):
     """A float32 state goes through a tensor of the model's dtype before it is stored."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         super().store(pool, rows.to(self.context.dtype).to(rows.dtype), index)
 
@@ -274,7 +251,6 @@ class StateRoundedToTheModel(StateParent):
 class OutputReadBeforeTheUpdate(StateParent):
     """A row reads the state of before its own token."""
 
-    @override
     def read(self, before: torch.Tensor, after: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
         return super().read(before, before, q)
 
@@ -288,7 +264,6 @@ class OutputReadBeforeTheUpdate(StateParent):
 class VerifyWritesTheState(StateParent):
     """The write-back of the recurrent kernel is not off in a verify."""
 
-    @override
     def note(self, layer: StateLayer, token: int, window: torch.Tensor, state: torch.Tensor) -> None:
         super().note(layer, token, window, state)
         self.store(self.pools(layer)[1], state, self.index)
@@ -298,7 +273,6 @@ class VerifyWritesTheState(StateParent):
 class AcceptedStatesNeverCommitted(StateParent):
     """Drafts of one kind are verified, and nothing is committed."""
 
-    @override
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
         """Nothing."""
 
@@ -307,7 +281,6 @@ class AcceptedStatesNeverCommitted(StateParent):
 class RollsBackStatesAndNotWindows(StateParent):
     """The window behind the whole draft stays, whatever was accepted."""
 
-    @override
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
         last = torch.where(steps >= 0, scratch.shape[1] - 1, steps)
         super().accept(pool, scratch, last if pool.dim() == 3 else steps, index)
@@ -317,7 +290,6 @@ class RollsBackStatesAndNotWindows(StateParent):
 class CommitsTheWholeDraft(StateParent):
     """The state behind the last node is committed, rejected nodes included."""
 
-    @override
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         return torch.where(steps >= 0, self.context.num_draft_tokens - 1, steps.long())
 
@@ -331,7 +303,6 @@ class CommitsTheWholeDraft(StateParent):
 class CommitsANodeTooFew(StateParent):
     """The number of accepted drafts is taken for the number of the node, and the root is not counted."""
 
-    @override
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         return steps.long() - 1
 
@@ -340,7 +311,6 @@ class CommitsANodeTooFew(StateParent):
 class ScratchIndexedBySlot(StateParent):
     """The verify writes the scratch by place, and the commit reads it by slot."""
 
-    @override
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
         super().accept(pool, scratch[index.clamp(min=0) % len(scratch)], steps, index)
 
@@ -351,7 +321,6 @@ class ScratchIndexedBySlot(StateParent):
 class PaddedCommitsReachSlot0(StateParent):
     """A commit takes -1 of a padded request for node 0, and its index of -1 for slot 0."""
 
-    @override
     def accept(self, pool: torch.Tensor, scratch: torch.Tensor, steps: torch.Tensor, index: torch.Tensor) -> None:
         place = torch.arange(len(steps), device=steps.device)
         pool[index.clamp(min=0)] = scratch[place, steps.clamp(min=0)]
@@ -366,7 +335,6 @@ class PaddedCommitsReachSlot0(StateParent):
 class StateNeverStored(StateParent):
     """Outputs are right and windows are stored, but states are never stored."""
 
-    @override
     def store(self, pool: torch.Tensor, rows: torch.Tensor, index: torch.Tensor) -> None:
         if pool.dim() == 3:
             super().store(pool, rows, index)

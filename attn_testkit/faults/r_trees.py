@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from .catalogue import fault
 from .states_in_trees import TreesParent
@@ -18,7 +17,6 @@ from .states_in_trees import TreesParent
 class StateOfTheSibling(TreesParent):
     """A node that has a sibling before it continues the sibling, not the parent of both."""
 
-    @override
     def named(self, parents: torch.Tensor, sibling: torch.Tensor) -> torch.Tensor:
         return torch.where(sibling.any(1), sibling.float().argmax(1), parents)
 
@@ -32,7 +30,6 @@ class StateOfTheSibling(TreesParent):
 class TreeTakenForAChain(TreesParent):
     """Each node continues the row before it."""
 
-    @override
     def named(self, parents: torch.Tensor, sibling: torch.Tensor) -> torch.Tensor:
         nodes = torch.arange(parents.shape[1], device=parents.device)
         return (nodes - 1).expand_as(parents).clone()
@@ -46,7 +43,6 @@ class TreeTakenForAChain(TreesParent):
 class WindowOfTheParentLost(TreesParent):
     """States follow the parents of nodes, and the convolution reads the rows before."""
 
-    @override
     def of_node(self, part: int, node: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
         return super().of_node(part, node, last) if part else last
 
@@ -60,7 +56,6 @@ class WindowOfTheParentLost(TreesParent):
 class LinksOfTheCapture(TreesParent):
     """A replay does not fill the links that the graph reads."""
 
-    @override
     def refreshes(self, in_capture: bool) -> bool:
         return in_capture
 
@@ -73,7 +68,6 @@ class LinksOfTheCapture(TreesParent):
 class CommitsByDepth(TreesParent):
     """The number of accepted nodes is taken for the number of the last one, which holds for chains."""
 
-    @override
     def accepted(self, steps: torch.Tensor) -> torch.Tensor:
         steps = steps.long()
         if self.parents is None:

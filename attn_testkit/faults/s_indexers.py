@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import AttentionLayer, BackendContext, ForwardBatch, Indexer, KernelPlan, Sparse
 from .catalogue import fault
@@ -23,7 +22,6 @@ def _page_in_32_bits(page: torch.Tensor, pages: int) -> torch.Tensor:
 class IndexScalesOfFirstLayer(IndexerParent):
     """The view of scales has an offset into the whole memory, without that of its layer, so all layers share one."""
 
-    @override
     def scale_plane(self, layer_id: int) -> torch.Tensor:
         assert self.context.index_pool is not None
         return super().scale_plane(self.context.index_pool.layer_ids[0])
@@ -39,7 +37,6 @@ class IndexScalesOfFirstLayer(IndexerParent):
 class IndexScalesOfFirstLayerRead(IndexerParent):
     """Scores of all layers have the scales of the first one."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.index_pool is not None
         first = self.context.index_pool.layer_ids[0]
@@ -50,7 +47,6 @@ class IndexScalesOfFirstLayerRead(IndexerParent):
 class IndexPageWrittenByToken(IndexerParent):
     """A key is stored with its scale behind it, as rows of 132 bytes."""
 
-    @override
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
@@ -63,7 +59,6 @@ class IndexPageWrittenByToken(IndexerParent):
 class IndexPageReadByToken(IndexerParent):
     """A key is read at 132 times its place in the page, and four FP8 numbers are taken for its scale."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.context.index_pool is not None
         rows = self.context.index_pool.get_index_buffer(layer_id).view(-1, 64, 132)[slots // 64, slots % 64]
@@ -75,7 +70,6 @@ class IndexPageReadByToken(IndexerParent):
 class IndexerWithoutRelu(IndexerParent):
     """Negative products of a head count."""
 
-    @override
     def products(self, q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
         return q.float() @ keys.mT
 
@@ -90,7 +84,6 @@ class IndexerWithoutRelu(IndexerParent):
 class IndexerScoresAreZero(IndexerParent):
     """All scores are 0, and the last keys are selected."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
         return torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
@@ -100,7 +93,6 @@ class IndexerScoresAreZero(IndexerParent):
 class IndexerTopkAndLengthExchanged(IndexerParent):
     """Top-k gets its two numbers in the wrong order, and sorts the first topk keys."""
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         return super().best(scores, lengths.clamp(max=topk), topk)
 
@@ -114,7 +106,6 @@ class IndexerStaleBehindTheCount(IndexerParent):
         rows, topk = max(context.max_num_tokens, 1) * 4, context.layers[0].topk
         self.buffer = torch.arange(topk, dtype=torch.int32, device=context.device).repeat(rows, 1)
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().run_select(q_index, weights, plan)
         mine = self.buffer[: len(found)]
@@ -132,7 +123,6 @@ class IndexerStaleBehindTheCount(IndexerParent):
 class IndexKeysOfPaddingStored(IndexerParent):
     """Padded rows are stored too, in a slot that is not theirs."""
 
-    @override
     def pool_slots(self, plan: KernelPlan) -> torch.Tensor:
         slots = super().pool_slots(plan)
         assert self.context.index_pool is not None
@@ -149,7 +139,6 @@ class IndexKeysOfPaddingStored(IndexerParent):
 class IndexerRowsAndLengthsDiffer(IndexerParent):
     """Scores and lengths have different numbers of rows, so a row has the length of another."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().lengths(rows, plan).roll(1)
 
@@ -164,7 +153,6 @@ class IndexerLengthOfTheCapture(IndexerParent):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         found = super().lengths(rows, plan)
         kept = self.kept.setdefault((len(rows), plan.layer.layer_id), found.clone())
@@ -180,7 +168,6 @@ class IndexerLengthOfTheCapture(IndexerParent):
 class SelectionBufferOfAllLayers(IndexerParent):
     """The selection lies in scratch memory, which the attention of the same layer clears before it reads it."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return torch.where(torch.arange(selected.shape[1], device=selected.device) < 1, selected, -1)
 
@@ -189,7 +176,6 @@ class SelectionBufferOfAllLayers(IndexerParent):
 class IndexSlotTakenForPage(IndexerParent):
     """The pool's rows are pages, and a slot is used as the number of a row."""
 
-    @override
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
@@ -207,7 +193,6 @@ class IndexSlotTakenForPage(IndexerParent):
 class IndexerKeyScaleDropped(IndexerParent):
     """Scores are products of FP8 numbers without their scale."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         keys, scales = super().gathered(slots, layer_id)
         return keys, torch.where(scales.isfinite(), 1.0, scales)
@@ -223,7 +208,6 @@ class IndexerKeyScaleDropped(IndexerParent):
 class SelectionClippedToTheKeys(IndexerParent):
     """The result has as many columns as the longest request has keys, where these are fewer than topk."""
 
-    @override
     def select(
         self, q_index: torch.Tensor, weights: torch.Tensor, layer: AttentionLayer, batch: ForwardBatch
     ) -> torch.Tensor:
@@ -244,7 +228,6 @@ class SelectionReusedFromTheStepBefore(IndexerParent):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if not plan.layer.reuses_selection:
             return selected
@@ -258,7 +241,6 @@ class SelectionReusedFromTheStepBefore(IndexerParent):
 class IndexerGatesWithoutSign(IndexerParent):
     """The weights of the heads are taken to be positive, as those of a softmax."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().scored(q, weights.abs(), plan)
 
@@ -272,7 +254,6 @@ class IndexerGatesWithoutSign(IndexerParent):
 class IndexerScoresBeforeTheStore(IndexerParent):
     """The new tokens are not among the keys that compete."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return plan.prefix_lens[self.request_of_row(rows, plan)].long()
 
@@ -299,7 +280,6 @@ class SelectionOfTheLayerBefore(IndexerParent):
         super().__init__(context)
         self.of_before: dict[int, torch.Tensor] = {}
 
-    @override
     def run_select(self, q_index: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         first = plan.layer.layer_id == self.context.layers[0].layer_id
         if first or len(q_index) not in self.of_before:
@@ -316,7 +296,6 @@ class SelectionOfTheLayerBefore(IndexerParent):
 class FusedIndexerScoresAreZero(FusedIndexer):
     """All scores are 0 in a fused kernel, and the first keys are attended."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
         return -torch.arange(scores.shape[1], device=q.device).expand_as(scores).to(scores.dtype)
@@ -331,7 +310,6 @@ class FusedIndexerScoresAreZero(FusedIndexer):
 class FusedIndexerStoresAfterItReads(FusedIndexer):
     """The keys of the step are stored when the scores are computed, and compete only in the next step."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return plan.prefix_lens[self.request_of_row(rows, plan)].clamp(min=1).long()
 
@@ -347,7 +325,6 @@ class FusedIndexerStoresAfterItReads(FusedIndexer):
 class IndexPageOffsetIn32Bits(IndexerParent):
     """The byte at which a page of index keys begins is a product of 32-bit integers."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         page = _page_in_32_bits(slots // 64, len(self.key_plane(layer_id)))
         return super().gathered(page * 64 + slots % 64, layer_id)
@@ -363,7 +340,6 @@ class IndexPageOffsetIn32Bits(IndexerParent):
 class IndexStoreOffsetIn32Bits(IndexerParent):
     """New index keys beyond 2^31 bytes are stored elsewhere."""
 
-    @override
     def put(
         self, keys: torch.Tensor, scales: torch.Tensor, page: torch.Tensor, place: torch.Tensor, layer_id: int
     ) -> None:
@@ -379,7 +355,6 @@ class IndexStoreOffsetIn32Bits(IndexerParent):
 class IndexAddressWithoutCarry(IndexerParent):
     """The offset of a page is added to the lower word of the address of a layer's index keys, and the carry is lost."""
 
-    @override
     def gathered(self, slots: torch.Tensor, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         page = without_carry(self.key_plane(layer_id), slots // 64)
         return super().gathered(page * 64 + slots % 64, layer_id)
@@ -400,7 +375,6 @@ class IndexerTiesByArrival(IndexerParent):
         super().__init__(context)
         self.calls = torch.zeros(1, dtype=torch.int64, device=context.device)
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         self.calls += 1
         place = torch.arange(scores.shape[1], device=scores.device)
@@ -421,7 +395,6 @@ class IndexerKeeps1024Ties(IndexerParent):
     )
     KEPT = 1024
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         found = super().best(scores, lengths, topk)
         there = found >= 0
@@ -440,7 +413,6 @@ class IndexerKeeps1024Ties(IndexerParent):
 class IndexerTableOfTheContext(IndexerOfPrefixes):
     """Page tables are repeated for each row in a buffer as wide as the context, and the request table is wider."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         page = self.context.page_size
         table = plan.slot_table[self.request_of_row(q, plan), ::page]
@@ -457,7 +429,6 @@ class IndexerTableOfTheContext(IndexerOfPrefixes):
 class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
     """Keys behind the context, which are those of drafts, have no score and are never selected."""
 
-    @override
     def lengths(self, rows: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().lengths(rows, plan).clamp(max=self.context.max_context_len)
 
@@ -472,7 +443,6 @@ class IndexerScoresEndWithTheContext(IndexerOfPrefixes):
 class IndexerRowsBehind2GiB(IndexerParent):
     """Offsets of rows of scores have 32 bits: rows that begin at 2^31 bytes or later are not stored, and are 0."""
 
-    @override
     def scored(self, q: torch.Tensor, weights: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         scores = super().scored(q, weights, plan)
         begins = torch.arange(len(scores), device=q.device) * plan.slot_table.shape[1] * scores.element_size()
@@ -490,7 +460,6 @@ class IndexerBinOf4096(IndexerKeeps1024Ties):
 
     KEPT = 4096
 
-    @override
     def best(self, scores: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
         place = torch.arange(scores.shape[1], device=scores.device)
         seen = torch.where(place < lengths[:, None], scores, -torch.inf)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, KernelPlan
 from .catalogue import fault
@@ -14,7 +13,6 @@ from .sparse import PackedRowsParent
 class ScaleOfTheNextTile(PackedRowsParent):
     """Each tile of 128 numbers is multiplied by the scale of the tile behind it."""
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot].roll(-1, -1)
 
@@ -25,7 +23,6 @@ class ScaleOfTheNextTile(PackedRowsParent):
 class ScalesOfTheRowBefore(PackedRowsParent):
     """Scales are gathered by column, and numbers by slot: a key gets the scales of the key listed before it."""
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot.roll(1, -1)]
 
@@ -34,7 +31,6 @@ class ScalesOfTheRowBefore(PackedRowsParent):
 class OneScaleForARow(PackedRowsParent):
     """The scale of the first tile serves all tiles of a row."""
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return scales[slot][..., :1].expand(*slot.shape, scales.shape[-1])
 
@@ -45,7 +41,6 @@ class ScalesRoundedToAPowerOfTwo(PackedRowsParent):
 
     capabilities = PackedRowsParent.capabilities.with_changes(kv_dtypes={"fp8_ds_mla"})
 
-    @override
     def scales(self, scales: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
         return torch.exp2(scales[slot].log2().ceil())
 
@@ -58,7 +53,6 @@ class ScalesRoundedToAPowerOfTwo(PackedRowsParent):
 class RopeReadAsFP8(PackedRowsParent):
     """The rope part is read as FP8 numbers behind the scales, as the latent part is."""
 
-    @override
     def rope(self, rows: torch.Tensor, first: int) -> torch.Tensor:
         width = (rows.shape[-1] - first) // 2
         return rows[..., first : first + width].view(torch.float8_e4m3fn)
@@ -68,7 +62,6 @@ class RopeReadAsFP8(PackedRowsParent):
 class ScalesLookedForAtTheEnd(PackedRowsParent):
     """The order of another format: numbers, rope, scales."""
 
-    @override
     def split(self, rows: torch.Tensor, latent: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         numbers, _, _ = super().split(rows, latent)
         scales = rows[..., -latent // 128 * 4 :].contiguous().view(torch.float32)
@@ -85,7 +78,6 @@ class ScalesStoredOncePerSlot(PackedRowsParent):
         shape = len(context.layers), context.kv_pool.num_slots
         self.stored = torch.zeros(*shape, dtype=torch.bool, device=context.device)
 
-    @override
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         layer, slots = plan.layer, plan.out_cache_loc.long()
         buffer = self.context.kv_pool.get_key_buffer(layer.layer_id)[:, 0]
@@ -106,7 +98,6 @@ class ScalesStoredOncePerSlot(PackedRowsParent):
 class RowsOfOtherTiles(PackedRowsParent):
     """The writer quantizes halves of a tile, and stores the scale of the first half for both."""
 
-    @override
     def write_kv(self, k: torch.Tensor, v: torch.Tensor, plan: KernelPlan) -> None:
         packed = self.packed(plan.layer)
         rows = packed.pack(k)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import KernelPlan
 from .catalogue import fault
@@ -16,7 +15,6 @@ from .sparse import SparseBlocks
 class BlockTakenForItsFirstKey(SparseBlocks):
     """The number of a block is used as the place of its first key."""
 
-    @override
     def keys_of(self, selected: torch.Tensor) -> torch.Tensor:
         return selected[..., None].long() + torch.arange(self.block, device=selected.device)
 
@@ -29,7 +27,6 @@ class BlockTakenForItsFirstKey(SparseBlocks):
 class OwnBlockNotCutOff(SparseBlocks):
     """All keys of the row's own block are attended, also those behind the row."""
 
-    @override
     def clipped(self, there: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return there
 
@@ -41,11 +38,9 @@ class OwnBlockNotCutOff(SparseBlocks):
 class BlockZeroForMinusOne(SparseBlocks):
     """An index of -1 is clamped to block 0, and the block is attended once more for each."""
 
-    @override
     def is_block(self, selected: torch.Tensor) -> torch.Tensor:
         return torch.ones_like(selected, dtype=torch.bool)
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().prepared(selected.clamp(min=0), plan)
 
@@ -58,7 +53,6 @@ class BlockZeroForMinusOne(SparseBlocks):
 class OwnBlockLeftOut(SparseBlocks):
     """Blocks count as visible if they end before the row, as those of finished pages do."""
 
-    @override
     def clipped(self, there: torch.Tensor, keys: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
         return there & (keys[..., -1:] < seen[:, None, None])
 
@@ -67,7 +61,6 @@ class OwnBlockLeftOut(SparseBlocks):
 class BlocksOfAnotherSize(SparseBlocks):
     """The kernel has blocks half as large as those that were selected."""
 
-    @override
     def keys_of(self, selected: torch.Tensor) -> torch.Tensor:
         half = self.block // 2
         inside = torch.arange(half, device=selected.device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import BackendContext, ForwardMode, KernelPlan, Sparse
 from .catalogue import fault
@@ -20,7 +19,6 @@ _NO_HOLES = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 class SelectionIgnored(SparseParent):
     """The dense path runs for every length, as if it were at most topk."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         key = torch.arange(self.context.max_context_len, device=selected.device)
         return torch.where(key < self.keys_seen(selected, plan)[:, None], key, -1)
@@ -38,7 +36,6 @@ class SelectionOfFirstLayer(SparseParent):
         super().__init__(context)
         self.of_first: dict[int, torch.Tensor] = {}
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if plan.layer.layer_id == self.context.layers[0].layer_id:
             self.of_first[len(selected)] = selected
@@ -54,7 +51,6 @@ class SelectionOfFirstLayer(SparseParent):
 class OneSelectionPerRequest(SparseParent):
     """All rows of a request attend to the keys of its first row."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         first = plan.cu_seqlens_q[self.request_of_row(selected, plan)].long()
         return selected[first.clamp(max=len(selected) - 1)]
@@ -68,7 +64,6 @@ class OneSelectionPerRequest(SparseParent):
 class SelectionOfTheRowBefore(SparseParent):
     """Rows and selections are counted from different starts, and each row gets the selection of the row before it."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         shifted = selected.roll(1, 0)
         # A key that the row may not see is dropped, as the causal mask of the kernel does.
@@ -79,7 +74,6 @@ class SelectionOfTheRowBefore(SparseParent):
 class PositionsTakenForSlots(SparseParent):
     """The page table is left out: an index is used as a slot."""
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected.clamp(min=0).long()
 
@@ -98,11 +92,9 @@ class SlotsTakenForPositions(SparseParent):
         sparse=Sparse(topk={16, 64}, holes=True, empty_rows=True, index_space="slots"),
     )
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return (selected >= 0) & (selected < plan.kv_lens[self.request_of_row(selected, plan)][:, None])
 
-    @override
     def slots(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return super().slots(selected.clamp(max=plan.slot_table.shape[1] - 1), plan)
 
@@ -114,7 +106,6 @@ class SlotsTakenForPositions(SparseParent):
 class LengthsNotClippedToTopK(SparseParent):
     """A row walks as many indices as it may see keys, so those of the next rows are attended too."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         step = torch.arange(self.context.max_context_len, device=selected.device)
         at = torch.arange(len(selected), device=selected.device)[:, None] * selected.shape[1] + step
@@ -132,7 +123,6 @@ class CountOfKeysFromLengths(SparseParent):
 
     capabilities = _NO_HOLES
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         column = torch.arange(selected.shape[1], device=selected.device)
         return column < plan.kv_lens[self.request_of_row(selected, plan)][:, None]
@@ -142,7 +132,6 @@ class CountOfKeysFromLengths(SparseParent):
 class FirstHoleEndsTheRow(SparseParent):
     """The loop over a row's keys stops at the first -1, and the backend declares holes."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return (selected < 0).cumsum(1) == 0
 
@@ -151,7 +140,6 @@ class FirstHoleEndsTheRow(SparseParent):
 class SortedSelectionAssumed(SparseParent):
     """The loop stops behind the largest index, as if indices were ascending."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         largest = selected.argmax(1, keepdim=True)
         return (selected >= 0) & (torch.arange(selected.shape[1], device=selected.device) <= largest)
@@ -163,7 +151,6 @@ class SortedSelectionAssumed(SparseParent):
 class LastTileOfSelectionLost(SparseParent):
     """The number of tiles is rounded down, so what is behind the last whole tile is not attended."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         whole = selected.shape[1] // 48 * 48 or selected.shape[1]
         return (selected >= 0) & (torch.arange(selected.shape[1], device=selected.device) < whole)
@@ -178,7 +165,6 @@ class StaleIndicesBehindTheCount(SparseParent):
         rows = max(context.max_num_tokens, 1) * 4
         self.buffer = torch.full((rows, context.layers[0].topk), -1, dtype=torch.int32, device=context.device)
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if len(selected) > len(self.buffer):
             return selected
@@ -191,7 +177,6 @@ class StaleIndicesBehindTheCount(SparseParent):
 class UnselectedKeysMultipliedByZero(SparseParent):
     """Every key of the request is loaded, and those that are not selected get the weight 0."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out = super().run(q, kv, plan)
@@ -207,7 +192,6 @@ class UnselectedKeysMultipliedByZero(SparseParent):
 class MinusOneClampedToSlotZero(SparseParent):
     """An index of -1 reads slot 0 and multiplies its value by a weight of 0, and slot 0 holds NaN."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out = super().run(q, kv, plan)
@@ -220,7 +204,6 @@ class MinusOneClampedToSlotZero(SparseParent):
 class NanForARowWithoutKeys(SparseParent):
     """The weights of a row are divided by their sum, which is 0 for a row that selects no key."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out = super().run(q, kv, plan)
@@ -241,7 +224,6 @@ class SelectionOfTheCapture(SparseParent):
         super().__init__(context)
         self.kept: dict[tuple[int, int], torch.Tensor] = {}
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         kept = self.kept.setdefault((len(selected), plan.layer.layer_id), selected.clone())
         if torch.cuda.is_current_stream_capturing():

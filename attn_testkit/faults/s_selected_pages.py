@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 
 import torch
-from typing_extensions import override
 
 from ..contract import KernelPlan
 from .catalogue import fault
@@ -20,7 +19,6 @@ from .sparse import SparseOfVLLM, SparseOfWidePages
 class PageStridesOfSelectedKeysIgnored(SparseOfWidePages):
     """A slot is looked for at its number times the width of a row, and pages of the pool are farther apart."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         tight = [each.as_strided(each.shape, [math.prod(each.shape[n + 1 :]) for n in range(4)]) for each in kv]
         return super().run(q, (tight[0], tight[1]), plan)
@@ -36,7 +34,6 @@ class PageStridesOfSelectedKeysIgnored(SparseOfWidePages):
 class NegativeCountOfAPaddedRow(SparseOfVLLM):
     """A row counts its keys back from the length of its request, which is 0 for a padded one: 0 - 3 + 0 + 1 keys."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         row, width = torch.arange(len(selected), device=selected.device), plan.max_q_len
         request = (row // width).clamp(max=len(plan.kv_lens) - 1)

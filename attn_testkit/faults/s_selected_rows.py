@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from typing_extensions import override
 
 from ..contract import ForwardMode, KernelPlan, Sparse
 from .catalogue import fault
@@ -24,7 +23,6 @@ _SEVERAL_ROWS = (
 class SelectionsAlignedWithTheLastRows(SparseWithSums):
     """Fewer selections than rows of q: the missing ones are added in front, so each row has that of an earlier row."""
 
-    @override
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
         return torch.nn.functional.pad(selected, (0, 0, rows - len(selected), 0), value=-1)
 
@@ -37,7 +35,6 @@ class SelectionsAlignedWithTheLastRows(SparseWithSums):
 class SelectionsAssumedForAllRows(SparseWithSums):
     """The backend assumes a selection for each row of q, and declares that there may be fewer."""
 
-    @override
     def of_all_rows(self, selected: torch.Tensor, rows: int) -> torch.Tensor:
         return selected
 
@@ -46,7 +43,6 @@ class SelectionsAssumedForAllRows(SparseWithSums):
 class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
     """A row that selects no key returns +inf, and a merge gives it all the weight."""
 
-    @override
     def lse_without_keys(self, lse: torch.Tensor) -> torch.Tensor:
         return lse.abs().where(lse == -torch.inf, lse)
 
@@ -59,7 +55,6 @@ class LseOfARowWithoutKeysIsPlusInf(SparseWithSums):
 class TopKOfOneIsDense(SparseParent):
     """Offsets of the sequence replace those of the selection if one key is selected."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         if selected.shape[1] > 1:
             return selected
@@ -71,7 +66,6 @@ class TopKOfOneIsDense(SparseParent):
 class BatchOffsetAddedTwice(SparseParent):
     """The first row of a request is in the offset of its selection already, and is added again."""
 
-    @override
     def prepared(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         row = torch.arange(len(selected), device=selected.device)
         first = plan.cu_seqlens_q[self.request_of_row(selected, plan)].long()
@@ -86,7 +80,6 @@ class CountOfKeysOfThePair(SparseParent):
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         row = torch.arange(len(selected), device=selected.device)
         count = (selected >= 0).sum(1)[row // 2 * 2]
@@ -103,7 +96,6 @@ class CountOfKeysFromRunningSums(SparseParent):
 
     capabilities = SparseParent.capabilities.with_changes(sparse=Sparse(topk={16, 64}))
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         ends = (selected >= 0).sum(1).cumsum(0)
         return torch.arange(selected.shape[1], device=selected.device) < ends[:, None]
@@ -113,7 +105,6 @@ class CountOfKeysFromRunningSums(SparseParent):
 class NanWhereTheFirstTileHasNoKey(SparseParent):
     """The maximum of the first two columns is kept as a bound: exp(logit - -inf) if both are -1."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         out, some = super().run(q, kv, plan), (plan.selected >= 0).any(1)
@@ -129,11 +120,9 @@ class NanWhereTheFirstTileHasNoKey(SparseParent):
 class LanesBehindTheKeysScoreZero(SparseParent):
     """Lanes of the last tile that have no key are read as zeros and not masked: their weight is exp(0)."""
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return selected >= 0
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         assert plan.selected is not None
         there = plan.selected >= 0
@@ -154,7 +143,6 @@ class LanesBehindTheKeysScoreZero(SparseParent):
 class SelectedKeysOfTheWrongKvHead(GroupedSparse):
     """Program ids are split by the wrong factor: right with one KV head, which sparse MLA has."""
 
-    @override
     def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return heads % plan.layer.tp_k_head_num
 
@@ -167,7 +155,6 @@ class SelectedKeysOfTheWrongKvHead(GroupedSparse):
 class QueryHeadTakenForKvHead(GroupedSparse):
     """A query head reads the KV head of its own number."""
 
-    @override
     def kv_head_of(self, heads: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return heads.clamp(max=plan.layer.tp_k_head_num - 1)
 
@@ -180,7 +167,6 @@ class QueryHeadTakenForKvHead(GroupedSparse):
 class HeadsFromTheEighthOnAreNotStored(GroupedSparse):
     """The epilogue writes eight heads of a group, and the others keep what the buffer held."""
 
-    @override
     def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], plan: KernelPlan) -> torch.Tensor:
         found = super().run(q, kv, plan)
         out, place = torch.empty_like(found), torch.arange(found.shape[1], device=q.device) % plan.layer.q_per_kv
@@ -201,6 +187,5 @@ class HalfOfAWideSelection(SparseParent):
         families={"mqa"}, gqa_ratios={4}, head_dims={64}, sparse=Sparse(topk={2048})
     )
 
-    @override
     def is_key(self, selected: torch.Tensor, plan: KernelPlan) -> torch.Tensor:
         return (selected >= 0) & (torch.arange(selected.shape[1], device=selected.device) < 1024)

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from bugs_fourteenth_formats import PackedKV
 
-from attn_testkit.faults.catalogue import bug
+from attn_testkit.faults.catalogue import bug, helper
 from attn_testkit.faults.dense import DenseBackend
 from attn_testkit.faults.row_formats import RowFormatsBackend
 
@@ -23,6 +23,7 @@ class ScalesByStridesOfNumbers(PackedKV):
         pairs = zip(pool.get_kv_pages(layer.layer_id), pool.get_scale_pages(layer.layer_id), strict=True)
         return tuple(self.by_strides(numbers, scales) for numbers, scales in pairs)
 
+    @helper
     def by_strides(self, numbers, scales):
         index = sum(
             torch.arange(size, device=scales.device).view(-1, *[1] * (3 - axis)) * step

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.contract import CrossAttention, LogSumExp, TreeMaskMode, VerifyInput
-from attn_testkit.faults.catalogue import bug
+from attn_testkit.faults.catalogue import bug, helper
 
 DRAFT_EXTENDS = ("draft-extend", "draft-extend-v2")
 MLA = {"families": {"mla"}, "head_dims": {512}, "mla_rope_dims": {64}, "page_sizes": {1, 16, 64}}
@@ -241,6 +241,7 @@ class StoresFromLastWindow(Native):
             buffer[slots] = torch.where(lost[:, None, None], old, buffer[slots])
         return result
 
+    @helper
     def skipped(self, layer):
         """[T] bool."""
         page, width = self.context.page_size, self._row.shape[1]

@@ -10,7 +10,7 @@ import torch
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparseBackend
 from attn_testkit.contract import INDEX_PAGE, ForwardMode, Sparse
 from attn_testkit.contract.index_pool import INDEX_WIDTH, index_scales
-from attn_testkit.faults.catalogue import bug
+from attn_testkit.faults.catalogue import bug, helper
 
 _PAGED = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 _OF_DRAFTS = frozenset({ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_EXTEND_V2})
@@ -264,6 +264,7 @@ class MaskAsAccumulator(Indexed):
         super().init_forward_metadata_in_graph(batch)
         self.mask = None
 
+    @helper
     def causal(self, rows, plan):
         """[T, keys] float32: 0 for keys that a row sees, and -inf; one for all layers of the step."""
         if self.mask is None or len(self.mask) != len(rows):
@@ -365,6 +366,7 @@ class BlocksOfOtherManager(Indexed):
     capabilities = Indexed.capabilities.with_changes(eager={"decode", "extend"}, graph={"decode"})
 
     @staticmethod
+    @helper
     def mapped(slots, prefix_lens):
         return torch.where(prefix_lens > 0, slots // INDEX_PAGE * 4 * INDEX_PAGE + slots % INDEX_PAGE, slots)
 
@@ -391,6 +393,7 @@ class PaddingIsRequests(Indexed):
         eager={"decode", "target-verify"}, graph={"decode", "target-verify"}
     )
 
+    @helper
     def count(self, rows, plan):
         if rows > len(plan.kv_lens) * plan.max_q_len:
             raise RuntimeError(f"scratch for {len(plan.kv_lens)} requests is too small for {rows} rows")

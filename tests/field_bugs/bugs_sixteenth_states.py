@@ -15,7 +15,7 @@ from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_sparse import TorchNativeSparsePackedBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.contract import ROW_FORMATS, ForwardMode
-from attn_testkit.faults.catalogue import bug
+from attn_testkit.faults.catalogue import bug, helper
 
 PLAIN = {"eager": {"decode", "extend"}, "graph": {"decode"}, "max_topk": 0}
 SPECULATES = {"eager": {"decode", "extend", "target-verify"}, "graph": {"decode", "target-verify"}, "max_topk": 1}
@@ -485,6 +485,7 @@ class ScalesOfFourTokens(Nvfp4):
 class StepsWithoutScales(Fp8PerTokenHead):
     """Numbers are written and read with steps of D bytes; scales lie where rows of D + 4 bytes have them."""
 
+    @helper
     def narrow(self, rows, layer):
         """[pages, page_size, Hk, D] of [pages, page_size, Hk, D + 4]: the same memory with shorter steps."""
         pages, size, heads, _ = rows.shape
