@@ -11,8 +11,6 @@ from ..faults import all_controls, all_faults, all_known_bugs, thread_address
 from ..faults.catalogue import CLASSES, entry_of
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
-__all__ = ["CHECKS_FOLDER", "audit_page", "audit_text", "check_pages"]
-
 CHECKS_FOLDER = "reference/checks"
 """Folder of the pages of the checks in ``docs/``."""
 

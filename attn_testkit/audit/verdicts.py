@@ -12,17 +12,6 @@ from typing import Any
 from ..checks import CHECKS
 from ..registry import UsageError
 
-__all__ = [
-    "AdversarialVerdict",
-    "Audit",
-    "ControlVerdict",
-    "FaultVerdict",
-    "Settings",
-    "Task",
-    "Verdict",
-    "caught_before",
-]
-
 
 @dataclass(frozen=True)
 class Settings:

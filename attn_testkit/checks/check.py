@@ -12,8 +12,6 @@ from ..results.finding import Finding
 from ..steps.schedule import Schedule
 from .comparison import Comparison
 
-__all__ = ["Check", "Run", "Stage", "always", "in_eager", "in_graphs"]
-
 
 class Stage(IntEnum):
     """The stage that a case-run has reached."""

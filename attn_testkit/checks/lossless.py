@@ -16,8 +16,6 @@ from ..steps.greedy_loop import Loop
 from .check import Check, Stage
 from .describe import number, times
 
-__all__ = ["CHECKS", "GeneratedTokens", "TokenAttention", "lossless", "ran_to_its_end"]
-
 
 @dataclass(frozen=True, eq=False)
 class TokenAttention:

@@ -7,8 +7,6 @@ from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number, row_name, spread_text, times
 
-__all__ = ["CHECKS", "finite", "matches_oracle", "output_written", "spread"]
-
 
 def output_written(comparison: Comparison) -> list[Finding]:
     """Check that no element of a real row still holds the poison that was there before."""

@@ -13,8 +13,6 @@ from .comparison import Comparison
 from .describe import number, times
 from .observation import Observation, Outputs
 
-__all__ = ["CHECKS", "mode_outputs"]
-
 _FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
 
 

@@ -12,8 +12,6 @@ from .check import Check, Stage
 from .comparison import BITS
 from .observation import Observation
 
-__all__ = ["CHECKS", "batch_invariant", "mode_invariant", "repeatable"]
-
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
     """Count elements whose bits differ; ``a`` and ``b`` have one shape and dtype."""

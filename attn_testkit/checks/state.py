@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .check import Check, Stage, in_eager
 
-__all__ = ["CHECKS"]
-
 CHECKS = (
     Check(
         "steps-independent",

@@ -23,8 +23,6 @@ from .describe import index_ranges, number, times
 from .observation import Observation
 from .state_tokens import read_text, token_text
 
-__all__ = ["CHECKS", "state_margin"]
-
 
 class _After(NamedTuple):
     """Contents of the slots of a step's requests after it, and the right contents. E ends: ``StateStepData.ends``."""

@@ -9,8 +9,6 @@ from . import BEFORE_OUTPUTS, CHECKS, NUMERIC
 from .check import Check
 from .comparison import Comparison
 
-__all__ = ["evaluate_step"]
-
 _ORDER = (
     "writes-own-state",
     "verify-keeps-state",

@@ -10,8 +10,6 @@ from ..glossary import all_entries, entry_of
 from ..registry import UsageError, did_you_mean
 from ..results.names import CHECK_IDS, MODES
 
-__all__ = ["explain"]
-
 _LEAST_HYPHENS = 5
 """Least number of hyphens of what is read as a case id without a leading mode: no check and no word has as many."""
 

@@ -21,8 +21,6 @@ from ..results.names import FUZZ
 from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
 from ..results.run_header import RunHeader
 
-__all__ = ["Watch", "echo_header", "out", "print_summary"]
-
 LOG_SECONDS = 15.0
 
 

@@ -8,8 +8,6 @@ from typing_extensions import override
 from ..contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, VerifyInput
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
-
 
 class KeptPlansBackend(PlannedBackend):
     """Eager plans are kept, and used again for a batch with the same key, which has everything that a plan depends

@@ -18,19 +18,6 @@ from ..cases.case import parse_case
 from ..checks import CHECKS
 from ..contract import AttentionBackend, Execution, ForwardMode
 
-__all__ = [
-    "CLASSES",
-    "CorpusEntry",
-    "all_controls",
-    "all_faults",
-    "bug",
-    "control",
-    "entry_of",
-    "fault",
-    "field_bugs_in",
-    "helper",
-]
-
 CLASSES = {
     "A": "graph capture and replay metadata",
     "B": "padding rows, inactive rows",

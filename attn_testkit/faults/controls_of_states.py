@@ -13,21 +13,6 @@ from .states import StateParent
 from .states_in_trees import TreesParent
 from .states_of_servers import SlotsParent, SnapshotsParent, SourcesParent
 
-__all__ = [
-    "HybridAsItIs",
-    "HybridBySlots",
-    "StatesAsTheyAre",
-    "StatesByConvention",
-    "StatesBySlots",
-    "StatesClearedByTheServer",
-    "StatesInTrees",
-    "StatesOfAPrefixCache",
-    "StatesOfNarrowHeads",
-    "StatesOfPaddingUnwritten",
-    "StatesOfRequestsThatHaveRows",
-    "StatesWithSnapshots",
-]
-
 
 @control("states")
 class StatesAsTheyAre(StateParent):

@@ -12,8 +12,6 @@ from .catalogue import fault
 from .dense import DenseBackend
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["Fp8Probabilities"]
-
 _E4M3 = torch.float8_e4m3fn
 
 

@@ -10,8 +10,6 @@ from .catalogue import fault
 from .g_narrow_numbers import Fp8Probabilities
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["Fp8QueriesScaled", "Fp8QueriesScaledPerTensor"]
-
 _E4M3 = torch.float8_e4m3fn
 _LARGEST = 448.0
 _LEAST_SCALE = 1 / (_LARGEST * 512)

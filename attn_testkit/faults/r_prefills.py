@@ -10,8 +10,6 @@ from ..contract import ForwardBatch, ForwardMode, StateLayer
 from .catalogue import fault, helper
 from .states import StateParent
 
-__all__: list[str] = []
-
 
 @fault(
     "vllm-ascend #10276",

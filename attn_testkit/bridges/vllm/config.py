@@ -23,8 +23,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardMode
 
 from .capabilities import BridgeCapabilities
 
-__all__ = ["NOPE", "make_config", "width_of"]
-
 NOPE = 128
 """``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
 _LARGEST_CAPTURE = 512

@@ -13,8 +13,6 @@ import torch
 
 from attn_testkit.backends.vendor import paged_attention as paged
 
-__all__ = ["FUNCTIONS", "Functions", "fwd", "get_scheduler_metadata"]
-
 Functions = Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]
 """Name of an operator -> its function, and the arguments that it writes."""
 

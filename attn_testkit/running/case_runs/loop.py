@@ -29,8 +29,6 @@ from .lane import Lane, Work
 from .lane_process import LaneProcess, ready
 from .worker_slot import named_request
 
-__all__ = ["Runner"]
-
 _Group = deque[Item]
 
 

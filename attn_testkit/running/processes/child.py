@@ -22,8 +22,6 @@ from ...results.case_result import Status
 from .forking import fork_context
 from .wire import Unreadable, read
 
-__all__ = ["Child", "ChildLost", "ending"]
-
 START_SECONDS = 300.0
 """Time for a child to import its module on a busy machine."""
 MOST_BYTES = 1 << 16

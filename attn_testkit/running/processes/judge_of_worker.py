@@ -25,8 +25,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .child import Child
 
-__all__ = ["Forked", "accepted", "connect", "end", "settings", "start"]
-
 _SERVE = "attn_testkit.running.processes.judge_process"
 """Module whose ``serve`` the process runs."""
 _PATIENCE = 60.0
