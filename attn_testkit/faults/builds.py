@@ -214,8 +214,8 @@ class BatchInvariantBackend(PlannedBackend):
     """Splits depend only on the request's own length, so its bits do not depend on other requests.
 
     Requests are computed one by one: a batched matrix product chooses its order of summation by the size of the batch.
-    Where a fault plans other splits for a request, its bits are other ones on every processor: the sums are still those
-    of its own splits, and then ``in_other_order`` tells the two apart.
+    If a fault plans other splits for a request, its bits are other ones on every processor: the sums are those of its
+    own splits, in another order (``in_other_order``).
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)

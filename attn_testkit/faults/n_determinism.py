@@ -40,7 +40,7 @@ class SplitsDependOnBatchmates(BatchInvariantBackend):
     modes=_ALL,
     executions=("eager",),
     checks=("batch-invariant",),
-    hint="layer 0",
+    hint="layer 1",
 )
 class FixedSplitDroppedForWindows(BatchInvariantBackend):
     """The deterministic split size is passed on by every path but the windowed one."""
