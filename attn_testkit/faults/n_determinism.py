@@ -10,7 +10,10 @@ from ..contract import AttentionLayer, BackendContext, ForwardBatch, Requires
 from .builds import BatchInvariantBackend
 from .catalogue import fault, helper
 from .dense import DenseBackend
+from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
+
+_EVERY_OTHER_CALL = "every other call adds backwards three numbers whose sum depends on the order"
 
 
 @fault(
@@ -27,7 +30,7 @@ class SplitsDependOnBatchmates(BatchInvariantBackend):
         return super().plan_splits(lens.amax().expand_as(lens))
 
 
-@fault("sglang #26412", "batch-invariant", "layer 0", executions="eager", slug="fixed-split-dropped-on-swa-path")
+@fault("sglang #26412", "batch-invariant", "layer 1", executions="eager", slug="fixed-split-dropped-on-swa-path")
 class FixedSplitDroppedForWindows(BatchInvariantBackend):
     """The deterministic split size is passed on by every path but the windowed one."""
 
@@ -65,7 +68,7 @@ class AnotherKernelAbove32Requests(BatchInvariantBackend):
         return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
 
 
-@fault("general", "repeatable", "atomics", executions="eager", modelled="every other call adds the splits backwards")
+@fault("general", "repeatable", "atomics", executions="eager", modelled=_EVERY_OTHER_CALL)
 class OrderOfSumsVaries(PlannedBackend):
     """Partial sums are added in the order in which they arrive, although determinism is declared."""
 
@@ -75,33 +78,27 @@ class OrderOfSumsVaries(PlannedBackend):
 
     @helper
     def backwards(self, layer: AttentionLayer) -> bool:
-        """True if this call adds the splits from the last to the first."""
-        return self.calls // len(self.context.layers) % 2 == 0
+        """True if this call adds from the last to the first."""
+        return (self.calls - 1) // len(self.context.layers) % 2 == 0
 
-    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.calls += 1
-        top = lse.amax(1, keepdim=True).clamp(min=-1e30)
-        weight = torch.exp(lse - top)
-        order = range(self.max_splits)[::-1] if self.backwards(layer) else range(self.max_splits)
-        total = sum(((acc[:, i] * weight[:, i, ..., None]) for i in order), torch.zeros_like(acc[:, 0]))
-        sink = 0.0 if layer.sinks is None else torch.exp(layer.sinks - top[:, 0])
-        return total / (weight.sum(1) + sink).clamp(min=1e-30)[..., None]
+        return in_other_order(super().attend(q, layer, meta), self.backwards(layer))
 
 
-@fault("general", "repeatable", "layer 1", executions="eager", modelled="every other call adds the splits backwards")
+@fault("general", "repeatable", "layer 1", executions="eager", modelled=_EVERY_OTHER_CALL)
 class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
     """Only the last layer, which has another kernel, adds partial sums in the order in which they arrive."""
-
-    # Only float32: rounding to 16 bits hides the order of few splits, on some devices in every case.
-    capabilities = OrderOfSumsVaries.capabilities.with_changes(dtypes={"fp32"})
 
     def backwards(self, layer: AttentionLayer) -> bool:
         return layer.layer_id == self.context.layers[-1].layer_id and super().backwards(layer)
 
 
 @fault("general", "repeatable", "split count", executions="eager")
-class FirstCallTunes(PlannedBackend):
+class FirstCallTunes(BatchInvariantBackend):
     """The first call of a shape runs an untuned kernel, and later calls run the one that was found to be fastest."""
+
+    capabilities = PlannedBackend.capabilities
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
