@@ -28,6 +28,8 @@ __all__ = ["Child", "ChildLost", "ending"]
 
 START_SECONDS = 300.0
 """Time for a child to import its module on a busy machine."""
+_AGAIN_AFTER = (0.1, 1.0)
+"""Seconds before the second attempt to start a process, and before the third."""
 MOST_BYTES = 1 << 16
 """Most bytes that are kept of a child's output: some print gigabytes."""
 LAST_LINES = 12
@@ -74,7 +76,7 @@ class Child:
         self._connection, theirs = multiprocessing.Pipe()
         self._process = fork_context().Process(target=_run, args=(module, theirs, self._words, arguments), daemon=True)
         try:
-            self._process.start()
+            self._start()
         except (OSError, EOFError):
             self.close()
             raise
@@ -82,6 +84,16 @@ class Child:
             theirs.close()
         with contextlib.suppress(OSError, AttributeError):  # it has ended; a system without such files
             self._forked = Forked(self.pid)
+
+    def _start(self) -> None:
+        # The process to fork from is replaced when it has ended. One that is killed answers no more, milliseconds
+        # before that can be seen.
+        for seconds in _AGAIN_AFTER:
+            try:
+                return self._process.start()
+            except (ConnectionError, EOFError):
+                time.sleep(seconds)
+        self._process.start()
 
     @property
     def pid(self) -> int:
