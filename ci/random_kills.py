@@ -4,9 +4,8 @@
     python ci/random_kills.py --seeds 3 --every 1 --jobs 1 --backend triton
 
 Killed is any process of the run but the front end: judge, lanes, workers, and the processes that these are forked from.
-A worker that is killed is a crash of the backend, as it would be for a user. A judge that is still importing torch, and
-is all there is, is spared unless ``--spare-none`` is given: on a busy machine its start takes longer than a kill is
-away, and no run could come to an end. Exits with 1 if a planned case-run has no
+A worker that is killed is a crash of the backend, as it would be for a user. The seconds are those of a quiet machine: a
+kill waits, too, until the run has used as many seconds of a core since the one before. Exits with 1 if a planned case-run has no
 result or two, if a run did not come to its end, or if a process is left over.
 """
 
@@ -38,8 +37,12 @@ ORPHAN = "orphan"
 """A process whose parent was killed: the kit ends it, and it may be any."""
 _SUBREAPER = 36
 """``PR_SET_CHILD_SUBREAPER``: processes whose parent is killed become children of this one, and are found."""
+_POLL = 0.05
 _GRACE = 30.0
 """Seconds for the processes of a run that has ended to end."""
+
+
+_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,22 @@ def processes() -> dict[int, Process]:
                 command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
                 found[int(folder.name)] = Process(int(parent), int(group), command)
     return found
+
+
+def core_seconds() -> float:
+    """Seconds of a core that this process's descendants have used, those that have ended included."""
+    of = {}
+    for file in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = file.read_text().rpartition(")")[2].split()
+            # Its own, and those of children that it has waited for.
+            of[int(file.parent.name)] = int(fields[1]), sum(map(int, fields[11:15]))
+    tree = {os.getpid()}
+    while more := {pid for pid, (parent, _) in of.items() if parent in tree} - tree:
+        tree |= more
+    ended = os.times()
+    own = tree - {os.getpid()}
+    return sum(of[pid][1] for pid in own) / _TICKS + ended.children_user + ended.children_system
 
 
 def kinds(front_end: int, root: int = 0) -> dict[int, str]:
@@ -124,9 +143,7 @@ class Outcome:
 HEADER = "seed planned results repeated kit errors other        exit left seconds  killed"
 
 
-def run_with_kills(
-    backend: str, seed: int, every: float, jobs: int, *, spare_none: bool = False, keep: str = ""
-) -> Outcome:
+def run_with_kills(backend: str, seed: int, every: float, jobs: int, keep: str = "") -> Outcome:
     """Run smoke of a backend, and kill a random process of it every few seconds. ``keep``: folder of results files."""
     draw, killed, began = random.Random(seed), Counter[str](), time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -135,17 +152,17 @@ def run_with_kills(
         command += ["--tier", "smoke", "-j", str(jobs), "--json", str(record)]
         with output.open("wb") as file:
             front_end = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-        while True:
-            try:
-                code = front_end.wait(every)
-                break
-            except subprocess.TimeoutExpired:
-                there = kinds(front_end.pid, os.getpid())
-                if len(there) > 1 or (spare_none and there):
-                    pid = draw.choice(sorted(there))
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-                    killed[there[pid]] += 1
+        last, used = began, core_seconds()
+        while (code := front_end.poll()) is None:
+            time.sleep(_POLL)
+            if time.monotonic() - last < every or core_seconds() - used < every:
+                continue
+            if there := kinds(front_end.pid, os.getpid()):
+                pid = draw.choice(sorted(there))
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+                killed[there[pid]] += 1
+                last, used = time.monotonic(), core_seconds()
         seconds = time.monotonic() - began
         left = _left()
         if not record.exists():
@@ -194,15 +211,12 @@ def main() -> int:
     parser.add_argument("--every", type=float, default=2.5, metavar="S", help="seconds between two kills; default: 2.5")
     parser.add_argument("--jobs", "-j", type=int, default=2)
     parser.add_argument("--keep", default="", metavar="FOLDER", help="keep the results files there")
-    parser.add_argument("--spare-none", action="store_true", help="kill a judge that is starting, too")
     wanted = parser.parse_args()
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     print(HEADER)
     complete = True
     for seed in range(wanted.first, wanted.first + wanted.seeds):
-        outcome = run_with_kills(
-            wanted.backend, seed, wanted.every, wanted.jobs, spare_none=wanted.spare_none, keep=wanted.keep
-        )
+        outcome = run_with_kills(wanted.backend, seed, wanted.every, wanted.jobs, wanted.keep)
         print(f"{seed:4} {outcome}", flush=True)
         complete &= outcome.is_complete
     return not complete

@@ -52,7 +52,7 @@ _BOOT = (
 )
 _PATIENCE = 10.0
 """Seconds for the judge to end its workers before it is killed."""
-MOST_DEATHS = 5
+MOST_DEATHS = 10
 """Judges that may die one after the other, with no answer and no result between."""
 
 
