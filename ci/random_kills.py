@@ -4,9 +4,9 @@
     python ci/random_kills.py --seeds 3 --every 1 --jobs 1 --backend triton
 
 Killed is any process of the run but the front end: judge, lanes, workers, and the processes that these are forked from.
-A worker that is killed is a crash of the backend, as it would be for a user. The seconds are those of a quiet machine: a
-kill waits, too, until the run has used as many seconds of a core since the one before. Exits with 1 if a planned case-run has no
-result or two, if a run did not come to its end, or if a process is left over.
+A worker that is killed is a crash of the backend, as it would be for a user. The seconds are those of a quiet machine:
+a kill waits, too, until the run has used as many seconds of a core since the one before. Exits with 1 if a planned
+case-run has no result or two, if a run did not come to its end, or if a process is left over.
 """
 
 from __future__ import annotations
