@@ -93,7 +93,7 @@ class CaseResult:
     printed: str = ""
     """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
     repeated: str = ""
-    """How a process of the kit ended in the middle of an earlier attempt, which has no result; empty for none."""
+    """The end of a process of the kit, in words, that left an earlier attempt without a result; empty for none."""
     node: str = ""
     """The machine of a cluster that ran it; empty without a cluster."""
     gpu: str = ""

@@ -183,7 +183,7 @@ class Item:
     known: bool = False
     """A known failure may cover it: its check decides over the verdict, and is always looked for."""
     lost: str = ""
-    """How a process of the kit ended in the middle of it: this is the second attempt, and the last one."""
+    """The end of a process of the kit, in words, that left the first attempt without a result. This is the last."""
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:

@@ -53,7 +53,7 @@ _BOOT = (
 _PATIENCE = 10.0
 """Seconds for the judge to end its workers before it is killed."""
 MOST_DEATHS = 10
-"""Judges that may die one after the other, with no answer and no result between."""
+"""Deaths of the process one after the other, with no answer and no result between, that end the run."""
 
 
 class JudgeError(Exception):
@@ -112,7 +112,7 @@ class JudgeProcess:
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item. One that is given up before its end takes the judge along.
 
-        After the death of a judge another goes on. What was running then is repeated once.
+        After the death of a judge another goes on, and repeats once the case-runs that were running.
         """
         left = list(items)
         running: list[Item] = []
