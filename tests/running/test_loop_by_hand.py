@@ -15,7 +15,7 @@ from attn_testkit.runner_modes.messages import Described, Rerun, RunCase, RunRec
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
-from attn_testkit.registry import UsageError
+from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
 from attn_testkit.results.names import KIT_ERROR
@@ -325,6 +325,39 @@ def test_a_case_run_that_no_worker_could_begin_is_repeated_once_and_its_lane_goe
     if hit.of_the_kit:
         assert hit.reason == f"{KIT_ERROR}0 left; this was the second attempt, and in the first 1 left"
     assert {(r.status, r.repeated) for r in found.values()} == {(Status.PASSED, "")}
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts", "answers"),
+    [
+        (worker_process.ImportKilled("killed"), 1, True),
+        (worker_process.ImportKilled("killed"), 2, False),
+        (worker_process.WorkerStartError("no process"), 1, True),
+        (worker_process.WorkerStartError("no process"), 2, False),
+        (BackendNotFound("it raised"), 1, False),
+    ],
+)
+def test_a_worker_that_is_killed_before_the_plan_is_replaced_once_and_what_an_import_raises_is_final(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int, answers: bool
+) -> None:
+    left = [attempts]
+
+    def describe(self: FakeWorker) -> Described:
+        if left[0]:
+            left[0] -= 1
+            self.close()
+            raise error
+        return Described(CAPABILITIES)
+
+    monkeypatch.setattr(FakeWorker, "describe", describe)
+    runner = Runner()
+    if answers:
+        assert runner.declared(A, "cpu") is CAPABILITIES
+    else:
+        with pytest.raises(type(error)):
+            runner.declared(A, "cpu")
+    assert left == [0]
+    runner.close()
 
 
 def test_a_run_tells_which_case_runs_have_begun(judging: list[Judging]) -> None:
