@@ -36,7 +36,8 @@ def test_no_adversarial_backend_gets_a_green_and_without_the_cheat_it_does(
 ) -> None:
     verdict = run_adversarial(Task("adversarial", entry.slug), front_end)
     assert verdict.exit_code, "a false green"
-    assert "the kit itself failed" not in verdict.ending, "blamed on the kit"
+    if entry.slug != "ends-the-judge":
+        assert "the kit itself failed" not in verdict.ending, "blamed on the kit"
     assert ENDINGS.get(entry.slug, "") in verdict.ending
     assert (verdict.honest_exit_code, verdict.honest_ending) == (0, "passed")
 
