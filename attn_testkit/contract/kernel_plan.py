@@ -120,7 +120,13 @@ class KernelPlan:
 
     @property
     def kv_lens(self) -> torch.Tensor:
-        """[bs] int32: keys of each request, this step's new ones included."""
+        """[bs] int32: keys of each request, this step's new ones included.
+
+        A padded request of a replay has 1 key (``get_cuda_graph_seq_len_fill_value``), in target-verify N more for its
+        rows, and in draft-decode one for each forward so far. It has none if the server pads with nothing
+        (``Dialect.padded_requests``). Its row of the table is row 0 or one that now belongs to another request, so a
+        kernel may read it and must store nothing but in page 0.
+        """
         return self.step.kv_lens
 
     @property
