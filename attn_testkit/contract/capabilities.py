@@ -53,8 +53,9 @@ class Unsupported(Exception):
 class Capabilities(Declared):
     """Capabilities that a backend declares. The kit tries only these, and expects the constructor to refuse all others.
 
-    Fields are in nine groups. True, a larger number and a longer set declare more, except in the last group, the
-    requirements. Any iterable of plain values is accepted. A misspelt word raises ``ValueError`` with the right one.
+    Fields are in nine groups. In every group but the last, ``True``, a larger number or a bigger set declares more
+    support. In the last group (requirements) it declares less. Any iterable of plain values is accepted. A misspelt
+    word raises ``ValueError`` with the right one.
 
     Most defaults are narrow. These are wide, so a backend that can do less must declare it: ``any_scaling``,
     ``max_extend_tokens``, ``max_context_len``; in ``windows``, once it has modes, ``smallest`` and ``layers``; in

@@ -155,7 +155,7 @@ class KernelPlan:
 
     @property
     def spans(self) -> torch.Tensor | None:
-        """[bs, R, 2] int32: first and last position of each bidirectional span, (0, 0) behind a request's last one
+        """[bs, R, 2] int32: first and last position of each bidirectional span, (0, 0) after a request's last one
         (``ForwardBatch.mm_prefix_range_tensor``). None if the layer has no spans, or no request of an eager batch has.
 
         Row j of n has position ``kv_len - n + j``. If it is in a span, it also sees the later keys of that span.
