@@ -125,7 +125,7 @@ class WrittenToAReshapedCopy(StridedBackend):
     "matches-oracle graph-matches-eager reads-own-kv replay-follows-batch",
     executions="graph",
     slug="pool-transposed-once-for-all-graphs",
-    modelled="all of the pool, where it would be the pages of a request",
+    modelled="transposes the whole pool; the real bug transposed only the request's pages",
 )
 class PoolTransposedOnce(StridedBackend):
     """A pool of heads first is made contiguous for a kernel of the other layout, once, before the captures."""

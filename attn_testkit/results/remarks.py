@@ -73,6 +73,15 @@ def printed_lines(results: Iterable[CaseResult]) -> list[str]:
     ]
 
 
+def repeated_lines(results: Iterable[CaseResult]) -> list[str]:
+    """One line about case-runs that were repeated, with how processes of the kit ended; empty for none."""
+    how = Counter(result.repeated.partition("\n")[0] for result in results if result.repeated)
+    if not how:
+        return []
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in how.items())
+    return [f"repeated, since a process of the kit ended in the middle of them: {reasons}"]
+
+
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:
     """Lines about what the budget left out, by mode and execution, and the command that runs it; empty for nothing."""
     left = Counter((result.mode, result.execution) for result in results if result.left_out)

@@ -38,6 +38,10 @@ class WorkerLost(Exception):
         self.status, self.reason, self.of_another = status, reason, of_another
 
 
+class ImportKilled(BackendNotFound):
+    """The process was killed by SIGKILL while it imported the backend: from outside, so another may come to its end."""
+
+
 class WorkerStartError(Exception):
     """A worker could not be started, which is not the fault of a backend. The message ends with its last output."""
 
@@ -85,7 +89,8 @@ class Worker:
             try:
                 answer = self._child.hear(import_seconds(self._timeout_s))
             except ChildLost as error:
-                raise BackendNotFound(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
+                lost = ImportKilled if error.killed else BackendNotFound
+                raise lost(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
             if isinstance(answer, str):
                 self.close()
                 raise BackendNotFound(answer)
