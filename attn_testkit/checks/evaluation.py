@@ -1,4 +1,4 @@
-"""How a check is evaluated: in which case-runs it applies, which cases show it, and the function for a step."""
+"""Functions of a check: in which case-runs it applies, which cases show it, and its evaluation of a step."""
 
 from __future__ import annotations
 
