@@ -201,7 +201,8 @@ _TABLE = (
         "goes by has_initial_state, hold NaN.",
         "has_initial_state ignored, a first chunk of one token taken for a decode, a place taken for a slot.",
         "vLLM #51562; tpu-inference #2431; vllm-metal #488",
-        "With zeros in these slots the result is finite. `where` names the request: if it is fresh, its slot was read.",
+        "With zeros in these slots the result is finite. `where` names the request. If it has no earlier state, the "
+        "backend read its uninitialized slot.",
         evaluated_from=Stage.OBSERVED,
         role="cause",
         behind_outputs=True,
@@ -369,8 +370,8 @@ _TABLE = (
         "A plan or table that is reused because its key looks the same, a buffer sized by the first batch, a buffer or "
         "constant that all instances of a process share.",
         "TensorRT-LLM #6163; vLLM #21525; LightLLM #1367",
-        "As the first step of a fresh instance it is right. Look for state that outlives a step: a plan or table "
-        "that is reused, and what its key leaves out; with a co-resident instance, state of the process.",
+        "As the first step of a fresh instance it is right. Look for state that survives a step: a cached plan or "
+        "table whose cache key omits something, or, with a second instance in the process, a global.",
         evaluated_from=Stage.COMPLETED,
         role="cause",
         behind_outputs=True,
@@ -457,7 +458,8 @@ _TABLE = (
         "lossless",
         "Draft-decode, target-verify and draft-extend, or decode, target-verify and commit, round after round on one "
         "instance, generate the tokens of plain greedy decode, whatever is accepted of a draft.",
-        "Something kept from one stage for the next; tokens of a rejected draft that are still visible or in a state.",
+        "A value cached in one stage is reused in the next, or rejected draft tokens are still visible or part of a "
+        "state.",
         "sglang #21987; vLLM #43810",
         "`step` names the first round and stage that differ.",
         evaluated_from=Stage.COMPLETED,
