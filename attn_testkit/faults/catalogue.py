@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from ..cases.case import parse_case
-from ..checks import CHECKS
 from ..contract import AttentionBackend, Execution, ForwardMode
+from ..results.checks import CHECKS
 
 __all__ = [
     "CLASSES",
