@@ -140,6 +140,7 @@ def context_for(
         draft_branches=max(s.case.draft.branches if s.case.draft else 0 for s in schedules),
         draft_widths=tuple(sorted(widths)) if len(widths) > 1 else (),
         capture_sizes=tuple(sorted({bs for s in schedules for bs in s.buckets})),
+        capture_tokens=tuple(sorted({bs * s.case.rows_at_once for s in schedules for bs in s.buckets})),
         max_spans=_largest(schedules, "max_spans"),
         kv_splits=splits_of(case),
         qq_bias=case.qq_bias,

@@ -6,9 +6,9 @@ import textwrap
 
 import jinja2
 
-from ..checks import CHECKS
 from ..faults import all_controls, all_faults
 from ..faults.catalogue import CLASSES, entry_of
+from ..results.checks import CHECKS
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
 

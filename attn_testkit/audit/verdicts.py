@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..checks import CHECKS
 from ..registry import UsageError
+from ..results.checks import CHECKS
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from types import FunctionType
 from typing import Literal, TypeVar
 
 from ..cases.case import parse_case
-from ..checks import CHECKS
 from ..contract import AttentionBackend, Execution, ForwardMode
+from ..results.checks import CHECKS
 
 CLASSES = {
     "A": "graph capture and replay metadata",
@@ -107,7 +107,7 @@ def helper(method: M) -> M:
 
 
 def _overrides_nothing(backend: type[AttentionBackend]) -> list[str]:
-    """Names of methods and properties of the class itself that no parent has and that are no helpers."""
+    """Names of methods and properties of the class itself that no parent has and nobody marked as a helper."""
     bodies = {
         name: next((getattr(found, part) for part in ("fget", "__func__", "func") if hasattr(found, part)), found)
         for name, found in vars(backend).items()

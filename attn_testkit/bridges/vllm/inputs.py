@@ -17,7 +17,7 @@ from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers
 
 from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch, ForwardMode, KVGroup, VerifyInput
 
-from .config import width_of
+from .numbers import width_of
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,8 @@ def _attention(real: Any, config: Any, layer: AttentionLayer, clamp: bool) -> An
         alibi_slopes=None if layer.alibi_slopes is None else layer.alibi_slopes.tolist(),
         per_layer_sliding_window=None if window < 0 else window + 1,  # it counts the row's own key
         prefix=name_of(layer), attn_backend=real, mm_prefix_clamp_sliding_window=clamp,
-        **({} if layer.sinks is None else {"sinks": layer.sinks}),
+        # Parameters of a model have its dtype (``make_attention_sink``).
+        **({} if layer.sinks is None else {"sinks": layer.sinks.to(config.model_config.dtype)}),
     )  # fmt: skip
 
 

@@ -27,11 +27,12 @@ from attn_testkit.contract import (
 
 from ..rows import of_softmax_layer
 from . import pools
-from .config import make_config, width_of
+from .config import make_config
 from .driver import VLLMBackend
 from .groups import make_groups
 from .inputs import Inputs, Step, common_arguments
 from .layers import make_layers, name_of
+from .numbers import width_of
 from .state_layers import KINDS, MAMBA_CHUNK, make_state_layers
 
 _KEPT, _SOFTMAX = "vllm", AttentionBackendEnum.TRITON_ATTN
