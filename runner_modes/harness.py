@@ -51,8 +51,6 @@ from .pool_address import allocate_for
 from .state_pools import load_states, with_states
 from .tables import Tables
 
-__all__ = ["ServerHarness", "StagedStep", "context_for", "mode_of", "what_alternates"]
-
 
 @dataclass(frozen=True)
 class StagedStep:

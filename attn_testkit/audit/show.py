@@ -11,8 +11,6 @@ from ..faults.catalogue import CLASSES, entry_of
 from ..results.checks import CHECKS
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
-__all__ = ["audit_page", "audit_text", "list_text"]
-
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
     """Text of an audit: survivors and false alarms, then the kill matrix, then each check's share."""

@@ -12,17 +12,6 @@ from typing import Any
 from ..registry import UsageError
 from ..results.checks import CHECKS
 
-__all__ = [
-    "AdversarialVerdict",
-    "Audit",
-    "ControlVerdict",
-    "FaultVerdict",
-    "Settings",
-    "Task",
-    "Verdict",
-    "caught_before",
-]
-
 
 @dataclass(frozen=True)
 class Settings:

@@ -11,8 +11,6 @@ from ..steps.schedule import Schedule
 from .evaluation import Evaluation, in_eager, in_graphs
 from .failures import is_ctrl_c, reason_of, site_of
 
-__all__ = ["EVALUATIONS", "refuses_undeclared", "undeclared_contexts"]
-
 
 def undeclared_contexts(declared: Capabilities, context: BackendContext) -> Iterator[tuple[str, BackendContext]]:
     """Contexts that differ from ``context`` in one undeclared value, with the name of that value."""

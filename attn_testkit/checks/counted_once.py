@@ -14,8 +14,6 @@ from .key_counts import HALF_A_KEY
 from .miscounts import Miscount, Miscounts, find_miscounts
 from .numeric import spread
 
-__all__ = ["EVALUATIONS", "counted_once", "miscounts_text"]
-
 
 def counted_once(comparison: Comparison) -> list[Finding]:
     """Check that no count of a KV token is off by half a token, if every element and row is within its limit."""

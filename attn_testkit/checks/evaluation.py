@@ -11,8 +11,6 @@ from ..results.finding import Finding
 from ..steps.schedule import Schedule
 from .comparison import Comparison
 
-__all__ = ["Evaluation", "Run", "always", "in_eager", "in_graphs"]
-
 Run = Callable[[Comparison, Schedule, Capabilities], list[Finding]]
 """A function that evaluates one observed step, with the step's schedule."""
 

@@ -17,17 +17,6 @@ from ..results.finding import Finding
 from ..results.texts import is_generated, message_of
 from .compiler_texts import said_by_compiler
 
-__all__ = [
-    "LOST_HINT",
-    "context_lost",
-    "device_full",
-    "first_line",
-    "from_exception",
-    "is_ctrl_c",
-    "reason_of",
-    "site_of",
-]
-
 _LOST = re.compile(
     r"device-side assert triggered|illegal memory access|unspecified launch failure|misaligned address"
     r"|an illegal instruction"

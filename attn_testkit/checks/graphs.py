@@ -14,8 +14,6 @@ from .describe import number, row_name, spread_text
 from .evaluation import Evaluation, in_graphs
 from .observation import Observation
 
-__all__ = ["EVALUATIONS", "addresses_stable", "at_capture", "graph_matches_eager", "padding_finite"]
-
 
 def graph_matches_eager(comparison: Comparison, *, same_bits: bool = False) -> list[Finding]:
     """Check that a replay is within two limits of the eager run of the same step: each may be off by one.

@@ -17,8 +17,6 @@ from .evaluation import Evaluation
 from .observation import Observation
 from .selection_hints import Selected, consistent, hint_of
 
-__all__ = ["EVALUATIONS", "index_stored", "selection_well_formed", "selects_best"]
-
 _KEY_BYTES = INDEX_PAGE * INDEX_WIDTH
 _NEAR = 2.0**-20
 _SLACK = 1 + 2.0**-10

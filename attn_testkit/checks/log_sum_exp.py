@@ -16,8 +16,6 @@ from .evaluation import Evaluation
 from .lse_hint import lse_hint
 from .lse_patterns import LseEvidence
 
-__all__ = ["EVALUATIONS", "log_sum_exp"]
-
 
 def log_sum_exp(comparison: Comparison, case: Case, declared: LogSumExp) -> list[Finding]:
     """Check that every log-sum-exp is within its limit, -inf exactly, and that a KV split without keys gives no NaN."""

@@ -16,8 +16,6 @@ from ..steps.greedy_loop import Loop
 from .describe import number, times
 from .evaluation import Evaluation
 
-__all__ = ["EVALUATIONS", "GeneratedTokens", "TokenAttention", "lossless", "ran_to_its_end"]
-
 
 @dataclass(frozen=True, eq=False)
 class TokenAttention:

@@ -15,8 +15,6 @@ from .hybrid import writes_own_keys
 from .misplaced import NEW, OLD, PADDING_GOES, UNOWNED, held_instead, owner_text, owners
 from .observation import Observation
 
-__all__ = ["EVALUATIONS", "inputs_unchanged", "pool_is_right", "writes_own_kv"]
-
 
 def _raw(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(BITS[pool.dtype.itemsize])

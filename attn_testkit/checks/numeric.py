@@ -7,8 +7,6 @@ from .comparison import Comparison
 from .describe import number, row_name, spread_text, times
 from .evaluation import Evaluation
 
-__all__ = ["EVALUATIONS", "finite", "matches_oracle", "output_written", "spread"]
-
 
 def output_written(comparison: Comparison) -> list[Finding]:
     """Check that no element of a real row still holds the poison that was there before."""

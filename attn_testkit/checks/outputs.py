@@ -13,8 +13,6 @@ from .describe import number, times
 from .evaluation import Evaluation
 from .observation import Observation, Outputs
 
-__all__ = ["EVALUATIONS", "mode_outputs"]
-
 _FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
 
 

@@ -12,8 +12,6 @@ from .comparison import BITS
 from .evaluation import Evaluation
 from .observation import Observation
 
-__all__ = ["EVALUATIONS", "batch_invariant", "mode_invariant", "repeatable"]
-
 
 def _differs(a: torch.Tensor, b: torch.Tensor) -> int:
     """Count elements whose bits differ; ``a`` and ``b`` have one shape and dtype."""

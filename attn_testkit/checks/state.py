@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from .evaluation import Evaluation, in_eager
 
-__all__ = ["EVALUATIONS"]
-
 EVALUATIONS = (
     Evaluation(
         "steps-independent",

@@ -23,8 +23,6 @@ from .evaluation import Evaluation
 from .observation import Observation
 from .state_tokens import read_text, token_text
 
-__all__ = ["EVALUATIONS", "state_margin"]
-
 
 class _After(NamedTuple):
     """Contents of the slots of a step's requests after it, and the right contents. E ends: ``StateStepData.ends``."""

@@ -9,8 +9,6 @@ from ..steps.schedule import Schedule
 from . import evaluations
 from .comparison import Comparison
 
-__all__ = ["evaluate_step"]
-
 
 def evaluate_step(comparison: Comparison, schedule: Schedule, declared: Capabilities) -> list[Finding]:
     """Find everything wrong with one step, the most telling first.

@@ -18,8 +18,6 @@ from .options import Seconds, Spelled, device_option
 if TYPE_CHECKING:
     from ..audit import Settings
 
-__all__ = ["audit"]
-
 LOG_SECONDS = 15.0
 
 

@@ -16,8 +16,6 @@ from ..reports.record import write_text
 from ..running.planning.request import MODES
 from .options import F, Spelled
 
-__all__ = ["hunt_mutants", "mutant_options"]
-
 _LOG_SECONDS = 15.0
 _Minutes = click.FloatRange(0, min_open=True)
 _OWN = {

@@ -15,8 +15,6 @@ from ..results.names import MODES
 if TYPE_CHECKING:
     from ..cases.case import Case
 
-__all__ = ["explain"]
-
 _LEAST_HYPHENS = 5
 """Least number of hyphens of what is read as a case id without a leading mode: no check and no word has as many."""
 

@@ -11,8 +11,6 @@ from ..contract import AttentionLayer, BackendContext, DraftExtendInput, Forward
 from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
-
 
 class KeptPlansBackend(PlannedBackend):
     """Eager plans are kept, and used again for a batch with the same key, which has everything that a plan depends

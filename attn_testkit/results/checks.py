@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
 
-__all__ = ["BEFORE_OUTPUTS", "CHECKS", "IN_A_STEP", "NUMERIC", "REPORTED_INSTEAD", "Check", "Stage"]
-
 
 class Stage(IntEnum):
     """The stage that a case-run has reached."""

@@ -2,18 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "CANNOT_IMPORT",
-    "EXECUTIONS",
-    "FUZZ",
-    "KIT_ERROR",
-    "MODES",
-    "NOT_COMPILED",
-    "NOT_STARTED",
-    "NO_CASE",
-    "NO_ROOM",
-]
-
 # The spellings of contract/modes.py, repeated here because it imports torch, for which reports and --help must not
 # wait. A test compares them.
 MODES = ("decode", "target-verify", "draft-extend", "draft-extend-v2", "extend", "draft-decode")

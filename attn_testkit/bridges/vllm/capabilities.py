@@ -16,8 +16,6 @@ from .. import capabilities as bridged
 from ..capabilities import DD, V1, V2, D, Line, V, X
 from .state_capabilities import LINES_OF_STATES
 
-__all__ = ["CAPABILITIES", "OF_VLLM", "BridgeCapabilities"]
-
 
 @dataclass(frozen=True)
 class BridgeCapabilities(bridged.BridgeCapabilities):

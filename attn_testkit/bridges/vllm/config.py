@@ -24,8 +24,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext
 from .capabilities import BridgeCapabilities
 from .numbers import NUMBERS, capture_sizes
 
-__all__ = ["NOPE", "make_config"]
-
 NOPE = 128
 """``qk_nope_head_dim`` and ``v_head_dim`` of DeepSeek's models: absorbed layers have none, but builders read it."""
 

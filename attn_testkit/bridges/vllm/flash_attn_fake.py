@@ -19,8 +19,6 @@ from attn_testkit.backends.vendor import paged_attention as paged
 
 from .flash_attn_plan import SplitPlan, split_plan
 
-__all__ = ["FUNCTIONS", "Functions", "fwd", "get_scheduler_metadata"]
-
 Functions = Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]
 """Name of an operator -> its function, and the arguments that it writes."""
 

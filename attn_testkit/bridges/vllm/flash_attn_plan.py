@@ -10,8 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["SplitPlan", "split_plan"]
-
 _SM_COUNT = 132
 """Streaming multiprocessors of an H100."""
 _MOST_SPLITS = 128

@@ -19,8 +19,6 @@ from attn_testkit.contract import BackendContext, DraftDecodeInput, ForwardBatch
 
 from .numbers import width_of
 
-__all__ = ["Inputs", "Step", "common_arguments"]
-
 
 @dataclass(frozen=True)
 class Step:

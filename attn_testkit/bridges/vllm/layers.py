@@ -16,8 +16,6 @@ from attn_testkit.contract import AttentionLayer, BackendContext
 
 from .config import NOPE
 
-__all__ = ["make_layers", "name_of"]
-
 
 def name_of(layer: AttentionLayer) -> str:
     """Name of a layer in ``static_forward_context``, in metadata and in slot mappings."""

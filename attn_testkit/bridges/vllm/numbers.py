@@ -12,8 +12,6 @@ from typing import Literal
 
 from attn_testkit.contract import BackendContext, ForwardMode
 
-__all__ = ["NUMBERS", "Number", "capture_sizes", "drafts", "width_of"]
-
 _LARGEST_CAPTURE = 512
 """The default of ``max_cudagraph_capture_size``, in tokens."""
 

@@ -35,8 +35,6 @@ from .layers import make_layers, name_of
 from .numbers import width_of
 from .state_layers import KINDS, MAMBA_CHUNK, make_state_layers
 
-__all__ = ["VLLMStateBackend"]
-
 _KEPT, _SOFTMAX = "vllm", AttentionBackendEnum.TRITON_ATTN
 _DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
@@ -49,6 +47,7 @@ class Counts(MambaHybridAttnMetadata):  # type: ignore[misc]
     """
 
     def get_extra_attn_kwargs(self, attn_metadata_builder: Any, num_reqs: int) -> dict[str, Any]:
+        """Arguments of a builder, with the counts of accepted tokens if it takes them."""
         if not getattr(attn_metadata_builder, "supports_spec_decode_metadata", False):
             found: dict[str, Any] = super().get_extra_attn_kwargs(attn_metadata_builder, num_reqs)
             return found

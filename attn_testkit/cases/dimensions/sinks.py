@@ -25,8 +25,6 @@ from .dimension import (
     option,
 )
 
-__all__ = ["SINKS", "sinking"]
-
 
 def _undeclared_sinks(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     if declared.sinks:

@@ -33,8 +33,6 @@ from ...results.case_result import CaseResult, Status
 from ...results.checks import CHECKS
 from ...results.run_header import RunHeader
 
-__all__ = ["ENDINGS", "KnownFailure", "Ledger", "load_known", "parse_known"]
-
 KINDS = ("tolerated", "quarantine")
 EXECUTIONS = ("eager", "graph")
 ENDINGS = (Status.CRASHED.value, Status.TIMED_OUT.value)

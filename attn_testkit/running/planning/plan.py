@@ -35,8 +35,6 @@ from .narrow import not_declared_here
 from .order import ordered
 from .request import Item, Plan, Request, selection_of, unloadable
 
-__all__ = ["plan_run"]
-
 CapabilitiesOf = Callable[[Candidate], Capabilities]
 Broken = Callable[[Candidate], Mapping[str, str]]
 """Requirement of the capabilities -> why it is installed and cannot be imported."""
