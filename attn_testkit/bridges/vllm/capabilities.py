@@ -268,7 +268,7 @@ _ALONE: Mapping[str, BridgeCapabilities] = {
         compiled_store=True,  # concat_and_cache_mla
     ),
     "flash_attn": _flash_attn(_FP16_AND_BF16),
-    # The kernel accepts sinks in bf16 alone, and a model of fp16 has them in fp16 (``make_attention_sink``).
+    # The kernel accepts only sinks in bf16, and a model of fp16 has them in fp16 (``make_attention_sink``).
     "flash_attn_sinks": _flash_attn(
         Line("dtypes", {"bf16"}, f"{_FLASH}:FlashAttentionBackend"),
         Line("sinks", True, f"{_FLASH}:FlashAttentionImpl.__init__"),

@@ -17,7 +17,7 @@ import torch
 
 from attn_testkit.backends.vendor import paged_attention as paged
 
-from .flash_attn_plan import SplitPlan, split_plan
+from .flash_attn_plan import SM_COUNT, SplitPlan, split_plan
 
 Functions = Mapping[str, tuple[Callable[..., Any], tuple[str, ...]]]
 """Name of an operator -> its function, and the arguments that it writes."""
@@ -58,7 +58,8 @@ def get_scheduler_metadata(
     )  # fmt: skip
     made = torch.zeros(plan.size, dtype=torch.int32, device=seqused_k.device)
     rows = cu_seqlens_q.diff() * (num_heads // num_heads_k)
-    values = {"rows": rows, "splits": _splits(plan, rows, seqused_k, num_heads_k), "heads_in_l2": _HEADS_IN_L2}
+    splits = _splits(plan, rows, seqused_k, num_heads_k)
+    values = {"rows": rows, "splits": splits, "heads_in_l2": torch.full_like(rows, _HEADS_IN_L2)}
     for vector in plan.vectors:
         made[plan.start(vector) : plan.start(vector) + batch_size] = values[vector]
     return made
@@ -68,7 +69,7 @@ def _splits(plan: SplitPlan, rows: torch.Tensor, seqused_k: torch.Tensor, kv_hea
     """[requests] int32: splits of each request, more for those with more keys, on the device."""
     row_tiles = (rows + plan.rows_per_tile - 1) // plan.rows_per_tile
     key_tiles = (seqused_k + plan.keys_per_tile - 1) // plan.keys_per_tile
-    per_sm = ((row_tiles * key_tiles).sum() * 1.1 * kv_heads / 132).ceil().clamp(min=1).int()
+    per_sm = ((row_tiles * key_tiles).sum() * 1.1 * kv_heads / SM_COUNT).ceil().clamp(min=1).int()
     return ((key_tiles + per_sm - 1) // per_sm).clamp(1, plan.splits)
 
 

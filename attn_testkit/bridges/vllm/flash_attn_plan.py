@@ -1,4 +1,4 @@
-"""What FlashAttention 3 decides on the host before it launches: splits of the keys, and the layout of its schedule.
+"""Decisions of FlashAttention 3 on the host before it launches: splits of the keys, and the layout of its schedule.
 
 Both of its entry points decide by their own arguments, and a captured graph keeps the decision of its capture. A replay
 whose schedule was made for other splits has another layout, which the captured kernels read in theirs. The rules are
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-_SM_COUNT = 132
+SM_COUNT = 132
 """Streaming multiprocessors of an H100."""
 _MOST_SPLITS = 128
 _LARGEST_SPLIT_BATCH = 992
@@ -100,8 +100,8 @@ def _tile(dim: int, itemsize: int, *, few_rows: bool, is_causal: bool, is_local:
 
 def _splits_by_occupancy(row_tiles: int, key_tiles: int) -> int:
     """The fewest splits that occupy the GPU nearly as well as the best number does, for one request of these tiles."""
-    if row_tiles >= 0.8 * _SM_COUNT or key_tiles <= 4:
+    if row_tiles >= 0.8 * SM_COUNT or key_tiles <= 4:
         return 1
-    waves = [row_tiles * splits / _SM_COUNT for splits in range(1, min(_MOST_SPLITS, _SM_COUNT, key_tiles) + 1)]
+    waves = [row_tiles * splits / SM_COUNT for splits in range(1, min(_MOST_SPLITS, SM_COUNT, key_tiles) + 1)]
     occupied = [wave / -(-wave // 1) for wave in waves]
     return next(number for number, each in enumerate(occupied, 1) if each >= _GOOD_ENOUGH * max(occupied))

@@ -21,7 +21,7 @@ class Number:
     """One number of vLLM's configuration."""
 
     name: str
-    """Its field."""
+    """Name of its field."""
     unit: Literal["tokens", "requests", "tokens of a request", "tokens of a block"]
     value: Callable[[BackendContext], int]
     place: str
