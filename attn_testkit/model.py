@@ -20,9 +20,8 @@ from .cases.derived_parameters import CONTIGUOUS
 from .cases.head_shapes import HeadMap
 from .cases.normals import normals
 from .contract import AttentionLayer, ForwardBatch
-from .steps.data import HIDDEN, VOCAB
-
-__all__ = ["VOCAB", "Attends", "Model", "Trace", "Weights", "joined", "make_weights", "pack", "row_width"]
+from .steps.data import HIDDEN
+from .steps.data import VOCAB as VOCAB
 
 
 @dataclass(frozen=True)
@@ -324,8 +323,8 @@ class Model:
         return trace
 
     def _masked(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """The output of a cross-attention layer, times 0 in rows of requests without an encoder, as mllama has it
-        (``full_text_row_masked_out_mask``): any finite number is right there, and NaN is not.
+        """The output of a cross-attention layer, multiplied by 0 for requests without encoder input, as in mllama
+        (``full_text_row_masked_out_mask``). So these rows may hold any finite value, but not NaN.
         """
         if self.has_encoder is None or not self.layers[index].is_cross_attention:
             return out

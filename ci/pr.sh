@@ -22,7 +22,7 @@ trap 'rm -rf "$built"' EXIT
 "$python" -m pip --quiet --disable-pip-version-check wheel --no-deps --no-build-isolation --wheel-dir "$built" .
 "$python" -m zipfile -e "$built"/*.whl "$built/unpacked"
 diff \
-  <(find attn_testkit runner_modes -type f ! -name '*.pyc' | sed 's|^runner_modes/|attn_testkit/runner_modes/|' | sort) \
+  <(find attn_testkit runner_modes -type f ! -name '*.pyc' ! -name README.md | sed 's|^runner_modes/|attn_testkit/runner_modes/|' | sort) \
   <(cd "$built/unpacked" && find attn_testkit -type f | sort) ||
   { echo "ci/pr.sh: the wheel lacks the files marked <; see [tool.setuptools] in pyproject.toml" >&2; exit 1; }
 # Fills the time in which a test waits for a process; what it says comes after them.

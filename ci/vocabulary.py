@@ -28,8 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 TABLE = Path(__file__).with_suffix(".toml")
 _ROOTS = ("attn_testkit", "runner_modes", "docs")
 _PAGES = ("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md")
-_NOT_READ = ("glossary.md",)
-"""Written from glossary.toml, with the earlier words."""
 _ENDINGS = (".py", ".md", ".j2", ".toml")
 
 # A docstring that begins with one of these words needs the line above it.
@@ -125,7 +123,9 @@ def _python(source: str) -> Iterator[tuple[list[Line], bool]]:
         for statement in node.body
         if isinstance(statement, ast.Expr)
     }
-    patterns = {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"}
+    faults = (node for node in nodes if isinstance(node, ast.Call) and ast.unparse(node.func) == "fault")
+    patterns = {id(pattern) for call in faults for pattern in call.args[2:3]}
+    patterns |= {id(node.value) for node in nodes if isinstance(node, ast.keyword) and node.arg == "hint"}
     for node in nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str) or id(node) in patterns:
             continue
@@ -184,12 +184,7 @@ def group_of(name: str) -> str:
 def all_findings() -> dict[str, list[Finding]]:
     """Findings of each file that readers of the kit see."""
     table = phrases()
-    paths = [
-        path
-        for root in _ROOTS
-        for path in sorted((ROOT / root).rglob("*"))
-        if path.suffix in _ENDINGS and path.name not in _NOT_READ
-    ]
+    paths = [path for root in _ROOTS for path in sorted((ROOT / root).rglob("*")) if path.suffix in _ENDINGS]
     names = [*_PAGES, *(str(path.relative_to(ROOT)) for path in paths)]
     return {name: findings(name, (ROOT / name).read_text(), table) for name in names}
 

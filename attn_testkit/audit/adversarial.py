@@ -11,8 +11,6 @@ from ..running.planning.request import Options, Request, final_code
 from ..running.processes.judge_process import JudgeError, JudgeProcess
 from .verdicts import AdversarialVerdict, Settings, Task
 
-__all__ = ["FrontEnd", "run_adversarial"]
-
 
 class FrontEnd:
     """Runs one backend after another, and gives each the exit code of a command. A judge that died is replaced."""

@@ -24,8 +24,6 @@ from ..running.planning.plan import plan_run
 from ..running.planning.request import Item, Plan, Request
 from .verdicts import ControlVerdict, FaultVerdict, Settings, Task, Verdict
 
-__all__ = ["kill_order", "run_task", "tasks_for"]
-
 _GRAPH_COST = 6
 """Duration of a graph case-run, about, in eager ones."""
 _MIXED_AT = 5

@@ -10,8 +10,6 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 
-__all__ = ["FIRST_NAMES", "RENAMED_WORDS", "first_written", "renamed"]
-
 RENAMED_WORDS: Mapping[str, str] = {
     "footprint": "one_hot",
     "cliff": "rising_logits",
@@ -31,7 +29,7 @@ RENAMED_WORDS: Mapping[str, str] = {
     "morerows": "padded_tokens",
     "kvown": "kvcustom",
 }
-"""Old word -> present word. CHANGELOG.md has the same table."""
+"""Old word -> present word."""
 _SPLITS = r"lse(?:prefix|(?:pages|tokens)[^-]*)"
 _MERGED = re.compile(rf"(?<=-)({_SPLITS})merged(?!\w)")
 _OWN = re.compile(rf"({_SPLITS})own")

@@ -8,12 +8,10 @@ from ..cases.case import Case
 from ..families.expected import Expected
 from ..results.finding import Finding
 from ..steps.data import draft_topk
-from .check import Check, Stage
 from .comparison import Comparison
 from .describe import number, times
+from .evaluation import Evaluation
 from .observation import Observation, Outputs
-
-__all__ = ["CHECKS", "mode_outputs"]
 
 _FIELDS = ("next_token_logits", "hidden_states", "topk_p", "topk_index")
 
@@ -56,7 +54,8 @@ def _compare(
     row, column = divmod(int(ratio.argmax()), ratio.shape[1])
     return _finding(
         observed,
-        f"{name} differs from the model on the oracle, {times(float(ratio.max()))} over the limit",
+        f"{name} differs from the reference model run with oracle attention, "
+        f"{times(float(ratio.max()))} over the limit",
         f"{name}[row {row}, {column}] = {number(float(got[row, column]))}, want {number(float(want[row, column]))}",
         "every attention output is right; probably the backend overwrote or replaced batch_size or "
         "num_accept_tokens, which the caller reads",
@@ -103,17 +102,9 @@ def _topk(observed: Observation, outputs: Outputs, expected: Expected, k: int) -
     return []
 
 
-CHECKS = (
-    Check(
+EVALUATIONS = (
+    Evaluation(
         "mode-outputs",
-        "The mode returns exactly its fields for exactly its rows: see the table of modes.",
-        "An attention output with the right shape and the wrong row order; a buffer that the next layer overwrites.",
-        "sglang #25002, #35546",
-        "The attention of every layer is right. Look at what runs after it: pruning to the accepted row, tensors of "
-        "the batch, buffers that a later layer shares.",
-        evaluated_from=Stage.OBSERVED,
-        behind_outputs=True,
         run=lambda comparison, schedule, declared: mode_outputs(comparison, schedule.case),
     ),
 )
-"""Checks in the order in which they are worth reading."""

@@ -16,8 +16,6 @@ from ..reports.record import write_text
 from ..running.planning.request import MODES
 from .options import F, Spelled
 
-__all__ = ["hunt_mutants", "mutant_options"]
-
 _LOG_SECONDS = 15.0
 _Minutes = click.FloatRange(0, min_open=True)
 _OWN = {
@@ -46,7 +44,7 @@ def mutant_options(command: F) -> F:
 
 _OTHERS = {
     "faults": "--fault", "classes": "--class", "timeout": "--timeout", "last": "--last", "html_file": "--html",
-    "verbose": "--verbose", "docs": "--docs",
+    "verbose": "--verbose", "show_list": "--list",
 }  # fmt: skip
 """Options that --mutants excludes."""
 

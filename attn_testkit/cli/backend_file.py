@@ -7,8 +7,6 @@ from pathlib import Path
 
 from ..registry import UsageError
 
-__all__ = ["spec_of"]
-
 
 def spec_of(name: str) -> str:
     """``module:Class`` of the only backend in a file ``name``; any other name as it is. The file is not imported.

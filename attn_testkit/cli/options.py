@@ -14,8 +14,6 @@ from ..results.failure_text import program
 from ..running.planning.request import EXECUTIONS, MODES, TIERS, Request, checked_device, checked_seconds
 from .backend_file import spec_of
 
-__all__ = ["case_option", "command_line", "device_option", "request_from", "selection_options"]
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 

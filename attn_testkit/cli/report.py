@@ -9,8 +9,6 @@ from ..reports.record import read_report, write_text
 from ..reports.shards import read_runs
 from .show import echo_header, print_summary
 
-__all__ = ["report"]
-
 
 @click.command(
     short_help="Turn results files into a page or a summary.",

@@ -21,10 +21,15 @@ from ..reports.tally import WORDS, cells, text_table
 from ..reports.verdict import conclude, next_lines, not_tried_lines
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.names import FUZZ
-from ..results.remarks import launch_lines, left_lines, not_declared_lines, note_lines, printed_lines
+from ..results.remarks import (
+    launch_lines,
+    left_lines,
+    not_declared_lines,
+    note_lines,
+    printed_lines,
+    repeated_lines,
+)
 from ..results.run_header import RunHeader
-
-__all__ = ["Watch", "echo_header", "out", "print_summary"]
 
 LOG_SECONDS = 15.0
 
@@ -130,7 +135,7 @@ def print_summary(
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
     for problem in problems:
         click.echo(f"problem: {problem}")
-    for line in printed_lines(results):
+    for line in [*repeated_lines(results), *printed_lines(results)]:
         click.echo(line)
     how = "" if show_not_covered else "--show-not-covered lists them"
     concluded = conclude(header, results, problems=problems, interrupted=interrupted)

@@ -8,8 +8,6 @@ from pathlib import Path
 
 import attn_testkit
 
-__all__ = ["Calibration", "calibrations", "version_text"]
-
 _VERDICTS = Path(__file__).parents[1] / "calibrate"
 
 

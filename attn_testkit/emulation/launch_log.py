@@ -18,8 +18,6 @@ from torch import Tensor
 from attn_testkit.emulation import session
 from attn_testkit.emulation.private import disable_functions
 
-__all__ = ["LaunchLog", "LaunchNote", "Unsupported", "note_grids", "note_launches", "read_notes"]
-
 _ALIGNMENT = 16
 
 

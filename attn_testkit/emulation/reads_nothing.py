@@ -16,8 +16,6 @@ from attn_testkit.emulation.arguments import NO_TENSORS
 from attn_testkit.emulation.private import dtype_of, modes_entered, vmap_level
 from attn_testkit.emulation.shortcuts import VIEWS, only_looks, operation_of
 
-__all__ = ["TENSORS_AT", "reads_nothing"]
-
 
 def _functions(names: str) -> Iterable[Any]:
     """Methods of a tensor, and functions of torch, with these names."""

@@ -20,8 +20,6 @@ from attn_testkit.emulation.device import CAPABILITY, DeviceProperties
 from attn_testkit.emulation.errors import EmulationError
 from attn_testkit.emulation.sites import author_site
 
-__all__ = ["EmulatedDriver", "answer_without_a_gpu", "interpreter"]
-
 _INTERPRETER = "triton.runtime.interpreter"
 
 

@@ -25,8 +25,6 @@ from attn_testkit.emulation.private import disable_functions
 from attn_testkit.emulation.sites import author_site
 from attn_testkit.emulation.tags import DEVICE, storage_key
 
-__all__ = ["Races", "Written", "acquiring", "scratch", "semantics_of"]
-
 Array = npt.NDArray[Any]
 
 _MOST_LOGGED = 1 << 26

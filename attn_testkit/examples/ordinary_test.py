@@ -18,8 +18,6 @@ import torch
 from ..contract import AttentionBackend, AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPool
 from ..emulation import emulated_cuda
 
-__all__ = ["errors", "main"]
-
 _PAGE, _HEADS, _KV_HEADS, _DIM, _LENS = 16, 4, 2, 64, (5, 40, 17)
 _LIMIT = 0.02
 

@@ -8,8 +8,6 @@ from typing_extensions import override
 from ..contract import AttentionLayer, BackendContext
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["ByLayerBackend"]
-
 
 class ByLayerBackend(PlannedBackend):
     """Healthy parent: plan and workspace fit every layer, and the kernel computes the strides of rows."""

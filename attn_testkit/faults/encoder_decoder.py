@@ -21,8 +21,6 @@ from ..contract import (
 from .grouped import GroupedBackend
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["MODES", "EncoderDecoderBackend", "EncoderInItsOwnGroup", "EncoderKeys", "KeysBehindEncoder"]
-
 MODES = (ForwardMode.DECODE, ForwardMode.EXTEND)
 _LAYERS = CrossAttention(frozenset(MODES), frozenset({"first", "own_group"}))
 

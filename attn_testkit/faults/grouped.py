@@ -13,8 +13,6 @@ from typing_extensions import override
 from ..contract import AttentionBackend, AttentionLayer, BackendContext, Capabilities, ForwardBatch, KVGroup
 from .parent import PlannedBackend
 
-__all__ = ["GroupedBackend"]
-
 
 class GroupedBackend(AttentionBackend):
     """Healthy parent: a ``PlannedBackend`` per group, which knows only its layers, pool, table and slots."""

@@ -16,8 +16,6 @@ from typing_extensions import override
 from ..contract import AttentionLayer, BackendContext, DraftDecodeInput, ForwardBatch, ForwardMode
 from .parent import Metadata, PlannedBackend
 
-__all__ = ["MultiStepBackend", "spec_of"]
-
 _MODES = {ForwardMode.DRAFT_DECODE}
 
 

@@ -33,8 +33,6 @@ from ..contract import (
 )
 from .pool_reads import read_slots
 
-__all__ = ["CountingBackend", "Metadata", "PlannedBackend"]
-
 
 @dataclass
 class Metadata:

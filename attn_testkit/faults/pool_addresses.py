@@ -9,8 +9,6 @@ from ..contract import AttentionLayer
 from .b_empty_batches import LEAN
 from .parent import PlannedBackend
 
-__all__ = ["LOWER", "ReadsByAddress", "addresses_of", "reached", "without_carry"]
-
 LOWER = (1 << 32) - 1
 """The lower word of an address."""
 

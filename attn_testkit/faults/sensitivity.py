@@ -23,8 +23,6 @@ from ..families.expected import Expected, expect
 from ..steps.data import DTYPES, StepData, make_layers
 from ..steps.schedule import Schedule, make_schedule
 
-__all__ = ["KINDS", "LENGTHS", "Point", "markdown", "measure", "svg"]
-
 LENGTHS = (64, 512, 4096)
 KINDS = ("key", "any", "row", "head")
 _WORDS = {

@@ -20,18 +20,6 @@ from ..contract import (
 )
 from ..contract.row_format import in_tiles
 
-__all__ = [
-    "GroupedSparse",
-    "PackedRowsParent",
-    "SparseBlocks",
-    "SparseOfVLLM",
-    "SparseOfWidePages",
-    "SparseParent",
-    "SparseWithSums",
-    "UnionOfRows",
-]
-
-
 _ALL = frozenset(ForwardMode)
 _TILE = 128
 

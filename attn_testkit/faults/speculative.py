@@ -11,8 +11,6 @@ from ..contract import AttentionBackend, AttentionLayer, BackendContext, Forward
 from .multi_step import MultiStepBackend
 from .parent import PlannedBackend
 
-__all__ = ["SpeculativeBackend"]
-
 _MODES = {ForwardMode.DRAFT_DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND}
 
 

@@ -10,8 +10,6 @@ from typing_extensions import override
 from ..contract import ForwardBatch, ForwardMode, VerifyInput
 from .states import StateParent
 
-__all__ = ["TreesParent"]
-
 _VERIFY = frozenset({ForwardMode.TARGET_VERIFY})
 
 

@@ -10,8 +10,6 @@ from typing_extensions import override
 from ..contract import ForwardBatch, ForwardMode, StateInput, StateLayer
 from .states import StateParent
 
-__all__ = ["SlotsParent", "SnapshotsParent", "SourcesParent"]
-
 
 class SlotsParent(StateParent):
     """A right backend with a slot for each node of a draft, and no commit. Prompts and decodes have the first slot."""

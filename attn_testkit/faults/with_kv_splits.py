@@ -14,8 +14,6 @@ from typing_extensions import override
 from ..contract import AttentionLayer, ForwardBatch, ForwardMode, KVSplit, LogSumExp
 from .dense import DenseBackend
 
-__all__ = ["MODES", "NATURAL", "SplitKVBackend"]
-
 MODES = frozenset(ForwardMode) - {ForwardMode.DRAFT_DECODE}
 NATURAL = LogSumExp(base="e", whole=MODES, prefix=MODES, pages=MODES, tokens=MODES, merges=True)
 

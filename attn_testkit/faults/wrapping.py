@@ -11,8 +11,6 @@ from ..contract import AttentionBackend, AttentionLayer, BackendContext, Capabil
 from .dense import DenseBackend
 from .parent import PlannedBackend
 
-__all__ = ["HybridBackend", "WrapperBackend"]
-
 
 class HybridBackend(AttentionBackend):
     """Healthy parent: a ``PlannedBackend`` for each layer, as a server wraps the backends of a hybrid model."""

@@ -9,8 +9,6 @@ from ..cases.case import parse_case
 from ..running.planning.request import Item
 from .operators import Mutant
 
-__all__ = ["Order", "name_of"]
-
 _ELSEWHERE = 1 / 8
 """Weight of a mutant of another function; one of the same function counts 1."""
 _KILLS_BEFORE, _TRIES_BEFORE = 0.1, 0.5

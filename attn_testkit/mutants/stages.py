@@ -16,8 +16,6 @@ from ..running.planning.request import Item, Plan, Request
 from .order import name_of
 from .settings import Settings
 
-__all__ = ["Stage", "most_valuable", "stages_of"]
-
 
 @dataclass(frozen=True)
 class Stage:

@@ -21,7 +21,14 @@ from ..reports.tally import text_table
 from ..reports.verdict import conclude, narrowed, next_lines, not_tried_lines
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.failure_text import format_failure
-from ..results.remarks import launch_lines, left_lines, not_declared_lines, note_lines, printed_lines
+from ..results.remarks import (
+    launch_lines,
+    left_lines,
+    not_declared_lines,
+    note_lines,
+    printed_lines,
+    repeated_lines,
+)
 from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
     DIAGNOSE_SECONDS,
@@ -40,8 +47,6 @@ from ..running.planning.request import (
 )
 from ..running.planning.shards import shard_of
 from ..running.processes.judge_process import JudgeError, JudgeProcess
-
-__all__ = ["SESSION", "Session", "pickled_plan"]
 
 
 class _NoJudge:
@@ -266,7 +271,7 @@ class Session:
             terminal.line(f"problem: {problem}")
         for line in note_lines(self.header.notes):
             terminal.line(line)
-        for line in printed_lines(self.results):
+        for line in [*repeated_lines(self.results), *printed_lines(self.results)]:
             terminal.line(line)
         how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
         concluded = conclude(self.header, self.results, problems=self.problems, interrupted=self.interrupted)

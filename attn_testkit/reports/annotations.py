@@ -11,8 +11,6 @@ from ..results.case_result import BAD, CaseResult
 from ..results.run_header import RunHeader
 from .grouping import group_failures
 
-__all__ = ["annotation_lines"]
-
 MOST = 10
 """Number of annotations that GitHub shows per step."""
 _LINE = re.compile(r"(?P<file>[^\s:]+\.py):(?P<line>\d+) in ")

@@ -12,8 +12,6 @@ from ..results.case_result import RAN, CaseResult
 from ..results.names import MODES
 from .in_common import numbers_of, properties_of
 
-__all__ = ["COLUMNS", "Covered", "covered"]
-
 COLUMNS = ("heads", "head dim", "dtype", "KV pool of", "page size", "slot order", "data")
 """Kinds of properties that have a column; others are features."""
 

@@ -15,8 +15,6 @@ from .record import Report, plain
 from .tally import seconds_of
 from .verdict import conclude
 
-__all__ = ["VERDICT_PROPERTY", "junit_xml", "properties", "unfinished_xml"]
-
 _NOT_XML = re.compile("[^\t\n\r\x20-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 

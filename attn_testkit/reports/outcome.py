@@ -14,9 +14,8 @@ from ..results.run_header import RunHeader
 from .grouping import Causes, Group, group_failures
 from .in_common import in_common
 from .record import Report
-from .verdict import Verdict, conclude, next_lines, not_tried_lines, verdict
-
-__all__ = ["FailureTexts", "NotConformant", "Results", "failure_lines", "outcome_of", "verdict"]
+from .verdict import Verdict, conclude, next_lines, not_tried_lines
+from .verdict import verdict as verdict
 
 
 class FailureTexts:

@@ -19,20 +19,6 @@ from ..results.run_header import RunHeader, Selection
 from .record_check import Digest, contradiction
 from .verdict import conclude
 
-__all__ = [
-    "FORMAT",
-    "Record",
-    "Report",
-    "cannot_write",
-    "plain",
-    "read_report",
-    "refuse_unwritable",
-    "result_from_plain",
-    "schema",
-    "write_report",
-    "write_text",
-]
-
 FORMAT = "attn-testkit-report/1"
 """The format of a results file; its number grows if a reader of the old form would misread the new one."""
 
@@ -93,7 +79,7 @@ _EARLIER_NAMES = {"untried": "not_covered", "not_judged": "not_evaluated"}
 """Field of a results file as it was written first -> its name."""
 
 
-_OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory")
+_OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory", "repeated")
 """Fields that are written only if they say something: most case-runs pass."""
 
 

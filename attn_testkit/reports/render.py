@@ -17,8 +17,6 @@ from .plots import LEVELS, error_plot, keys_plot
 from .record import Report
 from .verdict import conclude, not_tried_lines
 
-__all__ = ["html_page", "markdown_summary"]
-
 MOST_IN_SUMMARY = 10
 """Number of causes that a summary shows with a failure in full."""
 

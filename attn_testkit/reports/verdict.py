@@ -18,19 +18,6 @@ from ..results.names import EXECUTIONS, FUZZ, MODES
 from ..results.remarks import not_covered_lines
 from ..results.run_header import CUT, RunHeader, Selection, exit_code
 
-__all__ = [
-    "MUST_AGREE",
-    "Verdict",
-    "conclude",
-    "narrowed",
-    "next_lines",
-    "not_tried_lines",
-    "other_code",
-    "refuse_another_run",
-    "refuse_other_code",
-    "verdict",
-]
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -10,8 +10,6 @@ from .finding import MOST_CHARACTERS, Finding
 from .names import KIT_ERROR, NO_ROOM, NOT_COMPILED, NOT_STARTED
 from .texts import readable
 
-__all__ = ["BAD", "RAN", "CaseResult", "Status", "emulated_parts", "failed_check"]
-
 
 class Status(StrEnum):
     """Ending of one case-run. Each status means something else to the reader, so they are never merged."""
@@ -92,6 +90,8 @@ class CaseResult:
     Tables count the failure there."""
     printed: str = ""
     """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
+    repeated: str = ""
+    """The end of a process of the kit, in words, that left an earlier attempt without a result; empty for none."""
     node: str = ""
     """The machine of a cluster that ran it; empty without a cluster."""
     gpu: str = ""

@@ -18,18 +18,6 @@ import torch
 from . import paged_attention as paged
 from .provider import EntryPoint, swapped
 
-__all__ = [
-    "BATCH_DECODE",
-    "BATCH_MLA_FA2",
-    "BATCH_MLA_FA3",
-    "BATCH_PREFILL",
-    "BATCH_RAGGED",
-    "make_mla_wrapper",
-    "make_paged_wrapper",
-    "make_ragged_wrapper",
-    "merge_state",
-]
-
 _HERE = "attn_testkit.backends.vendor.flashinfer_fake"
 _SM80_AND_UP = ((80, 129),)
 BATCH_DECODE = EntryPoint(

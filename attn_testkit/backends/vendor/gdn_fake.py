@@ -12,8 +12,6 @@ import torch
 
 from .provider import EntryPoint
 
-__all__ = ["DECODE", "PREFILL", "VERIFY"]
-
 _SM = ((90, 90), (100, 103), (120, 121))
 _HERE = "attn_testkit.backends.vendor.gdn_fake"
 DECODE = EntryPoint("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose", _SM, f"{_HERE}:decode", "flashinfer")

@@ -24,20 +24,6 @@ import torch
 
 from .source_signature import stub_of
 
-__all__ = [
-    "EntryPoint",
-    "Provided",
-    "VendorMismatch",
-    "VendorMissing",
-    "device_is_real",
-    "fake_of",
-    "forced",
-    "provide",
-    "real",
-    "sm_of",
-    "swapped",
-]
-
 
 class VendorMissing(ImportError):
     """The package is not installed, or does not import here. Names the extra to install."""

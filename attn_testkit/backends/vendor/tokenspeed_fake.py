@@ -17,8 +17,6 @@ import torch
 from . import page_tables as paged
 from .provider import EntryPoint, swapped
 
-__all__ = ["DECODE", "MULTIPROCESSORS"]
-
 DECODE = EntryPoint(
     # Not the package's own name for it: that one hides a failed import until the call.
     "tokenspeed_mla.mla_decode:tokenspeed_mla_decode",

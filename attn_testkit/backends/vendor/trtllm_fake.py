@@ -19,8 +19,6 @@ import torch
 from . import page_tables as paged
 from .provider import EntryPoint, swapped
 
-__all__ = ["CONTEXT", "DECODE_GEN", "DECODE_MLA", "DECODE_XQA", "SEMAPHORE_BYTES"]
-
 _HERE = "attn_testkit.backends.vendor.trtllm_fake"
 _DECODE = "flashinfer.decode:trtllm_batch_decode_with_kv_cache"
 _GEN_SM = ((100, 107),)

@@ -14,8 +14,6 @@ from .assumed_numbers import right_keys_and_a_wrong_number
 from .evidence import LONGEST, Evidence, Supposed
 from .hint import Level, assumption, hint
 
-__all__: list[str] = []
-
 
 def _has_bias(e: Evidence) -> bool:
     return e.expected.data.qq_bias is not None and right_keys_and_a_wrong_number(e)
@@ -100,7 +98,7 @@ def query_bias_without_stride(e: Evidence) -> str:
         return ""
     return (
         "rows of qq_bias are read as if they followed each other without a gap: use its stride(0), which is larger "
-        "than its width. The result is right, or NaN, for what lies there"
+        "than its width. Reading with stride = width reproduces your output, or gives NaN"
     )
 
 

@@ -20,8 +20,6 @@ import torch
 
 from .settings import SETTINGS
 
-__all__ = ["Accepted", "ProcessState", "accepted", "changes", "restore", "take_state", "unchanged"]
-
 _KIT = "attn_testkit"
 _JUDGED = ("attn_testkit.backends", "attn_testkit.examples", "attn_testkit.faults")
 """Packages of the kit that hold backends: their modules may keep state."""

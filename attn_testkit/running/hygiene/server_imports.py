@@ -17,8 +17,6 @@ from typing import Any
 from ...registry import BRIDGES
 from .process_state import Accepted, ProcessState, accepted, changes, take_state, unchanged
 
-__all__ = ["ServerImports"]
-
 _BRIDGES = "attn_testkit.bridges."
 
 

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 
 from ...cases.case import Case
 
-__all__ = ["long_cases"]
-
 MOST_PRODUCTS = 1e8
 """Products of a query row and a key, over all heads and layers, that the oracle and a backend in torch compute on a CPU
 in well under a minute."""

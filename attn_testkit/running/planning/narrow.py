@@ -11,8 +11,6 @@ from ...contract import Capabilities, ForwardMode
 from ...contract.capabilities import GUESSED, unwritten
 from ...contract.head_layout import HEAD_LAYOUTS
 
-__all__ = ["not_declared_here"]
-
 
 def not_declared_here(declared: Capabilities) -> tuple[str, ...]:
     """Phrases: executions of declared modes, other modes, head layouts, and capabilities that the author did

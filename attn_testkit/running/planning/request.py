@@ -12,37 +12,12 @@ from ...registry import UsageError, did_you_mean, unknown
 from ...reports.verdict import conclude
 from ...results.case_result import CaseResult, Status
 from ...results.finding import Finding
-from ...results.names import EXECUTIONS, KIT_ERROR, MODES, NO_CASE, NOT_STARTED
+from ...results.names import EXECUTIONS as EXECUTIONS
+from ...results.names import KIT_ERROR, NO_CASE, NOT_STARTED
+from ...results.names import MODES as MODES
 from ...results.run_header import RunHeader, Selection
 from .candidate import Candidate
 from .known_failures import KnownFailure, Ledger, load_known
-
-__all__ = [
-    "DIAGNOSE",
-    "DIAGNOSE_SECONDS",
-    "EXECUTIONS",
-    "MODES",
-    "ORDERS",
-    "TIERS",
-    "Diagnose",
-    "Explains",
-    "Item",
-    "Judge",
-    "Options",
-    "Plan",
-    "Prepared",
-    "Request",
-    "bare_result",
-    "checked_device",
-    "checked_seconds",
-    "final_code",
-    "kit_error",
-    "not_started",
-    "param_id",
-    "prepare",
-    "selection_of",
-    "unloadable",
-]
 
 TIERS = ("smoke", "core", "full")
 ORDERS = ("listed", "plainest", "most valuable")
@@ -156,6 +131,8 @@ class Options:
     """``eager:CASE`` or ``graph:CASE``: case-runs that every process runs first."""
     budget_s: float | None = None
     """Seconds after which no further case-run is begun; planning counts. The rest is reported as not run."""
+    spent_s: float = 0.0
+    """Seconds of them that were over before this judge began: it takes the place of one that died."""
     asks_afresh: bool = True
     """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
     diagnose: Diagnose = "first"
@@ -187,6 +164,8 @@ class Item:
     """True for an eager case that also tries a graph which is not declared. If that works, it leads to a hint only."""
     known: bool = False
     """A known failure may cover it: its check decides over the verdict, and is always looked for."""
+    lost: str = ""
+    """The end of a process of the kit, in words, that left the first attempt without a result. This is the last."""
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
@@ -324,6 +303,16 @@ def unloadable(spec: str, reason: str) -> CaseResult:
 def kit_error(item: Item, reason: str) -> CaseResult:
     """The result of a case-run that our own code failed: nobody may take it for a verdict on the backend."""
     return bare_result(item, Status.CRASHED, f"{KIT_ERROR}{reason}")
+
+
+def once_more(item: Item, how: str) -> Item | CaseResult:
+    """The case-run to repeat after a process of the kit ended in the middle of it; after a second one, its result.
+
+    ``how``: which process it was, and how it ended.
+    """
+    if not item.lost:
+        return replace(item, lost=how)
+    return kit_error(item, f"{how}; this was the second attempt, and in the first {item.lost}")
 
 
 def final_code(

@@ -11,8 +11,6 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
-__all__ = ["Package", "Resources", "packages", "resources", "slow_because"]
-
 _KIT = "attn-testkit"
 GIGABYTE = 10**9
 MEMORY_OF_A_RUN = 2 * GIGABYTE
