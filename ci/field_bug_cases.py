@@ -1,0 +1,133 @@
+"""Gives each field bug a case of smoke or core that catches it, after the cases of the tiers have changed.
+
+python ci/field_bug_cases.py --jobs 2
+python ci/field_bug_cases.py --most 400 FieldNameOfBug ...
+
+A bug whose case is still one of its tier, and is still caught by its check, stays. For each other one the cases of its
+mode are tried, those first that are most like the old one, until one is caught by the bug's check and passed by its
+parent; its id replaces the old one in the bug's file. Bugs that none of so many cases catches are printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+from attn_testkit.audit import Settings
+from attn_testkit.audit.tasks import _run_bug, _run_healthy
+from attn_testkit.audit.verdicts import Task
+from attn_testkit.cases.case import Case, parse_case
+from attn_testkit.contract import Capabilities, ForwardMode
+from attn_testkit.faults.catalogue import CorpusEntry, field_bugs_in
+from attn_testkit.running.case_runs.loop import Runner
+from attn_testkit.running.planning.candidate import Candidate
+from attn_testkit.running.planning.plan import plan_run
+from attn_testkit.running.planning.request import Options, Request
+
+FOLDER = Path(__file__).parents[1] / "tests" / "field_bugs"
+SETTINGS = Settings(device="cpu")
+
+
+def bugs(modules: str) -> tuple[CorpusEntry, ...]:
+    """The field bugs of the modules whose names match."""
+    return field_bugs_in(str(FOLDER), modules)
+
+
+@lru_cache(maxsize=64)
+def cases_of(declared: Capabilities, mode: ForwardMode, execution: str) -> tuple[str, ...]:
+    """Ids of a plan for any backend with these capabilities, smoke first."""
+    found: dict[str, None] = {}
+    for tier in ("smoke", "core"):
+        request = Request((Candidate("any:Backend"),), (mode.value,), (execution,), tier=tier, device="cpu")
+        found |= dict.fromkeys(item.case for item in plan_run(request, lambda _: declared).items)
+    return tuple(found)
+
+
+def unlike(case: Case, old: Case) -> float:
+    """Number of values in which a case differs from the old one; lengths by how much."""
+    values, others = case.values, old.values
+    found = sum(value != others[name] for name, value in values.items() if name not in ("prefixes", "new"))
+    longest = (max(each.prefixes) + 1 for each in (case, old))
+    more, less = sorted(longest, reverse=True)
+    most, fewest = sorted((case.most_new, old.most_new), reverse=True)
+    return found + (case.variants != old.variants) + min(3.0, more / less - 1) + min(2.0, most / max(1, fewest) - 1)
+
+
+def candidates(bug: CorpusEntry, most: int) -> Iterator[str]:
+    """Cases to try, the most promising first."""
+    old = parse_case(bug.case_of_tier)
+    ids = cases_of(bug.backend.capabilities, old.mode, bug.executions[0].value)
+    if bug.case_of_tier in ids:
+        yield bug.case_of_tier
+    yield from sorted(ids, key=lambda each: unlike(parse_case(each), old))[:most]
+
+
+def found(bug: CorpusEntry, most: int) -> str:
+    """Id of the first case that shows the bug and passes without it; empty if there is none."""
+    runner = Runner(Options(in_process=True, diagnose="all"))
+    for case in dict.fromkeys(candidates(bug, most)):
+        each = replace(bug, case=case)
+        if _run_bug(each, SETTINGS, runner).first == bug.checks[0]:
+            task = Task("control", bug.slug, bug.modes[0].value, bug.executions[0].value)
+            if not _run_healthy(each, task, SETTINGS, runner).alarms:
+                return case
+    return ""
+
+
+def of_module(module: str, names: Sequence[str], most: int) -> list[tuple[str, str, str]]:
+    """(name of the bug, its old id, its new one) of each bug of a file that has another case now."""
+    changed = []
+    for bug in bugs(module):
+        name = bug.backend.__name__
+        if names and name not in names:
+            continue
+        ids = cases_of(bug.backend.capabilities, bug.modes[0], bug.executions[0].value)
+        shorter = bug.case != bug.case_of_tier
+        if shorter and bug.case_of_tier in ids:
+            continue
+        try:
+            new = found(bug, most)
+        except Exception as error:  # one bug of a file is not to hide the others
+            print(f"{module} {name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        if new != bug.case_of_tier:
+            changed.append((name, bug.case_of_tier, new))
+            print(f"{module} {name}: {new or 'NOT CAUGHT, was ' + bug.case_of_tier}", flush=True)
+    return changed
+
+
+def rewritten(text: str, name: str, old: str, new: str) -> str:
+    """Text of a file in which the decorator of one class has another id."""
+    at = re.search(rf"^class {name}\b", text, re.M)
+    if at is None:
+        raise ValueError(f"no class {name}")
+    place = text.rfind(old, 0, at.start())
+    return text[:place] + new + text[place + len(old) :]
+
+
+def main() -> None:
+    """Look for the cases, file by file."""
+    parser = argparse.ArgumentParser(description="Field bugs get a case of a tier that catches them.")
+    parser.add_argument("names", nargs="*", help="names of bugs; all by default")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--most", type=int, default=60, help="cases that are tried for each bug")
+    wanted = parser.parse_args()
+    modules = sorted({Path(inspect.getfile(bug.backend)).stem for bug in bugs(r"bugs_\w+")})
+    with ProcessPoolExecutor(wanted.jobs) as pool:
+        work = {module: pool.submit(of_module, module, wanted.names, wanted.most) for module in modules}
+        for module, result in work.items():
+            path = FOLDER / f"{module}.py"
+            text = path.read_text()
+            for name, old, new in result.result():
+                text = rewritten(text, name, old, new) if new else text
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
