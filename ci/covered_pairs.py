@@ -7,6 +7,9 @@ python ci/covered_pairs.py torch_native --against before.json
 Values are those of one layer in one replay: what is fixed for the instance, options of the layer, contents of the step.
 Two values are covered if a layer has both in a replay, in the same mode. A replay whose data show no error of a query
 or a key (``EQUAL_LOGITS``) covers nothing. Numbers such as lengths count by class.
+
+Then it prints how many pairs of the covering array's columns are allowed, and how many of them rows of core have; each
+one that lacks is printed, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -14,14 +17,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, combinations_with_replacement
+from itertools import combinations, combinations_with_replacement, product
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from attn_testkit.cases.case import Case
+from attn_testkit.cases.declared import within_declared
 from attn_testkit.cases.dimensions.data_pattern import EQUAL_LOGITS
+from attn_testkit.catalogue.array import array_of
 from attn_testkit.catalogue.tiers import TIERS, generate
 from attn_testkit.contract import AttentionLayer, Capabilities, ForwardMode
 from attn_testkit.registry import load_backend
@@ -133,6 +138,29 @@ def covered(declared: Capabilities, tier: str) -> dict[str, int]:
     return found
 
 
+def lacking_pairs(declared: Capabilities, mode: ForwardMode) -> tuple[int, list[str]]:
+    """Number of pairs of columns' values that nothing excludes, and those that no row of core has.
+
+    A row counts if the declared lengths allow its case.
+    """
+    array = array_of(declared, mode, "core")
+    if array.is_empty:
+        return 0, []
+    built = ((row, array.build(row)) for row in array.rows())
+    rows = [row for row, case in built if case is not None and within_declared(declared, case)]
+    allowed, lacking = 0, list[str]()
+    for (at, (one, values)), (later, (other, others)) in combinations(enumerate(array.columns.items()), 2):
+        if (at, later) in array.unpaired:
+            continue
+        met = {(repr(row[one]), repr(row[other])) for row in rows}
+        for (i, value), (j, second) in product(enumerate(values), enumerate(others)):
+            if ((at, i), (later, j)) not in array.excluded:
+                allowed += 1
+                if (repr(value), repr(second)) not in met:
+                    lacking.append(f"{mode}: {one} {value}, {other} {second}")
+    return allowed, lacking
+
+
 def main() -> None:
     """Print the table of one backend."""
     parser = argparse.ArgumentParser(description="Pairs and triples of values that the cases of a tier cover, by kind.")
@@ -149,6 +177,16 @@ def main() -> None:
         print(f"{name:30}{was}{count:>12,}{change}")
     if wanted.json:
         wanted.json.write_text(json.dumps(found, indent=1))
+    declared = load_backend(wanted.backend).capabilities
+    if declared.state is not None:
+        return  # its array has columns of its own (``catalogue/state_cases.py``)
+    pairs = [lacking_pairs(declared, mode) for mode in ForwardMode if mode in declared.eager | declared.graph]
+    lacking = [each for _, of_mode in pairs for each in of_mode]
+    print(f"{'allowed pairs of columns':30}{sum(allowed for allowed, _ in pairs):>12,}, of which {len(lacking)} lack")
+    for each in lacking:
+        print(f"  {each}")
+    if lacking:
+        raise SystemExit(1)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from .dimensions.table import DIMENSIONS
 from .fields import Fields
 from .fields import Heads as Heads
 from .plans import context_len
-from .renamed_words import renamed
 from .rows import Decode, minimal_rows
 from .server_variants import excluded
 
@@ -124,8 +123,6 @@ def _parsed(case_id: str) -> Case:
     for word in case_id[len(mode) + 1 :].split("-"):
         found = next(((match, kind) for pattern, kind in readers if (match := pattern.fullmatch(word))), None)
         if found is None:
-            if answer := renamed(word):
-                raise ValueError(answer)
             close = difflib.get_close_matches(word, [each for kind in WORDS for each in kind.spelled], n=1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise ValueError(f"cannot read {_short(word)!r}{hint}")

@@ -18,7 +18,6 @@ from ..contract.kv_layouts import OWN
 from .dimensions.data_pattern import DATA
 from .fields import Fields
 from .layers import TURNS
-from .renamed_words import FIRST_NAMES, first_written
 
 
 @dataclass(frozen=True)
@@ -290,7 +289,7 @@ def derived(case: Fields, name: str, n: int | None = None) -> int:
         raise ValueError(f"there is no choice {name!r}{hint}; there are: {', '.join(_BY_NAME)}")
     if not parameter.applies(case):
         raise ValueError(f"choice {name!r} does not apply to {case.id}")
-    number = _hashed(first_written(case.id), FIRST_NAMES.get(name, name))
+    number = _hashed(case.id, name)
     if not parameter.values:
         if n is None or n < 1:
             raise ValueError(f"choice {name!r} needs the number of its values, at least 1, and was asked with n = {n}")

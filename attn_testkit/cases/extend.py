@@ -15,6 +15,7 @@ import numpy as np
 from .fields import Fields
 from .plan import Plan
 
+LONG_PROMPT, WITHOUT_ROWS, EVEN_WITHOUT_ROWS = "long prompt", "some without rows", "some without rows, others even"
 NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     # Nothing but the mode tells these from a decode.
     "ones": lambda page: (1,),
@@ -28,6 +29,13 @@ NEW_TOKENS: Mapping[str, Callable[[int], tuple[int, ...]]] = {
     "few": lambda page: (2, 3, 1, 4, 2, 3, 4),
     # Both sides of the usual tiles of rows.
     "tiles": lambda page: (17, 64, 33, 15),
+    # More than a tile of 128, and a prompt that is as long as others together.
+    LONG_PROMPT: lambda page: (3, 131, 1),
+    # As a rank of prefill context parallelism has them: equal offsets lie next to each other. Kernels that number
+    # chunks, tiles or work items without such requests look up the wrong request (vllm-ascend #11807).
+    WITHOUT_ROWS: lambda page: (0, page + 1, 0, 0, 3, 0, 2),
+    # As many rows for each request that has any: a batch that looks like one of drafts (vLLM #52500).
+    EVEN_WITHOUT_ROWS: lambda page: (0, 4, 4, 0, 4, 0, 0, 4),
 }
 """Name -> new tokens of the first requests, for a page of so many slots (8 at least). Requests after them have 1."""
 _MOST_ROWS = 192
@@ -44,7 +52,7 @@ def new_tokens(name: str, count: int, page: int, most: int) -> tuple[int, ...]:
     for i in range(count):
         wanted = pattern[i] if i < len(pattern) else 1
         lens.append(min(wanted, most) if sum(lens) + wanted <= _MOST_ROWS else 1)
-    return tuple(lens)
+    return tuple(lens) if any(lens) else (*lens[:-1], 1)
 
 
 def chunks_of(case: Fields, count: int) -> list[tuple[int, ...]]:

@@ -16,7 +16,6 @@ from .indexing import Indexing
 from .layers import PERIOD, Layers
 from .records import Batch, KVSplits, LayerOptions, ModelShape, Pool
 from .records import Heads as Heads
-from .renamed_words import first_written
 from .rows import Accepted, Drafted, Extend, Rows, Verify
 from .selection import Selection
 from .spans import SpanShape
@@ -275,7 +274,7 @@ class Fields:
 
         Only for data and slots; what a case decides comes from ``derived``.
         """
-        return int.from_bytes(hashlib.blake2b(first_written(self.id).encode(), digest_size=8).digest(), "little")
+        return int.from_bytes(hashlib.blake2b(self.id.encode(), digest_size=8).digest(), "little")
 
 
 _OWN = {each.name: each.default for each in fields(Fields)}
@@ -371,6 +370,9 @@ EXCLUSIVE = (
     ("cross-attention layers", "chunks", "encoder keys are those of requests that begin"),
     ("cross-attention layers", "shared prefixes", "requests share no encoder"),
     ("cross-attention layers", "server variants", "conventions of servers are tried in models without an encoder"),
+    ("ALiBi", "heads with their own scaling", "no model has both"),
+    ("bidirectional spans", "heads with their own scaling", "no model has both"),
+    ("additive bias", "heads with their own scaling", "no model has both"),
     ("ALiBi", "soft cap", "FlashInfer caps the sum of logit and bias, and vLLM adds the bias to the capped logit"),
     ("ALiBi", "sinks", "a bias may be given up to a constant of the row, and a sink is compared with it"),
     ("ALiBi", "KV splits", "a bias may be given up to a constant of the row, and a log-sum-exp has it"),

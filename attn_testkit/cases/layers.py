@@ -113,7 +113,7 @@ class Layers:
 
 def varies(row: Mapping[str, Any]) -> bool:
     """True for a row of a covering array whose layers have each their own combination of options."""
-    return "layers" in row and bool(row["layers"].varied)
+    return bool(row.get("varied"))
 
 
 LAYERS_WORD = rf"layers(\d+)from(\d+)(groups|hybrid)?(varied)?{SHAPES_WORD}"

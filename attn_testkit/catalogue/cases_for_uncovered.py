@@ -51,7 +51,10 @@ def cases_for_uncovered(
             if name in done:
                 continue
             covered = DECLARED_VALUES[name]
-            changed = case.with_changes(**_made(covered, declared, case, covered.capped(value)))
+            try:
+                changed = case.with_changes(**_made(covered, declared, case, covered.capped(value)))
+            except ValueError:  # what the case tries already excludes it
+                continue
             most = _MOST_WORK_OF_ROWS if dict(tried).keys() & {"rows", "extend"} else _MOST_WORK
             cheap = not tried or _work(changed) <= most
             supported = cheap and changed.heads.family in declared.families

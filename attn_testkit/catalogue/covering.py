@@ -1,14 +1,15 @@
-"""Covering arrays: rows in which each combination of values of two, or of three, dimensions occurs together.
+"""Covering arrays: rows in which each combination of values of two, or of three, columns occurs, and no excluded pair.
 
-The greedy choice is covertable's, and so is the order in which combinations are looked at: rows decide case ids, and a
-test compares them with covertable's own. The library counts in Python, combination by combination and row by row, which
-is half a minute for the triples of ``full``; here numpy counts for all of them at once.
+A row is made greedily: the first combination of those that are missing, then the one that completes most others, and so
+on. numpy counts for all combinations at once: libraries that count in Python take half a minute for the triples of
+``full``, and those that know constraints ask a function for each of them.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+import zlib
+from collections.abc import Collection, Sequence
 from itertools import combinations, pairwise, permutations
 
 import numpy as np
@@ -17,10 +18,16 @@ import numpy.typing as npt
 _AT_ONCE = 256
 """Combinations that are counted together: the first that is good enough is seldom far."""
 _FREE, _TAKEN, _OTHER = 3, 1, 0
-"""A value that a row may still take, has, or has another one instead of. Of several values ``&`` is ``_OTHER`` where
-one does not fit, and ``|`` is ``_FREE`` where one is new."""
+"""A value that a row may still take, has, or cannot take any longer. Of several values ``&`` is ``_OTHER`` where one
+does not fit, and ``|`` is ``_FREE`` where one is new."""
+Value = tuple[int, int]
+"""Number of a column, and of one of its values."""
 Ints = npt.NDArray[np.int64]
 Counts = npt.NDArray[np.int32]
+Bools = npt.NDArray[np.bool_]
+Numbers = npt.NDArray[np.float64]
+_PLAIN = 1e6
+"""Uses that no value comes to."""
 
 
 def covering_array(
@@ -28,92 +35,172 @@ def covering_array(
     strength: int,
     salt: str,
     unpaired: Collection[tuple[int, int]] = (),
-    most: int | None = None,
+    excluded: Collection[tuple[Value, Value]] = (),
+    later: Collection[int] = (),
+    alone: int = 0,
 ) -> list[list[int]]:
-    """Rows of indices into dimensions of ``sizes`` values, in which any ``strength`` dimensions have all combinations.
+    """Rows of indices into columns of ``sizes`` values, in which any ``strength`` columns have all combinations.
 
-    ``strength``: 2 or 3. ``salt``: other rows for the same sizes. ``unpaired``: dimensions, by their numbers, whose
-    values need not meet. A dimension without a pair has all of its values as often, in no order. ``most``: only so many
-    of the first rows.
+    ``strength``: 2 or 3. ``salt``: other rows for the same sizes. ``unpaired``: columns, by their numbers, whose values
+    need not meet. A column without a pair has its values about as often as each other. ``excluded``: two values that no
+    row has together. ``later``: columns that keep their first value in the first rows, as many as ``alone``. A
+    combination that fits into no row is left out.
     """
-    # A value has a serial number over all dimensions, a combination is a tuple of them, ascending.
     firsts = np.cumsum([0, *sizes])
-    serials = [np.arange(first, first + size) for first, size in zip(firsts.tolist(), sizes, strict=False)]
-    every = [
-        np.stack(np.meshgrid(*[serials[each] for each in some], indexing="ij")).reshape(strength, -1)
-        for some in combinations(range(len(sizes)), strength)
-        if not any(pair in unpaired for pair in combinations(some, 2))
-    ]
-    order: Ints = np.concatenate(every, axis=1)
-    order = order[:, np.argsort(_hashes(order, salt), kind="stable")]
+    clash = _clashes(firsts, excluded)
+    some = [number for number in range(len(sizes)) if number not in later]
+    # Open columns take their values in turn, but those of ``later`` the first one.
+    parts = (_PLAIN * np.arange(size) if at in later else np.zeros(size) for at, size in enumerate(sizes))
+    uses: Numbers = np.concatenate([*parts])
+    rows: list[Ints] = []
+    for columns in (some, range(len(sizes))) if later else (some,):
+        missing = _missing(columns, firsts, strength, unpaired, clash, rows)
+        fixed = [int(firsts[number]) for number in range(len(sizes)) if number not in columns]
+        rows += _rows(missing, firsts, clash, salt, fixed, alone if fixed else None, uses)
+    found = [(row - firsts[:-1]).tolist() for row in rows]
+    for number in range(len(sizes)):
+        if all(tuple(sorted((number, other))) in unpaired for other in range(len(sizes)) if other != number):
+            _spread(found, number, firsts, clash, random.Random(f"{salt} {number}"))
+    return found
+
+
+def _clashes(firsts: Ints, excluded: Collection[tuple[Value, Value]]) -> Bools:
+    """[value, value]: two that no row has together, by their serial numbers over all columns."""
+    found = np.zeros((int(firsts[-1]),) * 2, dtype=bool)
+    for (one, value), (other, second) in excluded:
+        at = int(firsts[one]) + value, int(firsts[other]) + second
+        found[at] = found[at[::-1]] = True
+    return found
+
+
+def _missing(
+    columns: Sequence[int],
+    firsts: Ints,
+    strength: int,
+    unpaired: Collection[tuple[int, int]],
+    clash: Bools,
+    rows: Sequence[Ints],
+) -> Counts:
+    """1 for each combination of serials, in any order, that ``columns`` are to have and ``rows`` have not."""
     missing = np.zeros((int(firsts[-1]),) * strength, dtype=np.int32)
-    for axes in permutations(range(strength)):
-        missing[tuple(order[axis] for axis in axes)] = 1
-    flat = np.ravel_multi_index(tuple(order), missing.shape)
-    dimension_of = np.repeat(np.arange(len(sizes)), sizes)
-    rows: list[list[int]] = []
-    while order.size and len(rows) != most:
-        row = _row(order, dimension_of, missing, firsts)
-        rows.append((row - firsts[:-1]).tolist())
+    for some in combinations(columns, strength):
+        if not any(pair in unpaired for pair in combinations(some, 2)):
+            for axes in permutations(some):
+                missing[tuple(slice(firsts[axis], firsts[axis + 1]) for axis in axes)] = 1
+    for one, other in combinations(range(strength), 2):
+        shape = [1] * strength
+        shape[one] = shape[other] = len(clash)
+        missing[np.broadcast_to(clash.reshape(shape), missing.shape)] = 0
+    for row in rows:
         missing[np.ix_(*[row] * strength)] = 0
+    return missing
+
+
+def _rows(
+    missing: Counts, firsts: Ints, clash: Bools, salt: str, fixed: Sequence[int], most: int | None, uses: Numbers
+) -> list[Ints]:
+    order: Ints = np.stack(np.nonzero(missing)).astype(np.int64)
+    order = order[:, (np.diff(order, axis=0) > 0).all(0)]
+    order = order[:, np.argsort(_mixed(order, salt), kind="stable")]
+    flat = np.ravel_multi_index(tuple(order), missing.shape)
+    column_of = np.repeat(np.arange(len(firsts) - 1), np.diff(firsts))
+    rows: list[Ints] = []
+    while order.size and len(rows) != most:
+        row = _row(order, column_of, missing, firsts, clash, fixed, uses)
+        if row is None:
+            order, flat = order[:, 1:], flat[1:]  # it fits into no row
+            continue
+        rows.append(row)
+        uses[row] += uses[row] < _PLAIN
+        missing[np.ix_(*[row] * len(order))] = 0
         left = np.flatnonzero(missing.ravel().take(flat))
         order, flat = order.take(left, axis=1), flat.take(left)
-    for number, size in enumerate(sizes):
-        if all(tuple(sorted((number, other))) in unpaired for other in range(len(sizes)) if other != number):
-            draws = random.Random(f"{salt} {number}")
-            turns = [value for _ in range(0, len(rows), size) for value in draws.sample(range(size), size)]
-            for found, value in zip(rows, turns, strict=False):
-                found[number] = value
     return rows
 
 
-def _hashes(order: Ints, salt: str) -> npt.NDArray[np.uint32]:
-    """Hash each combination as covertable does: FNV-1a of its serials with commas between them, a space, the salt."""
-    hashes = np.full(order.shape[1], 0x811C9DC5, dtype=np.uint32)
-
-    def add(codes: Ints | int) -> npt.NDArray[np.uint32]:
-        return (hashes ^ np.asarray(codes, dtype=np.uint32)) * np.uint32(0x01000193)
-
-    for place, serials in enumerate(order):
-        hashes = add(ord(",")) if place else hashes
-        for digit in reversed(range(len(str(order.max())))):
-            written = (serials >= 10**digit) | (digit == 0)
-            hashes = np.where(written, add(serials // 10**digit % 10 + ord("0")), hashes)
-    for code in f" {salt}".encode():
-        hashes = add(code)
-    return hashes
+def _mixed(order: Ints, salt: str) -> npt.NDArray[np.uint64]:
+    """A number for each combination, in no order, and the same on each machine."""
+    found = np.full(order.shape[1], zlib.crc32(salt.encode()), dtype=np.uint64)
+    for serials in order:
+        found = (found ^ serials.astype(np.uint64)) * np.uint64(0x9E3779B97F4A7C15)
+        found ^= found >> np.uint64(29)
+    return found
 
 
-def _row(order: Ints, dimension_of: Ints, missing: Counts, firsts: Ints) -> Ints:
-    """The serials of one row. Combinations are put into it one after the other: the first one that completes as many
-    as it can of those that are missing, or the one that completes most; what is left open is the first of its values.
+def _row(
+    order: Ints, column_of: Ints, missing: Counts, firsts: Ints, clash: Bools, fixed: Sequence[int], uses: Numbers
+) -> Ints | None:
+    """The serials of one row; None if the first combination fits into none. Combinations are put into it one after the
+    other: the first one that completes as many as it can of those that are missing, or the one that completes most;
+    what is left open has the value that fits and has been used least.
 
-    ``order`` [strength, combinations]: what is missing. ``dimension_of``: the dimension of each serial.
+    ``order`` [strength, combinations]: what is missing. ``column_of``: the column of each serial. ``fixed``: serials
+    that the row has from the beginning.
     """
     row = np.full(len(firsts) - 1, -1)
-    state = np.full(len(dimension_of), _FREE, dtype=np.uint8)
+    state = np.full(len(column_of), _FREE, dtype=np.uint8)
     # By how many values are new: serials of those -> missing combinations that they make with others of the row.
     tables = [np.zeros(missing.shape[:count], np.int32) for count in range(1, missing.ndim)]
+
+    def take(serial: int) -> None:
+        column = column_of[serial]
+        row[column] = serial
+        state[firsts[column] : firsts[column + 1]] = _OTHER
+        state[clash[serial] & (state == _FREE)] = _OTHER
+        state[serial] = _TAKEN
+        for table, larger in pairwise([*tables, missing]):
+            table += larger[serial]  # all of them are symmetric
+
+    for serial in fixed:
+        take(serial)
+    filled = None
     best = 0
     while True:
+        before = row.copy(), state.copy(), [table.copy() for table in tables]
         for serial in order[:, best].tolist():
-            dimension = dimension_of[serial]
-            if row[dimension] < 0:
-                row[dimension] = serial
-                state[firsts[dimension] : firsts[dimension + 1]] = _OTHER
-                state[serial] = _TAKEN
-                for table, larger in pairwise([*tables, missing]):
-                    table += larger[serial]  # all of them are symmetric
+            if row[column_of[serial]] < 0:
+                take(serial)
+        rest = _filled(row, state, firsts, clash, uses)
+        if rest is None and filled is None:
+            return None
+        if rest is None:  # the others leave no room for it
+            row, state, tables = before
+            order = np.delete(order, best, axis=1)
+        else:
+            filled = rest
         # Of those that are missing, what the row leaves room for.
         states = state.take(order)
         near = np.flatnonzero((np.bitwise_and.reduce(states) != _OTHER) & (np.bitwise_or.reduce(states) == _FREE))
         if not len(near):
-            return np.where(row < 0, firsts[:-1], row)
+            return filled
         order, new = order.take(near, axis=1), (states.take(near, axis=1) == _FREE).sum(0)
         for table in tables:  # a value that is not new completes nothing
             for axis in range(table.ndim):
                 table.swapaxes(0, axis)[state != _FREE] = 0
         best = _best(order, new, tables, int((row >= 0).sum()))
+
+
+def _filled(row: Ints, state: npt.NDArray[np.uint8], firsts: Ints, clash: Bools, uses: Numbers) -> Ints | None:
+    """``row`` with values that fit in what is open, of each column the least used one; None if there are none."""
+    columns = np.flatnonzero(row < 0)
+    costs = np.where(state == _FREE, uses, np.inf)
+    ranges = list(zip(firsts[columns].tolist(), firsts[columns + 1].tolist(), strict=True))
+    chosen = [first + int(costs[first:end].argmin()) for first, end in ranges]
+    if not np.isfinite(costs[chosen]).all():
+        return None
+    if not clash[np.ix_(chosen, chosen)].any():
+        found = row.copy()
+        found[columns] = chosen
+        return found
+    for serial in sorted(range(*ranges[0]), key=lambda each: float(costs[each])):
+        if np.isfinite(costs[serial]):
+            more, narrower = row.copy(), state.copy()
+            more[columns[0]] = serial
+            narrower[clash[serial]] = _OTHER
+            again = _filled(more, narrower, firsts, clash, uses)
+            if again is not None:
+                return again
+    return None
 
 
 def _best(order: Ints, new: Ints, tables: list[Counts], filled: int) -> int:
@@ -139,3 +226,14 @@ def _completed(order: Ints, new: Ints, tables: list[Counts]) -> Ints:
         for places in combinations(order, count):
             found += table[places]
     return found
+
+
+def _spread(rows: Sequence[list[int]], number: int, firsts: Ints, clash: Bools, draws: random.Random) -> None:
+    """Give a column that meets nothing those of its values that a row allows, each about as often, in no order."""
+    values = range(int(firsts[number + 1] - firsts[number]))
+    uses = [0] * len(values)
+    for row in rows:
+        others = [int(firsts[at]) + value for at, value in enumerate(row) if at != number]
+        allowed = [value for value in values if not clash[firsts[number] + value, others].any()]
+        row[number] = min(allowed, key=lambda value: (uses[value], draws.random()), default=row[number])
+        uses[row[number]] += 1

@@ -27,11 +27,9 @@ _CHUNKS_PAST = 7
 """Window, if it is declared, that is shorter than a chunk of a prompt."""
 
 
-def named_from(mode: ForwardMode, cases: Sequence[Case]) -> Case:
-    """Base of the named cases. MLA is too slow for the longest; in the older modes the ids show which base it is."""
-    newer = mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_DECODE)
-    cheap = [case for case in cases if newer and not case.heads.layout.wide_rows]
-    return (*cheap, *cases)[0]
+def named_from(cases: Sequence[Case]) -> Case:
+    """Base of the named cases: the first one that is not of MLA, which is too slow for the longest; else the first."""
+    return next((case for case in cases if not case.heads.layout.wide_rows), cases[0])
 
 
 def without_options_of(declared: Capabilities, base: Case) -> Case:

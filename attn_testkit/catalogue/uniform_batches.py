@@ -12,13 +12,12 @@ from ..cases.dimensions.rows import most_rows
 from ..cases.head_layouts import as_many, latent, latent_heads
 from ..cases.layers import PERIOD, Layers
 from ..cases.rows import Extend, room_for
-from ..cases.server_variants import SERVER_VARIANTS, usual_page
+from ..cases.server_variants import usual_page
 from ..contract import Capabilities, ForwardMode
 from .layer_options import with_options
 
 _PROMPTS = (20, 1, 70)
 _EQUAL_PROMPT = 96
-_VARIANTS = ("given_out", "padded_tokens", "overlap_scheduling", "zero_length_padding")
 _WINDOW = 7
 _GROUPS, _MLA_HEADS = (2, 4, 8, 32), (128,)
 _LONG, _LONG_OF_MLA = (1100, 1151), (530, 511)
@@ -65,9 +64,6 @@ def _without_prefix(declared: Capabilities, small: Case) -> Iterator[Case]:
         yield minimal.with_changes(heads=latent_heads(declared, few), rope_dim=min(declared.mla_rope_dims))
     if declared.kv_groups:
         yield with_options(declared, minimal, _WINDOW).with_changes(layers=Layers(PERIOD, groups=True))
-    for word in _VARIANTS:
-        for case in SERVER_VARIANTS[word].cases(declared, minimal.with_changes(rows=Extend(new, max(new)))):
-            yield case.with_changes(prefixes=(0,) * case.bs, rows=Extend(case.new, room_for(case.new)))
     if small.mode in declared.non_causal:
         # A loop over keys that ends at the diagonal is right for one tile of rows (sglang #39703).
         yield minimal.with_changes(bucket=len(new), variants=frozenset({"noncausal"}))

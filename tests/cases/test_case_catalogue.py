@@ -44,8 +44,8 @@ def core(mode: ForwardMode, **changes: object) -> tuple[Case, ...]:
 
 def picked(mode: ForwardMode, tier: str = "core", **changes: object) -> tuple[Case, ...]:
     """Without cases that choose their own heads and pages: what the covering array and the named cases have."""
-    others = ("code", "large", "page_count", "batch_mates", "declared_pair", "shared_prefix", "pair_array")
-    others += ("layout_array", "options_together", "layer", "split", "uniform_batch")
+    others = ("code", "large", "page_count", "batch_mates", "declared_pair", "shared_prefix")
+    others += ("full_context", "layer", "split", "uniform_batch")
     left_out = {f"{name}_cases": mock.Mock(return_value=()) for name in others}
     left_out["cases_for_uncovered"] = mock.Mock(return_value=())
     with mock.patch.multiple(tiers, **left_out):

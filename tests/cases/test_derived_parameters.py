@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections import Counter
 from dataclasses import replace
@@ -10,14 +9,12 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.backends.torch_native_formats import TorchNativeFormatsBackend
 from attn_testkit.backends.torch_native_state import TorchNativeStateBackend
 from attn_testkit.cases.case import Case, Heads, parse_case
 from attn_testkit.cases.derived_parameters import DERIVED_PARAMETERS, DerivedParameter, chosen, derived
-from attn_testkit.cases.renamed_words import first_written
 from attn_testkit.cases.rows import Decode
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
@@ -221,17 +218,3 @@ def test_the_second_eager_step_is_the_one_that_was_chosen() -> None:
             expected = steps.get(wanted, steps["same lengths, other requests"])
             assert replace(schedule.second, name=expected.name, stored=False).requests is expected.requests
             assert wanted in steps or equal
-
-
-@pytest.mark.parametrize(
-    ("tier", "count", "digest"), [("smoke", 33, "f806faa46e8e712d"), ("core", 219, "8b5e60a9462e3fa0")]
-)
-def test_the_ids_of_a_backend_that_declares_everything_are_those_of_the_last_release(
-    tier: str, count: int, digest: str
-) -> None:
-    """New cases may come, and change this; an id that disappears or is spelt anew breaks every stored list."""
-    modes = [*ForwardMode][:4]
-    cases = [case for mode in modes for case in generate(CAPABILITIES, mode, tier)]
-    ids = [first_written(case.id) for case in cases if not came_later(case)]
-    assert len(ids) == count
-    assert hashlib.blake2b("\n".join(ids).encode(), digest_size=8).hexdigest() == digest

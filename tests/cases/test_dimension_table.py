@@ -9,7 +9,7 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import WORDS
-from attn_testkit.cases.dimensions.dimension import Columns, Combined, Dimension, Kept, Without
+from attn_testkit.cases.dimensions.dimension import Columns, Dimension, Without
 from attn_testkit.cases.dimensions.sinks import SINKS
 from attn_testkit.cases.dimensions.table import DIMENSIONS, forgotten
 from attn_testkit.cases.draft import Draft
@@ -17,7 +17,8 @@ from attn_testkit.cases.fields import DEFAULTS, Fields, Heads
 from attn_testkit.cases.rows import Accepted, Decode, Drafted, Extend, Verify
 from attn_testkit.cases.server_variants import SERVER_VARIANTS
 from attn_testkit.cases.trees import Tree, chain
-from attn_testkit.catalogue import tiers
+from attn_testkit.catalogue import array
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
 
 MEMBERS = [member.name for member in fields(Dimension)]
@@ -58,34 +59,15 @@ def test_fields_without_a_name_have_nothing_that_follows_from_one() -> None:
             ask()
 
 
-def test_columns_of_the_array_keep_their_order_and_new_ones_come_behind_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_column_is_in_the_array_of_each_mode(monkeypatch: pytest.MonkeyPatch) -> None:
     declared = TorchNativeBackend.capabilities
-    every = {name for mode in ForwardMode for name in tiers._columns(declared, mode, "core")}
-    order = [place for each in DIMENSIONS if isinstance(each.values, Columns) for place in each.values.order.items()]
-    assert dict(order).keys() == every
-    assert len({place for _, place in order}) == len(order)
-    before = list(tiers._columns(declared, ForwardMode.DECODE, "core"))
+    before = set(array.Array(declared, ForwardMode.DECODE, "core").columns)
 
     def values(declared: Capabilities, mode: ForwardMode, tier: str) -> dict[str, list[bool]]:
         return {"new": [False, True]}
 
-    added = replace(DIMENSIONS[0], values=replace(SINKS.values, values=values))
-    monkeypatch.setattr(tiers, "DIMENSIONS", (added, *DIMENSIONS))
-    assert list(tiers._columns(declared, ForwardMode.DECODE, "core")) == [*before, "new"]
-
-
-def test_each_dimension_that_is_combined_has_a_place_of_its_own() -> None:
-    places = [each.combined.order for each in DIMENSIONS if isinstance(each.combined, Combined)]
-    assert sorted(places) == list(range(10))
-
-
-def test_a_case_that_is_combined_keeps_fields_that_no_dimension_takes_at_random() -> None:
-    kept = {name for each in DIMENSIONS if isinstance(each.combined, Kept) for name in each.combined.names}
-    taken = {name for each in DIMENSIONS if isinstance(each.combined, Combined) for name in each.fields}
-    assert kept & taken == set()
-    others = {"rope_dim", "layer_windows", "local_chunk", "alibi", "spans", "qq_bias", "usual_scaling", "multi_mode"}
-    others |= {"seed", "encoder_len"}
-    assert DEFAULTS.keys() - kept - taken == others
+    monkeypatch.setattr(array, "_COLUMNS", [*array._COLUMNS, Columns(values)])
+    assert set(array.Array(declared, ForwardMode.DECODE, "core").columns) == {*before, "new"}
 
 
 def test_the_mode_and_the_width_follow_from_the_rows() -> None:
@@ -130,7 +112,7 @@ def test_what_goes_with_other_things_says_with_what() -> None:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_every_word_of_an_id_is_that_of_one_dimension(mode: ForwardMode) -> None:
     declared = TorchNativeBackend.capabilities
-    ids = [case.id.removeprefix(f"{mode}-") for case in tiers.generate(declared, mode, "core")]
+    ids = [case.id.removeprefix(f"{mode}-") for case in generate(declared, mode, "core")]
     assert len(ids) > 100
     for word in {word for each in ids for word in each.split("-")}:
         assert len([kind for kind in WORDS if re.fullmatch(kind.pattern, word)]) == 1, word

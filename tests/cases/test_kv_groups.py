@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from as_made import as_made
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.layers import Layers
 from attn_testkit.catalogue.not_covered import not_covered
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit.steps.data import held_kv, make_layers, make_step_data, pool_image, stored_kv
 from attn_testkit.steps.kv_groups import group_of_place, outgrown, slot_in_pool, slot_map, table_of_group
@@ -31,18 +31,18 @@ def windows_of(schedule: Schedule) -> tuple[int, ...]:
 @pytest.mark.parametrize("mode", ForwardMode)
 def test_cases_have_groups_where_they_are_declared_but_no_draft_has(mode: ForwardMode) -> None:
     def found(tier: str = "core", **declared: object) -> list[int]:
-        cases = as_made(CAPABILITIES.with_changes(**declared), mode, tier)
+        cases = generate(CAPABILITIES.with_changes(**declared), mode, tier)
         groups = (case for case in cases if case.layers.groups and not case.layers.shapes and not case.encoder_len)
         return [case.window for case in groups]
 
-    # Prompts without a prefix have one more, and the loop of target-verify has groups.
-    in_extend, in_loop = [7] * (mode is ForwardMode.EXTEND), [11] * mode.is_target_verify()
-    assert found() == ([] if mode.is_draft_decode() else [-1, 7, *in_extend, *in_loop])
+    # Without a window, with one of the named cases, and with those of the array.
+    assert set(found()) >= (set() if mode.is_draft_decode() else {-1, 7})
+    assert len(set(found())) >= (0 if mode.is_draft_decode() else 3)
+    assert bool(found()) is not mode.is_draft_decode()
     assert found(kv_groups=False) == found("smoke") == []
-    lacking = {tier: not_covered(CAPABILITIES, mode, as_made(CAPABILITIES, mode, tier)) for tier in ("smoke", "core")}
+    lacking = {tier: not_covered(CAPABILITIES, mode, generate(CAPABILITIES, mode, tier)) for tier in ("smoke", "core")}
     assert (("KV groups", "KV groups") in lacking["smoke"]) is not mode.is_draft_decode()
     assert ("KV groups", "KV groups") not in lacking["core"]
-    assert found(page_sizes={1}) == found()
 
 
 def test_what_has_no_groups_is_refused() -> None:

@@ -24,7 +24,7 @@ MLA = FlashInferMLABackend.capabilities
 
 
 def small_of(declared: Capabilities, mode: ForwardMode) -> Case:
-    base = named_from(mode, list(generate(declared, mode, "core")))
+    base = named_from(list(generate(declared, mode, "core")))
     return smallest_of(declared, without_options_of(declared, base))
 
 

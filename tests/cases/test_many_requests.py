@@ -6,8 +6,8 @@ import pytest
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
-from attn_testkit.catalogue.local_chunks import local_chunk_cases
 from attn_testkit.catalogue.many_requests import many_request_cases
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import ForwardMode
 from attn_testkit.steps.schedule import make_schedule
 
@@ -40,20 +40,21 @@ def test_of_32_and_of_132_requests_some_are_long_and_most_are_not() -> None:
     assert list(many_request_cases(ALL, VERIFY)) == []
 
 
-@pytest.mark.parametrize("small", [DECODE, EXTEND, VERIFY], ids=["decode", "extend", "verify"])
-def test_rows_lie_at_both_ends_of_a_chunk_and_some_requests_have_rows_in_two(small: object) -> None:
-    (case,) = local_chunk_cases(ALL, small)  # type: ignore[arg-type]
-    size = case.local_chunk
-    assert size % case.page_size == 0
-    spans = [(each.prefix, each.prefix + each.new - 1) for each in make_schedule(case).steps[0].requests]
-    positions = {position % size for first, last in spans for position in range(first, last + 1)}
-    assert {0, size - 1} <= positions
-    assert any(last // size for _, last in spans)
-    crossing = [first // size != last // size for first, last in spans]
-    assert any(crossing) == (case.mode is not ForwardMode.DECODE)
-    assert parse_case(case.id) == case
+@pytest.mark.parametrize("mode", [DECODE.mode, EXTEND.mode, VERIFY.mode], ids=str)
+def test_rows_lie_at_both_ends_of_a_chunk_and_some_requests_have_rows_in_two(mode: ForwardMode) -> None:
+    chunked = [case for case in generate(ALL, mode, "core") if case.local_chunk]
+    assert all(case.local_chunk % case.page_size == 0 for case in chunked)
+    assert len({case.page_size for case in chunked}) == 5
+    spans = [
+        (each.prefix, each.prefix + each.new - 1, case.local_chunk)
+        for case in chunked
+        for each in make_schedule(case).steps[0].requests
+    ]
+    assert {0, 63} <= {position % 64 for first, last, size in spans if size == 64 for position in (first, last)}
+    crossing = [first // size != last // size for first, last, size in spans]
+    assert any(crossing) == (mode is not ForwardMode.DECODE)
     without = ALL.with_changes(windows={"chunked": ()})
-    assert list(local_chunk_cases(without, small)) == []  # type: ignore[arg-type]
+    assert not [case for case in generate(without, mode, "core") if case.local_chunk]
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from as_made import without_arrays
-from later import came_later
 
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import Case, Heads
@@ -18,7 +16,8 @@ from attn_testkit.cases.dimensions.table import DIMENSIONS
 from attn_testkit.cases.plans import context_len
 from attn_testkit.cases.rows import Accepted, Decode, Rows, Verify
 from attn_testkit.cases.trees import Tree, chain
-from attn_testkit.catalogue.cases_for_uncovered import MOST_VALUES
+from attn_testkit.catalogue.array import array_cases
+from attn_testkit.catalogue.cases_for_uncovered import MOST_VALUES, cases_for_uncovered
 from attn_testkit.catalogue.not_covered import DECLARED_VALUES, Value, describe_not_covered, not_covered
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import Capabilities, ForwardMode
@@ -258,8 +257,9 @@ def test_small_cases_keep_within_what_is_declared(changes: dict[str, object], mo
 
 def test_one_small_case_takes_what_it_can() -> None:
     wide = declared(families={"gqa"}, gqa_ratios={2, 8, 16, 32}, head_dims={32, 64, 96, 128, 256}, max_q_rows=40)
-    small = [case for case in without_arrays(wide, V1, "core") if not came_later(case)][-2:]
-    assert [(c.heads.q_heads // 2, c.head_dim, c.new) for c in small] == [(16, 64, (40, 3)), (8, 128, (4, 3))]
+    small = list(cases_for_uncovered(wide, V1, "core", generate(wide, V1, "smoke"), lambda case: True))[:2]
+    assert small[0].new == (40, 3)
+    assert all(case.heads.q_heads > 4 and case.head_dim > 32 for case in small), "a group and a head dim each"
 
 
 def test_what_is_left_is_said_in_few_words_and_where() -> None:
@@ -310,8 +310,10 @@ def test_the_page_says_what_the_tiers_try() -> None:
     mla = everything.with_changes(families={"mla"})
     core = [one for mode in ForwardMode for one in generate(everything, mode, "core")]
     deep = [one for mode in ForwardMode for one in generate(mla, mode, "core")]
-    named = {tier: [one for mode in ForwardMode for one in generate(MinimalBackend.capabilities, mode, tier)
-                    if not came_later(one)] for tier in ("smoke", "core", "full")}  # fmt: skip
+    named = {
+        tier: [one for mode in ForwardMode for one in array_cases(MinimalBackend.capabilities, mode, tier, 0)]
+        for tier in ("smoke", "core", "full")
+    }
     assert [meets_every(1, named["smoke"]), meets_every(2, named["core"]), meets_every(3, named["full"])] == [True] * 3
     assert not meets_every(2, named["smoke"])
     assert not meets_every(3, named["core"])

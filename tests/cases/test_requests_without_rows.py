@@ -37,12 +37,9 @@ def test_only_backends_that_declare_the_convention_get_them() -> None:
     assert not_declared(declared, case) == ""
     assert not_declared(without, case) == "requests without rows in extend"
     assert not_declared(without, parse_case(CASE.replace("a0.5.0x2.3", "a1x5"))) == ""
-    found = {each.id for each in generate(declared, ForwardMode.EXTEND, "core") if 0 in each.new}
-    others = {each.id for each in generate(without, ForwardMode.EXTEND, "core")}
-    assert len(found) == 3
+    assert not [each for each in generate(without, ForwardMode.EXTEND, "core") if 0 in each.new]
     even = [set(case.new) for case in generate(declared, ForwardMode.EXTEND, "core") if 0 in case.new]
     assert {0, 4} in even, "as many rows for each request that has any"
-    assert others == {each.id for each in generate(declared, ForwardMode.EXTEND, "core")} - found
     states = TorchNativeStateBackend.capabilities
     of_states = [each for each in generate(states, ForwardMode.EXTEND, "core") if 0 in each.new]
     assert sorted(each.heads.family for each in of_states) == sorted(states.families)

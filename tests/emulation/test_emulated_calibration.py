@@ -192,7 +192,7 @@ def test_a_process_is_kept_only_where_cuda_was_not_harmed(verdict, spoilt):
 
 def test_measuring_needs_torch_numpy_and_triton_alone():
     """A machine with a GPU may have a plain checkout, and nothing of ours installed."""
-    ours = ["click", "cloudpickle", "covertable", "jinja2", "packaging", "pytest", "rich"]
+    ours = ["click", "cloudpickle", "jinja2", "packaging", "pytest", "rich"]
     code = f"import sys; sys.modules.update(dict.fromkeys({ours}))\nimport attn_testkit.calibrate.workers"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stderr

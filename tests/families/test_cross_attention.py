@@ -13,7 +13,7 @@ from in_process import plan_run, run_item
 from attn_testkit.backends.torch_native import TorchNativeBackend
 from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.dimensions.cross_attention import CROSS_ATTENTION
-from attn_testkit.catalogue.cross_attention import cross_attention_cases
+from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import (
     Capabilities,
     CrossAttention,
@@ -228,9 +228,9 @@ def test_a_mode_and_a_place_of_slots_that_are_not_declared_are_not_tried() -> No
     in_extend = DECLARED.with_changes(cross_attention={"modes": {"extend"}})
     assert not asked.declared(in_extend, first)
     assert asked.declared(DECLARED.with_changes(cross_attention={"modes": ()}), first.with_changes(encoder_len=0))
-    small = parse_case("decode-gqa2x2-d32-fp32-p4-k5-shuffled-gauss-b1prod")
-    assert [case.layers.groups for case in cross_attention_cases(DECLARED, small)] == [False, True]
-    assert list(cross_attention_cases(in_extend, small)) == []
+    found = [case for case in generate(DECLARED, first.mode, "core") if case.encoder_len]
+    assert {case.layers.groups for case in found} == {False, True}
+    assert not [case for case in generate(in_extend, first.mode, "core") if case.encoder_len]
 
 
 def test_a_context_of_an_undeclared_mode_or_place_is_refused() -> None:

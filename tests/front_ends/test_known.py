@@ -91,7 +91,6 @@ def test_a_complete_entry_is_read(tmp_path):
         ({"cases": "['decode-*', 3]"}, "cases must be text, a glob on case ids, or a list of them"),
         ({"cases": "['decode-*', '']"}, "cases must be text"),
         ({"cases": "[]"}, "entry 1: cases is missing"),
-        ({"cases": "['decode-*', 'decode-mha2-towering']"}, "case word 'towering' is now"),
         ({"execution": '"graphs"'}, "execution = 'graphs'; did you mean 'graph'?"),
         ({"issue": '"#12"'}, "entry 1: issue = '#12' is not an address; write where it is followed up: https://..."),
         ({"issue": '"see https://example.org/12"'}, "is not an address"),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from ...contract import BackendContext, Capabilities
+from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
-from .dimension import Asked, Dimension, OnLayers, Without, flag_word, of_flag, option
+from .dimension import Asked, Columns, Dimension, OnLayers, Without, flag_word, of_flag, option
 
 _RANKS = 2
 """Ranks of the test model: this one has the last heads, so no slope follows from a head's number on the rank."""
@@ -19,9 +20,12 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     return not case.alibi or case.mode in declared.alibi
 
 
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    return {"alibi": [False, True]} if tier == "core" and mode in declared.alibi else {}
+
+
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # A backend without any is asked for many things already, and its contexts stay what they were.
-    if context.modes <= declared.alibi or not declared.alibi:
+    if context.modes <= declared.alibi:
         return None
     layers = tuple(
         replace(layer, alibi_slopes=torch.ones(layer.tp_q_head_num, device=context.device), logit_cap=0.0, sinks=None)
@@ -51,14 +55,12 @@ ALIBI = Dimension(
     describe=lambda case: {"ALiBi": "a slope for each query head" if case.alibi else ""},
     declared=(Asked(lambda case: "ALiBi", _declared),),
     fit=Without("Cases are made of declared options."),
-    values=Without("catalogue/alibi.py has cases of it."),
-    combined=Without("Cases that are combined have soft caps and sinks."),
+    values=Columns(_columns, meets={"alibi": ("prefixes", "new_tokens", "window")}, further=("alibi",)),
     covered=(
         option(
             "ALiBi",
             lambda declared, mode: mode in declared.alibi,
             lambda case: case.alibi,
-            "catalogue/alibi.py has cases of it.",
         ),
     ),
     simpler=of_flag("alibi"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ...contract import ForwardMode
 from ..rows import Extend, changed_rows
-from .dimension import Bound, Columns, Combined, Dimension, Without, Word, no_capability, of_rows_part
+from .dimension import Bound, Columns, Dimension, Without, Word, no_capability, of_rows_part
 
 CHUNKS = Dimension(
     name="chunks",
@@ -21,16 +21,8 @@ CHUNKS = Dimension(
         "chunks": f"{case.chunks}: the own batch is the first, and the others follow it" if case.chunks > 1 else ""
     },
     values=Columns(
-        lambda declared, mode, tier: {"chunks": [3, 1]} if mode is ForwardMode.EXTEND else {},
+        lambda declared, mode, tier: {"chunks": [1, 3]} if mode is ForwardMode.EXTEND else {},
         lambda declared, row, so_far: changed_rows(so_far["rows"], chunks=row["chunks"]) if "chunks" in row else {},
-        {"chunks": 18},
-    ),
-    combined=Combined(
-        8,
-        lambda declared, case: {"chunks": [1, 3]} if case.mode is ForwardMode.EXTEND else {},
-        lambda declared, case, drawn, so_far: (
-            changed_rows(so_far["rows"], chunks=drawn["chunks"]) if "chunks" in drawn else {}
-        ),
     ),
     simpler=of_rows_part(
         "chunks",

@@ -32,7 +32,6 @@ CONTEXT = Dimension(
         ),
     ),
     fit=Without("The catalogue leaves out what is longer than the declared context."),
-    combined=Without("It follows from the lengths, the rows and the page size."),
     values=Without("The keys have columns."),
     covered=(
         Covered(
@@ -40,7 +39,7 @@ CONTEXT = Dimension(
             "tokens of context",
             lambda declared, mode: (declared.max_context_len,),
             _tried,
-            Without("catalogue/options_together.py has a full context if it is short enough."),
+            Without("catalogue/full_contexts.py has a full context if it is short enough."),
             bound=True,
         ),
     ),

@@ -11,7 +11,7 @@ from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..layers import PERIOD
 from ..plan import Plan
-from .dimension import Asked, Bound, Dimension, OnLayers, OnSteps, Without, Word, of_number, option
+from .dimension import Asked, Bound, Columns, Dimension, OnLayers, OnSteps, Without, Word, of_number, option
 from .outside import with_layers
 
 
@@ -25,9 +25,8 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # A backend without any is asked for many things already, and its contexts stay what they were.
     modes = declared.cross_attention.modes
-    if context.modes <= modes or not modes:
+    if context.modes <= modes:
         return None
     layers = with_layers(context, is_cross_attention=True, causal=False, sliding_window_size=-1, attention_chunk_size=0)
     return "cross-attention layers", replace(layers, max_encoder_len=context.page_size)
@@ -89,14 +88,21 @@ CROSS_ATTENTION = Dimension(
     },
     declared=(Asked(lambda case: f"cross-attention layers, encoder slots {_slots(case)}", _declared),),
     fit=Without("Cases are made of declared options."),
-    values=Without("catalogue/cross_attention.py has cases of it."),
-    combined=Without("Cases that are combined have windows and server variants."),
+    values=Columns(
+        lambda declared, mode, tier: (
+            {"encoder_slots": ["", *sorted(declared.cross_attention.encoder_slots)]}
+            if tier == "core" and mode in declared.cross_attention.modes
+            else {}
+        ),
+        lambda declared, row, so_far: {"encoder_len": 2 * so_far["page_size"] + 5} if row.get("encoder_slots") else {},
+        meets={"encoder_slots": ("prefixes", "new_tokens")},
+        further=("encoder_slots",),
+    ),
     covered=(
         option(
             "cross-attention layers",
             lambda declared, mode: mode in declared.cross_attention.modes,
             lambda case: case.encoder_len > 0,
-            "catalogue/cross_attention.py has them.",
         ),
     ),
     simpler=of_number("encoder_len"),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..state import STATE_DATA
-from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
+from .dimension import Columns, Dimension, Without, listed_word, no_capability, of_fields
 
 DATA = ("gauss", "shifted", "peaked", "negative", "mean", "one_hot", "rising_logits")
 """Patterns of any case."""
@@ -24,8 +24,6 @@ EQUAL_LOGITS = ("mean", "negative")
 REVEALING = ("gauss", "shifted", "one_hot")
 """Each shows every wrong key, position and head, and no kernel finds it hard: replays have them in turn, and a pattern
 of large logits only where a case names it."""
-_COMBINED = ("gauss", "shifted", "peaked", "one_hot")
-"""Each shows a wrong key, position or head."""
 _ALL = (*DATA, *EXTREME_DATA, CODES, *STATE_DATA)
 
 DATA_PATTERN = Dimension(
@@ -35,13 +33,7 @@ DATA_PATTERN = Dimension(
     describe=lambda case: {"data": case.data},
     values=Columns(
         lambda declared, mode, tier: {"data": list(DATA)},
-        order={"data": 7},
         inside={"data": ("page_size", "dtype", "kv_dtype", "layout")},
-    ),
-    combined=Combined(
-        2,
-        lambda declared, case: {"data": list(_COMBINED)},
-        lambda declared, case, drawn, so_far: {"data": drawn["data"]},
     ),
     simpler=of_fields("data"),
     random=lambda draws, declared, so_far: {"data": draws.one_of(DATA)},

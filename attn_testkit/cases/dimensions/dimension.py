@@ -146,41 +146,13 @@ class Columns:
     fields: Callable[[Capabilities, Row, Changes], Changes] = lambda declared, row, so_far: {}
     """(capabilities, row, fields of the dimensions before): the dimension's. A column that has the name of a field is
     that field, and needs nothing here."""
-    order: Mapping[str, int] = field(default_factory=dict)
-    """Name of a column -> its place. Columns are in the order in which they were added, since in another order the
-    array has other rows. New columns come behind those with a place, and need none."""
     inside: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Name of a column of whose values an instance has several, in its layers or its replays -> the columns with which
     it is paired all the same: the case's own batch, which runs first, meets all of their values."""
-
-
-@dataclass(frozen=True)
-class Combined:
-    """Values of a dimension that cases take at random (``catalogue/randomly_combined.py``)."""
-
-    order: int
-    """Place among the dimensions. In another order a case takes other values."""
-    values: Callable[[Capabilities, Fields], Mapping[str, Sequence[Any]]]
-    """(capabilities, case): name -> values, of which a case takes one. ``None``: the case stays as it is."""
-    fields: Callable[[Capabilities, Fields, Row, Changes], Changes]
-    """(capabilities, case, values that are taken, fields of the dimensions before): the dimension's. Raises
-    ``ValueError`` if there is no such case."""
-
-
-_SELDOM = 4
-"""One of five cases takes such a value: each of them excludes batches and rows of others."""
-
-
-def seldom(values: Sequence[T]) -> list[T | None]:
-    """Values that few cases take; the others stay as they are."""
-    return [None] * (_SELDOM * len(values)) + [*values]
-
-
-@dataclass(frozen=True)
-class Kept:
-    """Fields that a case keeps when it is combined at random, and that are to meet all values of the others."""
-
-    names: tuple[str, ...]
+    meets: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Name of a column -> columns of ``inside`` with which it is paired all the same."""
+    further: Sequence[str] = ()
+    """Names of columns that keep their first value until the others have met: options, layouts, server variants."""
 
 
 @dataclass(frozen=True)
@@ -341,8 +313,6 @@ class Dimension:
     """Changes that bring a case to the nearest declared value; empty if it has a declared one."""
     values: Columns | Without
     """Columns of the covering array of a tier."""
-    combined: Combined | Kept | Without
-    """Values that cases take at random, or fields that they keep."""
     covered: tuple[Covered, ...] | Without
     """Declared values that a case tries, and a small case for each that no other case tries."""
     simpler: Simpler | Without

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 
 from ...contract import DTYPES, BackendContext, Capabilities
-from .dimension import Asked, Columns, Dimension, Kept, Without, listed_word, of_fields
+from .dimension import Asked, Columns, Dimension, Without, listed_word, of_fields
 from .outside import pool_like
 
 _TORCH = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
@@ -28,8 +28,7 @@ DTYPE = Dimension(
     describe=lambda case: {"dtype": case.dtype},
     declared=(Asked(lambda case: f"dtype {case.dtype}", lambda declared, case: case.dtype in declared.dtypes),),
     fit=Without("Cases are made of declared dtypes."),
-    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}, order={"dtype": 2}),
-    combined=Kept(("dtype",)),
+    values=Columns(lambda declared, mode, tier: {"dtype": sorted(declared.dtypes)}),
     covered=Without("The KV dtype counts each pair of the two."),
     simpler=of_fields("dtype"),
     undeclared=(_undeclared,),

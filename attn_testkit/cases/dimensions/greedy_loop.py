@@ -48,7 +48,6 @@ GREEDY_LOOP = Dimension(
     },
     declared=(Asked(lambda case: "a greedy-equivalence loop of this draft, with these options", _loop_declared),),
     fit=Without("The catalogue makes a loop only of modes that are declared."),
-    combined=Without("A loop costs as much as a mode."),
     values=Without("catalogue/named.py makes its cases: a loop costs as much as a mode."),
     covered=Without("A loop follows from the modes, and is not a separate capability."),
     simpler=of_rows_part(

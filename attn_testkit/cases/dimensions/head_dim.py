@@ -11,7 +11,7 @@ from ...contract.kv_layouts import OWN
 from ...contract.row_format import ROW_FORMATS
 from ..fields import Changes, Fields
 from ..head_layouts import latent, per_head
-from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Without, Word, of_number
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, OnLayers, Row, Without, Word, of_number
 from .heads import of_mla, of_others
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like, with_layers
@@ -53,9 +53,8 @@ def _wider(case: Fields) -> int:
 
 
 def _undeclared_wider(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # A backend without any is asked for many things already, and its contexts stay what they were.
     more = first_undeclared((16, 32, 48), declared.wider_keys)
-    if more is None or not declared.wider_keys or any(layer.head_layout.values_in_keys for layer in context.layers):
+    if more is None or any(layer.head_layout.values_in_keys for layer in context.layers):
         return None
     layers = tuple(replace(layer, head_dim=layer.v_head_dim + more) for layer in context.layers)
     pool = pool_like(context, layers=layers)
@@ -116,9 +115,7 @@ HEAD_DIM = Dimension(
         ),
     ),
     fit=Without("Cases are made of declared head dims."),
-    values=Columns(_columns, _of_row, {"head_dim": 1, "rope_dim": 19}),
-    # The width of the rope goes with the heads.
-    combined=Kept(("head_dim",)),
+    values=Columns(_columns, _of_row),
     covered=(
         Covered(
             "head_dim",

@@ -9,7 +9,7 @@ from ...contract import Capabilities, ForwardMode
 from ...contract.head_layout import HEAD_LAYOUTS, HeadLayout
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import as_many, declared_layouts, latent, latent_heads, plain_layout, state_heads
-from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
+from .dimension import Asked, Bound, Columns, Covered, Dimension, OnLayers, Without, Word, of_fields
 from .numbers import nearest
 
 MOST_USUAL_RATIO = 8
@@ -178,8 +178,7 @@ HEADS = Dimension(
     describe=lambda case: {"heads": _phrase(case)},
     declared=(Asked(lambda case: f"heads {case.heads}", _declared),),
     fit=Without("Cases are made of declared heads."),
-    values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}, order={"heads": 0}),
-    combined=Kept(("heads",)),
+    values=Columns(lambda declared, mode, tier: {"heads": typical_heads(declared)}),
     covered=(
         Covered(
             "family",

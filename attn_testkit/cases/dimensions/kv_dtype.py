@@ -10,7 +10,7 @@ from ...contract import KV_DTYPES, ROW_FORMATS
 from ..fields import Changes, Fields
 from ..layers import SETTINGS
 from ..server_variants.unused_scales import UNUSED_SCALES
-from .dimension import Asked, Columns, Covered, Dimension, Kept, OnLayers, Without, Word, of_fields
+from .dimension import Asked, Columns, Covered, Dimension, OnLayers, Without, Word, of_fields
 
 
 def _layers(case: Fields) -> Sequence[Changes]:
@@ -57,10 +57,7 @@ KV_DTYPE = Dimension(
         Asked(lambda case: f"KV dtype {case.kv_dtype}", lambda declared, case: case.kv_dtype in declared.kv_dtypes),
     ),
     fit=Without("Cases are made of declared dtypes."),
-    values=Columns(
-        lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}, order={"kv_dtype": 3}
-    ),
-    combined=Kept(("kv_dtype",)),
+    values=Columns(lambda declared, mode, tier: {"kv_dtype": sorted(declared.kv_dtypes, reverse=True)}),
     covered=(
         Covered(
             "dtypes",

@@ -6,15 +6,16 @@ from dataclasses import replace
 
 from ...contract import KV_LAYOUTS, BackendContext, Capabilities
 from ...contract.kv_layouts import OWN
-from ..fields import Fields
+from ..fields import Changes, Fields
 from ..head_layouts import declared_layouts
-from .dimension import Asked, Covered, Dimension, Kept, Without, Word, of_fields
+from .dimension import Asked, Columns, Covered, Dimension, Without, Word, of_fields
 from .outside import pool_like
+from .page_size import lens_beyond_a_page
 from .rows import keys_of
 
 
 def usual_layout(declared: Capabilities) -> str:
-    """The layout of all cases but those of ``catalogue/pool_layouts.py``: the first that is declared."""
+    """The layout of most cases: the first that is declared."""
     return next(name for name in KV_LAYOUTS if name in declared.kv_layouts)
 
 
@@ -31,6 +32,12 @@ def _tried(declared: Capabilities, case: Fields) -> str | None:
     # Of one KV head, in pages of one slot, or in one page, layouts are alike.
     alike = one_head or one_slot or max(keys_of(case)) <= case.page_size
     return None if alike and case.kv_layout != "nhd" else case.kv_layout
+
+
+def _in_pages(declared: Capabilities, case: Fields, layout: str) -> Changes:
+    """Pages of several slots, and requests of more than one."""
+    page = next((page for page in sorted(declared.page_sizes) if page > 2), max(declared.page_sizes))
+    return {"kv_layout": layout, "page_size": page, "prefixes": lens_beyond_a_page(page)}
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
@@ -55,15 +62,19 @@ KV_LAYOUT = Dimension(
         Asked(lambda case: f"KV layout {case.kv_layout}", lambda declared, case: case.kv_layout in declared.kv_layouts),
     ),
     fit=lambda declared, case: {} if case.kv_layout in declared.kv_layouts else {"kv_layout": usual_layout(declared)},
-    combined=Kept(("kv_layout",)),
-    values=Without("The main array has the usual layout; catalogue/pool_layouts.py and pair_array.py have the others."),
+    values=Columns(
+        lambda declared, mode, tier: (
+            {"kv_layout": [name for name in KV_LAYOUTS if name in declared.kv_layouts]} if tier == "core" else {}
+        ),
+        further=("kv_layout",),
+    ),
     covered=(
         Covered(
             "kv_layout",
             "KV layout",
             lambda declared, mode: declared.kv_layouts,
             _tried,
-            Without("catalogue/pool_layouts.py and pair_array.py have every layout."),
+            _in_pages,
         ),
     ),
     simpler=of_fields("kv_layout"),

@@ -7,7 +7,19 @@ from typing import Any
 
 from ...contract import Capabilities, ForwardMode, KVSplit
 from ..fields import Changes, Fields
-from .dimension import Asked, Bound, Combined, Covered, Dimension, Draws, Size, Without, Word, of_fields, seldom
+from .dimension import (
+    Asked,
+    Bound,
+    Columns,
+    Covered,
+    Dimension,
+    Draws,
+    Row,
+    Size,
+    Without,
+    Word,
+    of_fields,
+)
 from .numbers import nearer_numbers
 
 _MERGED = "merged by the backend"
@@ -81,14 +93,16 @@ def _size(case: Fields, minimal: Fields) -> Size:
     return (case.merged_by_backend, case.kv_splits not in ("", "whole"), int(ranks or 0))
 
 
-def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
-    """KV splits, and whether the backend merges them."""
-    as_given = case.kv_dtype != "same" and case.mode in declared.new_rows_as_given
-    if not declared.lse or as_given:
-        return {"kv_splits": []}
-    parts = [text for kind in declared.lse.kinds(case.mode) for text in _COMBINED[kind]]
-    merged = [(text, True) for text in parts if declared.lse.merges and text != "whole"]
-    return {"kv_splits": seldom([(text, False) for text in parts] + merged)}
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    """One number of ranks of each kind. KV splits are merged by the backend if it can."""
+    if tier != "core" or not declared.lse:
+        return {}
+    merges = [kind for kind in ("prefix", "pages", "tokens") if declared.lse.merges]
+    return {"splits": [("", False), *((_COMBINED[kind][0], kind in merges[1:]) for kind in declared.lse.kinds(mode))]}
+
+
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    return dict(zip(("kv_splits", "merged_by_backend"), row.get("splits", ("", False)), strict=True))
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -117,18 +131,7 @@ KV_SPLITS = Dimension(
     describe=lambda case: {"kv_splits": _phrase(case)},
     declared=(Asked(lambda case: f"log-sum-exp: {_tried(case)}", _declared),),
     fit=Without("Cases are made of declared parts."),
-    combined=Combined(
-        6,
-        _to_combine,
-        lambda declared, case, drawn, so_far: dict(
-            zip(
-                ("kv_splits", "merged_by_backend"),
-                drawn.get("kv_splits", (case.kv_splits, case.merged_by_backend)),
-                strict=True,
-            )
-        ),
-    ),
-    values=Without("catalogue/kv_splits.py makes its cases, and catalogue/randomly_combined.py combines them."),
+    values=Columns(_columns, _of_row, further=("splits",)),
     covered=(
         Covered(
             "kv_splits",

@@ -11,21 +11,20 @@ from ...contract import BackendContext, Capabilities, ForwardMode, HeadShape, KV
 from ..fields import Changes, Fields, Heads
 from ..head_layouts import by_layer
 from ..head_shapes import declared_shapes, read_shapes
-from ..layers import LAYERS_WORD, PERIOD, SETTINGS, TURNS, Layers
+from ..layers import LAYERS_WORD, PERIOD, SETTINGS, TURNS, Layers, varies
 from .dimension import (
     Asked,
     Bound,
     Columns,
-    Combined,
     Dimension,
     Draws,
     OnLayers,
+    Row,
     Size,
     Without,
     Word,
     of_fields,
     option,
-    seldom,
 )
 from .logit_cap import capped
 from .numbers import nearer_numbers
@@ -97,8 +96,7 @@ def _kinds(case: Fields) -> str:
 
 
 def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # Of three layers and more: what a case of two has to choose from stays what it was.
-    if declared.kv_groups or len(context.layers) < 3:
+    if declared.kv_groups or len(context.layers) < PERIOD:
         return None
     first, *rest = context.layers
     groups = tuple(
@@ -109,11 +107,11 @@ def _second_group(declared: Capabilities, context: BackendContext) -> tuple[str,
 
 
 def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # Of three layers and more, as above. Another layer has heads that are declared by themselves.
+    # Another layer has heads that are declared by themselves.
     first = context.layers[0]
     if (
         declared.heads_by_layer
-        or len(context.layers) < 3
+        or len(context.layers) < PERIOD
         or not first.head_layout.by_layer
         or len(context.head_shapes) > 1
     ):
@@ -132,17 +130,23 @@ def _other_heads(declared: Capabilities, context: BackendContext) -> tuple[str, 
 
 
 def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
-    """Options in every second layer, or another combination of them in each: in core, whose array does not pair
-    options."""
-    windows = mode in declared.windows.modes and declared.windows.layers != "same"
-    if tier != "core" or not (windows or declared.logit_cap or declared.sinks):
+    """Options in every second layer, or another combination of them in each, since the array of core does not pair
+    options; ids of a later pipeline rank; and two KV groups."""
+    if tier != "core":
         return {}
-    return {"layers": [Layers(), Layers(3, varied=True)]}
+    found: dict[str, Sequence[Any]] = {"first_layer": [0, 5]}
+    windows = mode in declared.windows.modes and declared.windows.layers != "same"
+    if windows or declared.logit_cap or declared.sinks:
+        found["varied"] = [False, True]
+    return found | ({"kv_groups": [False, True]} if declared.kv_groups else {})
 
 
-def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
-    groups = [Layers(PERIOD, groups=True)] * (declared.kv_groups and not case.draft)
-    return {"layers": seldom([Layers(PERIOD, 5), *groups])}
+def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
+    encoder, first, varied = row.get("encoder_slots"), row.get("first_layer", 0), varies(row)
+    groups = row.get("kv_groups", False) or encoder == "own_group"
+    if groups and encoder == "first":
+        raise ValueError("encoder keys lie in a group of their own")
+    return {"layers": Layers(3 if varied else PERIOD, first, groups, varied=varied)}
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -179,12 +183,7 @@ LAYERS = Dimension(
         Asked(lambda case: "heads by layer", lambda declared, case: declared.heads_by_layer or not case.layers.shapes),
     ),
     fit=Without("Cases are made of declared layers."),
-    combined=Combined(
-        5,
-        _to_combine,
-        lambda declared, case, drawn, so_far: {"layers": drawn.get("layers", case.layers)},
-    ),
-    values=Columns(_columns, order={"layers": 20}),
+    values=Columns(_columns, _of_row, further=("first_layer", "kv_groups")),
     covered=(
         option(
             "KV groups",

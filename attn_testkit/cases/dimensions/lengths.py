@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from ...contract import Capabilities
 from ..fields import Changes, Fields
-from .dimension import Bound, Columns, Combined, Dimension, Row, Simpler, Without, Word, no_capability
+from .dimension import Bound, Columns, Dimension, Row, Simpler, Without, Word, no_capability
 from .numbers import MOST_REQUESTS, listed, nearer_numbers, numbers_word, read_numbers
 
 _MOST_REQUESTS = 5
@@ -20,9 +20,12 @@ PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
     "one": lambda page, width: (page + 5,),
     "same": lambda page, width: (7, 7),
     "wide": lambda page, width: (1, 2, 5, 9, 14, 2, 30),
-    "long": lambda page, width: (300, 70, 12),
+    # Beyond two pages of 256, and beyond 512.
+    "long": lambda page, width: (600, 70, 12),
+    "fresh": lambda page, width: (0, 0, 0),
+    "many": lambda page, width: (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
     # The rows of a request lie on both sides of a multiple of the usual key tiles.
-    "tiles": lambda page, width: (32 - width // 2, 128 - width // 2, 64 - width // 2, 16 - width // 2),
+    "tiles": lambda page, width: (32 - width // 2, 128 - width // 2, 64 - width // 2, 16 - width // 2, 63),
 }
 """Name -> prefixes for a page of so many slots (8 at least) and so many rows of a request."""
 
@@ -30,24 +33,6 @@ PATTERNS: Mapping[str, Callable[[int, int], tuple[int, ...]]] = {
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     width = row["draft"].steps if "draft" in row else len(row.get("tree", ())) or row.get("width", 1)
     return {"prefixes": PATTERNS[row["prefixes"]](max(so_far["page_size"], 8), width)}
-
-
-def _batches(case: Fields) -> dict[str, tuple[int, ...]]:
-    """Prefixes for a case to take. Page by page of the case, so that each has some pages, and part of one."""
-    page, longest = case.page_size, max(case.prefixes)
-    whole = 4 * page - case.width
-    return {
-        "own": case.prefixes,
-        "alone": (longest,),
-        "alike": (2 * page + 1,) * 3,
-        "whole pages": tuple(max(0, whole - page * fewer) for fewer in (0, 2, 3)),
-        "fresh": (0,) * 3,
-        "many": (2 * page + 5, 3, 0, page, 9, 33, 1, 17, 5),
-    }
-
-
-def _of_batch(declared: Capabilities, case: Fields, drawn: Row, so_far: Changes) -> Changes:
-    return {"prefixes": _batches(case)[drawn.get("batch", "own")]}
 
 
 def _fewer(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[Changes]:
@@ -82,12 +67,12 @@ KEYS = Dimension(
     ),
     describe=lambda case: {"prefixes": f"{listed(case.prefixes)} keys before this step"},
     values=Columns(
-        lambda declared, mode, tier: {"prefixes": list(PATTERNS)},
+        lambda declared, mode, tier: {
+            "prefixes": [name for name in PATTERNS if tier == "core" or name not in ("fresh", "many")]
+        },
         _of_row,
-        {"prefixes": 5},
         {"prefixes": ("page_size", "slack", "layout")},
     ),
-    combined=Combined(0, lambda declared, case: {"batch": list(_batches(case))}, _of_batch),
     simpler=Simpler(
         value=lambda case: ".".join(map(str, case.prefixes)),
         of=lambda case: frozenset(case.prefixes),

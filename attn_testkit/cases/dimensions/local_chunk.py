@@ -7,10 +7,13 @@ from collections.abc import Sequence
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..layers import PERIOD
-from .dimension import Asked, Bound, Dimension, OnLayers, Without, Word, of_number, option
+from .dimension import Asked, Bound, Columns, Dimension, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 from .rows import keys_of
 from .window import branches
+
+_CHUNK = 64
+"""Positions of a chunk, or the next multiple of a page."""
 
 
 def _declared(declared: Capabilities, case: Fields) -> bool:
@@ -19,8 +22,7 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
 
 
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # A backend without any is asked for many things already, and its contexts stay what they were.
-    if context.modes <= declared.windows.chunked or not declared.windows.chunked:
+    if context.modes <= declared.windows.chunked:
         return None
     return "chunked-local layers", with_layers(context, attention_chunk_size=context.page_size, sliding_window_size=-1)
 
@@ -45,14 +47,23 @@ LOCAL_CHUNK = Dimension(
     describe=lambda case: {"local_chunk": f"{case.local_chunk} positions, in layer 0" if case.local_chunk else ""},
     declared=(Asked(lambda case: f"chunked-local layers of {case.local_chunk}", _declared),),
     fit=Without("Cases are made of declared options."),
-    values=Without("catalogue/local_chunks.py has cases of them."),
-    combined=Without("A layer has a chunk or a window, and cases that are combined have windows."),
+    values=Columns(
+        lambda declared, mode, tier: (
+            {"chunked_layers": [False, True]} if tier == "core" and mode in declared.windows.chunked else {}
+        ),
+        lambda declared, row, so_far: (
+            {"local_chunk": -(-_CHUNK // so_far["page_size"]) * so_far["page_size"]}
+            if row.get("chunked_layers")
+            else {}
+        ),
+        meets={"chunked_layers": ("prefixes", "new_tokens")},
+        further=("chunked_layers",),
+    ),
     covered=(
         option(
             "chunked-local layers",
             lambda declared, mode: mode in declared.windows.chunked,
             lambda case: 0 < case.local_chunk < max(keys_of(case)),
-            "catalogue/local_chunks.py has them.",
         ),
     ),
     simpler=of_number("local_chunk"),

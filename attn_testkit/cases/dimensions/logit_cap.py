@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ...contract import BackendContext, Capabilities
 from ..fields import Changes, Fields
 from ..layers import CAPPED, PERIOD, varies
-from .dimension import Asked, Bound, Columns, Dimension, Kept, OnLayers, Without, Word, of_number, option
+from .dimension import Asked, Bound, Columns, Dimension, OnLayers, Without, Word, of_number, option
 from .outside import with_layers
 
 _CAPS = (0.0, 1.5)
@@ -59,10 +59,8 @@ LOGIT_CAP = Dimension(
     values=Columns(
         lambda declared, mode, tier: {"logit_cap": list(_CAPS if declared.logit_cap else _CAPS[:1])},
         lambda declared, row, so_far: {"logit_cap": _CAPS[declared.logit_cap]} if varies(row) else {},
-        {"logit_cap": 9},
         {"logit_cap": ()},
     ),
-    combined=Kept(("logit_cap",)),
     covered=(option("soft cap", lambda declared, mode: declared.logit_cap, lambda case: case.logit_cap > 0),),
     simpler=of_number("logit_cap"),
     undeclared=(_undeclared_cap,),

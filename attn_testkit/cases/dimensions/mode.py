@@ -25,7 +25,6 @@ MODE = Dimension(
         Asked(lambda case: f"mode {case.mode}", lambda declared, case: case.mode in declared.eager | declared.graph),
     ),
     fit=Without("Rows have a meaning in one mode only, so no other mode is the nearest."),
-    combined=Without("Cases of each mode are combined by themselves."),
     values=Without("Each mode has its own covering array."),
     covered=Without("A mode that is declared has cases."),
     simpler=Without("A failing case is made small in its own mode."),

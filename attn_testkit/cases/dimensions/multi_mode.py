@@ -30,7 +30,6 @@ MULTI_MODE = Dimension(
         ),
     ),
     fit=Without("Cases are made so if several modes are declared."),
-    combined=Without("One costs as much as all modes together."),
     values=Without("catalogue/named.py makes its cases: one costs as much as all modes together."),
     covered=Without("It follows from the modes, and is not a separate capability."),
     simpler=of_flag("multi_mode"),

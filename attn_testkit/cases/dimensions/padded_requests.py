@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..fields import Fields
-from .dimension import Bound, Columns, Combined, Dimension, Simpler, Without, Word, no_capability
+from .dimension import Bound, Columns, Dimension, Simpler, Without, Word, no_capability
 from .numbers import MOST_REQUESTS, nearer_numbers
 from .padding import PADDINGS
 
@@ -37,12 +37,6 @@ PADDED_REQUESTS = Dimension(
     values=Columns(
         lambda declared, mode, tier: {"slack": list(_SLACK)},
         lambda declared, row, so_far: {"bucket": len(so_far["prefixes"]) + row["slack"]},
-        {"slack": 11},
-    ),
-    combined=Combined(
-        3,
-        lambda declared, case: {"slack": list(_SLACK)},
-        lambda declared, case, drawn, so_far: {"bucket": len(so_far["prefixes"]) + drawn["slack"]},
     ),
     simpler=Simpler(
         value=lambda case: str(_padded(case)),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .dimension import Columns, Combined, Dimension, Without, no_capability, of_fields
+from .dimension import Columns, Dimension, Without, no_capability, of_fields
 
 PADDINGS = ("prod", "nan", "stale", "small")
 """``prod``: what servers fill in. ``small``: small live requests. ``stale``: what was there before."""
@@ -15,13 +15,7 @@ PADDING = Dimension(
     values=Columns(
         lambda declared, mode, tier: {"padding": list(PADDINGS)},
         lambda declared, row, so_far: {"padding": row["padding"] if row["slack"] else "prod"},
-        {"padding": 12},
         {"padding": ()},
-    ),
-    combined=Combined(
-        4,
-        lambda declared, case: {"padding": list(PADDINGS)},
-        lambda declared, case, drawn, so_far: {"padding": drawn["padding"] if drawn["slack"] else "prod"},
     ),
     simpler=of_fields("padding"),
     random=lambda draws, declared, so_far: {

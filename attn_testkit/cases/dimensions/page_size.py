@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ...contract import BackendContext, Capabilities
 from ..fields import Fields
-from .dimension import Asked, Bound, Columns, Covered, Dimension, Kept, Without, Word, of_number
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Without, Word, of_number
 from .numbers import smaller_declared, some_of
 from .outside import first_undeclared, pool_like
 from .rows import keys_of
@@ -47,10 +47,8 @@ PAGE_SIZE = Dimension(
     ),
     fit=Without("Cases are made of declared page sizes."),
     values=Columns(
-        lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)},
-        order={"page_size": 4},
+        lambda declared, mode, tier: {"page_size": some_of(declared.page_sizes, 3 if tier == "smoke" else 5)}
     ),
-    combined=Kept(("page_size",)),
     covered=(
         Covered(
             "page",

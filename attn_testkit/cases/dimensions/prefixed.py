@@ -43,7 +43,6 @@ PREFIXED = Dimension(
         ),
     ),
     fit=_behind_prefixes,
-    combined=Without("The nearest declared case has it, and no other."),
     values=Without("The nearest declared case has it, and no other."),
     covered=Without("A backend that declares the wider value takes every case of the narrower one."),
     simpler=of_rows_part("with_prefix", value=lambda case: "yes" if case.with_prefix else "no"),

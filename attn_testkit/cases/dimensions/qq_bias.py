@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
-from ...contract import BackendContext, Capabilities
+from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
-from .dimension import Asked, Dimension, Without, Word, of_fields, option
+from .dimension import Asked, Columns, Dimension, Without, Word, of_fields, option
 
 _WORDS = {"none": "", "own": "qqbias", "shared": "qqbiasshared"}
 _PHRASES = {"none": "", "own": "among the rows of each request", "shared": "among rows, the same for all requests"}
@@ -18,10 +20,13 @@ def _declared(declared: Capabilities, case: Fields) -> bool:
     return case.mode in declared.qq_bias and (case.qq_bias == "shared" or not declared.shared_qq_bias)
 
 
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    if tier != "core" or mode not in declared.qq_bias:
+        return {}
+    return {"qq_bias": ["none", "shared" if declared.shared_qq_bias else "own"]}
+
+
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # A backend without any is asked for many things already, and its contexts stay what they were.
-    if not declared.qq_bias:
-        return None
     if not context.modes <= declared.qq_bias:
         return "an additive bias", replace(context, qq_bias="shared")
     return ("an additive bias for each request", replace(context, qq_bias="own")) if declared.shared_qq_bias else None
@@ -45,14 +50,12 @@ QQ_BIAS = Dimension(
     describe=lambda case: {"qq_bias": _PHRASES[case.qq_bias]},
     declared=(Asked(lambda case: "additive bias" + " for each request" * (case.qq_bias == "own"), _declared),),
     fit=Without("Cases are made of declared options."),
-    values=Without("catalogue/qq_bias.py has cases of it."),
-    combined=Without("Cases of it have windows, soft caps and sinks already (catalogue/qq_bias.py)."),
+    values=Columns(_columns, meets={"qq_bias": ("prefixes", "new_tokens", "window")}, further=("qq_bias",)),
     covered=(
         option(
             "additive bias",
             lambda declared, mode: mode in declared.qq_bias,
             lambda case: case.qq_bias != "none",
-            "catalogue/qq_bias.py has cases of it.",
         ),
     ),
     simpler=of_fields("qq_bias", value=lambda case: case.qq_bias),

@@ -29,7 +29,6 @@ REQUESTS = Dimension(
     fields=Without("`prefixes` and `rows` have an entry for each request."),
     words=Without("The words of keys and rows have an entry for each request."),
     describe=Without("The phrases of keys and rows list the requests."),
-    combined=Without("The prefixes that a case takes say how many requests there are."),
     values=Without("The pattern of the prefixes says how many requests there are."),
     simpler=Simpler(
         value=lambda case: str(case.bs),

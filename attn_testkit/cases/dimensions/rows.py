@@ -9,7 +9,7 @@ from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..draft import Draft
-from ..extend import NEW_TOKENS, new_tokens, with_new_tokens
+from ..extend import EVEN_WITHOUT_ROWS, LONG_PROMPT, NEW_TOKENS, WITHOUT_ROWS, new_tokens, with_new_tokens
 from ..fields import Changes, Fields
 from ..rows import Accepted, Decode, Drafted, Extend, Rows, Verify, changed_rows, room_for
 from ..trees import Tree, chain
@@ -17,7 +17,6 @@ from .dimension import (
     Asked,
     Bound,
     Columns,
-    Combined,
     Covered,
     Dimension,
     Draws,
@@ -47,14 +46,8 @@ _MOST_ASKED = 1024
 
 _TREES: tuple[Tree, ...] = (chain(4), Tree((0, 0, 1, 1, 3)), Tree((0, 1, 0, 3, 0, 5, 1)), Tree((0, 0, 0)))
 _DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(1, 2), Draft(4, 2), Draft(3, 6), Draft(1, 7))
+_WITHOUT_ROWS = (WITHOUT_ROWS, EVEN_WITHOUT_ROWS)
 _ACCEPTED = ("uneven", "one", "all")
-_COMBINED_TREES = (chain(2), Tree((0, 0, 1, 2)), chain(7), Tree((0, 0, 0)), chain(17))
-_COMBINED_DRAFTS = (Draft(1, 4), Draft(2, 3), Draft(4, 2), Draft(1, 7))
-_COMBINED_WIDTHS = (2, 4, 6)
-_COMBINED_NEW = {
-    "ones": (1,), "equal": (17,), "prompt first": (70, 1), "decodes first": (1, 2, 70), "ragged": (9, 20, 2)
-}  # fmt: skip
-"""New tokens of the first requests; the last one again for all behind them, and none for those that are not there."""
 
 
 def rows_of(case: Fields) -> tuple[int, ...]:
@@ -106,7 +99,11 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
     if mode is ForwardMode.DECODE:
         return {}
     if mode is ForwardMode.EXTEND:
-        return {"new_tokens": list(NEW_TOKENS)}
+        names = [name for name in NEW_TOKENS if name not in _WITHOUT_ROWS]
+        if tier != "core":
+            return {"new_tokens": [name for name in names if name != LONG_PROMPT]}
+        lacking = declared.server.takes_requests_without_rows
+        return {"new_tokens": names} | ({"without_rows": ["", *_WITHOUT_ROWS]} if lacking else {})
     if mode is ForwardMode.DRAFT_DECODE:
         return {"draft": [draft for draft in _DRAFTS if draft.branches <= declared.max_draft_branches]}
     if mode is ForwardMode.TARGET_VERIFY:
@@ -120,7 +117,9 @@ def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[st
 def _of_row(declared: Capabilities, row: Row, so_far: Changes) -> Changes:
     requests, rows = len(so_far["prefixes"]), so_far["rows"]
     if "new_tokens" in row:
-        new = new_tokens(row["new_tokens"], requests, so_far["page_size"], declared.max_extend_tokens)
+        new = new_tokens(
+            row.get("without_rows") or row["new_tokens"], requests, so_far["page_size"], declared.max_extend_tokens
+        )
         return changed_rows(rows, new=new, room=room_for(new))
     if "accepted" in row:
         return changed_rows(rows, new=accepted(row["accepted"], row["width"], requests), width=row["width"])
@@ -189,36 +188,6 @@ def _size(case: Fields, minimal: Fields) -> Size:
     if case.mode is ForwardMode.EXTEND:
         return (max(case.new), sum(case.new), case.width)
     return (len({*case.new, case.width}), case.width, sum(case.width - count for count in case.new))
-
-
-def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
-    mode, most, found = case.mode, most_rows(declared, case.mode), list[Any]()
-    if mode is ForwardMode.TARGET_VERIFY:
-        found = [tree for tree in _COMBINED_TREES if tree.topk <= declared.max_topk and len(tree) <= most]
-    elif mode is ForwardMode.DRAFT_DECODE:
-        found = [draft for draft in _COMBINED_DRAFTS if draft.branches <= declared.max_draft_branches]
-    elif mode is ForwardMode.EXTEND:
-        found = list(_COMBINED_NEW)
-    elif mode.is_speculative():
-        found = [(width, kind) for width in _COMBINED_WIDTHS if width <= most for kind in _ACCEPTED]
-    return {"rows": found} if found else {}
-
-
-def _combined(declared: Capabilities, case: Fields, drawn: Row, so_far: Changes) -> Changes:
-    chosen, count = drawn.get("rows"), len(so_far["prefixes"])
-    match case.rows:
-        case Extend() as rows if chosen is not None:
-            pattern = _COMBINED_NEW[chosen]
-            new = tuple(min(pattern[min(at, len(pattern) - 1)], declared.max_extend_tokens) for at in range(count))
-            return changed_rows(rows, new=new, room=room_for(new))
-        case Accepted() as rows if chosen is not None:
-            width, kind = chosen
-            return changed_rows(rows, new=accepted(kind, width, count), width=width)
-        case Verify() if chosen is not None:
-            return {"rows": Verify(chosen)}
-        case Drafted() as rows if chosen is not None:
-            return changed_rows(rows, draft=chosen)
-    return {"rows": case.rows}
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -324,10 +293,10 @@ ROWS = Dimension(
     values=Columns(
         _columns,
         _of_row,
-        {"new_tokens": 13, "draft": 14, "tree": 15, "width": 16, "accepted": 17},
         {"new_tokens": ("page_size",)},
+        {"without_rows": ("prefixes",)},
+        ("without_rows",),
     ),
-    combined=Combined(9, _to_combine, _combined),
     covered=(
         Covered(
             "rows",

@@ -38,7 +38,6 @@ SCALING = Dimension(
         ),
     ),
     fit=lambda declared, case: {"usual_scaling": not declared.any_scaling and case.heads.layout.usual_scaling},
-    combined=Without("All cases of a backend have the same."),
     values=Without("The nearest declared case has it, and no other."),
     covered=Without("All cases of a backend have the same."),
     simpler=of_flag("usual_scaling"),

@@ -16,7 +16,6 @@ SEED = Dimension(
         ),
     ),
     describe=lambda case: {"seed": str(case.seed or "")},
-    combined=Without("The caller of a tier sets it, for all cases."),
     values=Without("The caller of a tier sets it, for all cases."),
     simpler=of_number("seed"),
     random=lambda draws, declared, so_far: {"seed": draws.number(0, 99)},

@@ -9,7 +9,7 @@ from typing import Any
 from ...contract import BackendContext, Capabilities, Sparse
 from ..fields import Changes, Fields
 from ..selection import PATTERN, Selection
-from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_fields, option
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, OnLayers, Row, Word, of_fields, option
 from .outside import with_layers
 
 _LONGER = 5
@@ -156,7 +156,6 @@ SELECTION = Dimension(
             lambda case: case.selection is not None and case.selection.empty_rows,
         ),
     ),
-    combined=Kept(("selection",)),
     simpler=of_fields("selection", steps=_simpler),
     undeclared=(_undeclared,),
     random=_random,

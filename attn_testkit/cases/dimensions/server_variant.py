@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
@@ -13,7 +12,7 @@ from ..server_variants import SERVER_VARIANTS, all_fit, excluded, variant_of
 from ..trees import chain
 from .dimension import (
     Asked,
-    Combined,
+    Columns,
     Dimension,
     Draws,
     OnLayers,
@@ -22,7 +21,6 @@ from .dimension import (
     Word,
     of_fields,
     option,
-    seldom,
 )
 from .outside import with_layers
 
@@ -37,12 +35,7 @@ def _word(word: str) -> Word:
 
 
 _MOST_RANDOM = 2
-
-
-def _to_combine(declared: Capabilities, case: Fields) -> Mapping[str, Sequence[Any]]:
-    minimal = case.with_changes(window=-1, rows=Verify(chain(2)) if case.tree else case.rows)
-    words = [word for word, each in SERVER_VARIANTS.items() if each.combines and each.fits(declared, minimal)]
-    return {word: seldom([word]) for word in words}
+_IN_ARRAYS = tuple(word for word, each in SERVER_VARIANTS.items() if each.combines)
 
 
 def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
@@ -70,8 +63,7 @@ def _random(draws: Draws, declared: Capabilities, so_far: Changes) -> Changes:
 
 def _not_causal(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
     asked = context.modes & {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY}
-    # Of three layers and more where nothing is declared: what a case of two has to choose from stays what it was.
-    if asked <= declared.non_causal or (not declared.non_causal and len(context.layers) < 3):
+    if asked <= declared.non_causal:
         return None
     return "a layer that is not causal", with_layers(context, causal=False, sliding_window_size=-1)
 
@@ -91,12 +83,11 @@ SERVER_VARIANT = Dimension(
     },
     declared=(Asked(lambda case: f"the server variant {variant_of(case).word}", all_fit),),
     fit=Without("Cases are made of variants that the backend takes."),
-    combined=Combined(
-        7,
-        _to_combine,
-        lambda declared, case, drawn, so_far: {"variants": case.variants | SERVER_VARIANTS.keys() & drawn.keys()},
+    values=Columns(
+        lambda declared, mode, tier: {word: [False, True] for word in _IN_ARRAYS} if tier == "core" else {},
+        lambda declared, row, so_far: {"variants": frozenset(word for word in _IN_ARRAYS if row.get(word))},
+        further=_IN_ARRAYS,
     ),
-    values=Without("Each variant makes its cases, and catalogue/randomly_combined.py combines them."),
     covered=(
         option(
             "layers that are not causal",

@@ -17,7 +17,6 @@ from .dimension import (
     Asked,
     Columns,
     Dimension,
-    Kept,
     OnLayers,
     Without,
     flag_word,
@@ -72,10 +71,8 @@ SINKS = Dimension(
     values=Columns(
         lambda declared, mode, tier: {"sinks": [False, True] if declared.sinks else [False]},
         lambda declared, row, so_far: {"sinks": declared.sinks} if varies(row) else {},
-        {"sinks": 10},
         {"sinks": ()},
     ),
-    combined=Kept(("sinks",)),
     covered=(option("sinks", lambda declared, mode: declared.sinks, lambda case: case.sinks),),
     simpler=of_flag("sinks"),
     undeclared=(_undeclared_sinks,),

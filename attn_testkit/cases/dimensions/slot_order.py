@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .dimension import Columns, Combined, Dimension, Without, listed_word, no_capability, of_fields
+from .dimension import Columns, Dimension, Without, listed_word, no_capability, of_fields
 
 LAYOUTS = ("contiguous", "shuffled", "interleaved", "reversed", "shared")
 """``reversed``: pages descend inside a request (non-monotonic slots). ``shared``: requests have the whole pages that
@@ -13,14 +13,7 @@ SLOT_ORDER = Dimension(
     fields=("layout",),
     words=(listed_word(LAYOUTS, "layout"),),
     describe=lambda case: {"layout": case.layout},
-    values=Columns(
-        lambda declared, mode, tier: {"layout": list(LAYOUTS)}, order={"layout": 6}, inside={"layout": ("page_size",)}
-    ),
-    combined=Combined(
-        1,
-        lambda declared, case: {"layout": list(LAYOUTS)},
-        lambda declared, case, drawn, so_far: {"layout": drawn["layout"]},
-    ),
+    values=Columns(lambda declared, mode, tier: {"layout": list(LAYOUTS)}, inside={"layout": ("page_size",)}),
     simpler=of_fields("layout"),
     random=lambda draws, declared, so_far: {"layout": draws.one_of(LAYOUTS)},
     varies="step",

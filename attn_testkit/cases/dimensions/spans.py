@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...contract import BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..spans import SPANS_PATTERN, Span, SpanShape, spans_of_request
-from .dimension import Asked, Dimension, OnLayers, Without, Word, of_fields, option
+from .dimension import Asked, Columns, Dimension, OnLayers, Without, Word, of_fields, option
 from .outside import with_layers
 from .window import windows_of
 
@@ -62,9 +63,19 @@ def _simpler(declared: Capabilities, case: Fields, minimal: Fields) -> Iterator[
                 yield {"spans": replace(case.spans, **{name: False})}
 
 
+def _columns(declared: Capabilities, mode: ForwardMode, tier: str) -> Mapping[str, Sequence[Any]]:
+    """Spans in the rows of the step, and spans of every declared kind; decode has only the second."""
+    spans = declared.spans
+    if tier != "core" or mode not in spans.modes:
+        return {}
+    extends = mode is ForwardMode.EXTEND
+    wide = spans.wider_than_window and mode in declared.windows.modes
+    most = SpanShape(spans.of_prefix and extends, wide, spans.by_layer)
+    return {"spans": [None, *dict.fromkeys([SpanShape(), most] if extends else [most])]}
+
+
 def _undeclared(declared: Capabilities, context: BackendContext) -> tuple[str, BackendContext] | None:
-    # A backend without any is asked for many things already, and its contexts stay what they were.
-    if context.modes <= declared.spans.modes or not declared.spans.modes:
+    if context.modes <= declared.spans.modes:
         return None
     causal = with_layers(context, bidirectional_spans=True, causal=True, attention_chunk_size=0, alibi_slopes=None)
     return "bidirectional spans", replace(causal, max_spans=1)
@@ -93,20 +104,17 @@ SPANS = Dimension(
     describe=lambda case: {"bidirectional spans": _phrase(case)},
     declared=(Asked(lambda case: f"bidirectional spans {_phrase(case)}", _declared),),
     fit=Without("Cases are made of declared options."),
-    values=Without("catalogue/spans.py has cases of them."),
-    combined=Without("Cases that are combined have layers that are not causal, and multi-mode instances."),
+    values=Columns(_columns, meets={"spans": ("prefixes", "new_tokens", "window")}, further=("spans",)),
     covered=(
         option(
             "bidirectional spans",
             lambda declared, mode: mode in declared.spans.modes,
             lambda case: case.spans is not None,
-            "catalogue/spans.py has them.",
         ),
         option(
             "spans that begin in the prefix",
             lambda declared, mode: mode in declared.spans.modes and declared.spans.of_prefix,
             lambda case: case.spans is not None and (case.spans.of_prefix or case.mode is ForwardMode.DECODE),
-            "catalogue/spans.py has them.",
         ),
         option(
             "spans wider than the window",
@@ -114,13 +122,11 @@ SPANS = Dimension(
                 mode in declared.spans.modes & declared.windows.modes and declared.spans.wider_than_window
             ),
             lambda case: case.spans is not None and case.spans.wide and case.window >= 0,
-            "catalogue/spans.py has them.",
         ),
         option(
             "layers with and without spans",
             lambda declared, mode: mode in declared.spans.modes and declared.spans.by_layer,
             lambda case: case.spans is not None and case.spans.by_layer,
-            "catalogue/spans.py has them.",
         ),
     ),
     simpler=of_fields("spans", steps=_simpler),

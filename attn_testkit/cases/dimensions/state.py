@@ -14,7 +14,7 @@ from ..fields import Changes, Fields
 from ..rows import Decode, Extend, Verify
 from ..state import PATTERN, STATE_DATA, UNIT_KEYS, StateShape
 from ..trees import chain
-from .dimension import Asked, Bound, Covered, Dimension, Draws, Kept, Without, Word, of_fields
+from .dimension import Asked, Bound, Covered, Dimension, Draws, Without, Word, of_fields
 from .outside import first_undeclared, with_layers
 
 _SETS = {
@@ -250,7 +250,6 @@ STATE = Dimension(
     ),
     fit=_fit,
     values=Without("catalogue/state_cases.py makes the cases of states."),
-    combined=Kept(("state",)),
     covered=(
         _covered("k_dim", "width of a key"),
         _covered("conv_width", "width of a convolution"),

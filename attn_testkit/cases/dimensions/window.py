@@ -8,7 +8,7 @@ from dataclasses import replace
 from ...contract import LAYER_WINDOWS, BackendContext, Capabilities, ForwardMode
 from ..fields import Changes, Fields
 from ..layers import PERIOD, varies
-from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, Kept, OnLayers, Row, Word, of_number, option
+from .dimension import Asked, Bound, Columns, Covered, Dimension, Draws, OnLayers, Row, Word, of_number, option
 from .numbers import nearer_numbers
 from .outside import with_layers
 from .rows import keys_of
@@ -160,10 +160,7 @@ WINDOW = Dimension(
         ),
     ),
     fit=_fit,
-    values=Columns(
-        lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row, {"window": 8}, {"window": ()}
-    ),
-    combined=Kept(("window",)),
+    values=Columns(lambda declared, mode, tier: {"window": _columns(declared, mode)}, _of_row, {"window": ()}),
     covered=(
         option("sliding window", lambda declared, mode: mode in declared.windows.modes, _windowed),
         option("sliding window in trees", _in_trees, lambda case: _windowed(case) and branches(case.tree)),

@@ -19,8 +19,7 @@ _NEW = (20, 1, 3, 7)
 
 
 def _fits(declared: Capabilities, case: Fields) -> bool:
-    is_block = case.tree is None or case.tree == chain(len(case.tree))
-    return case.mode in declared.non_causal and is_block and case.window < 0
+    return case.mode in declared.non_causal
 
 
 def _cases(declared: Capabilities, small: C) -> Iterator[C]:
@@ -45,6 +44,8 @@ NON_CAUSAL = ServerVariant(
     gives_none=True,
     causal=False,
     excludes={
+        "sliding window": "a window is one of the keys before a row",
+        "branching trees": "a block of a diffusion model is not a tree",
         "ALiBi": "a bias of keys that follow a row differs between servers",
         "bidirectional spans": "every row sees all keys already",
         "additive bias": "a bias hides the rows that follow a row",

@@ -26,7 +26,6 @@ from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from ...cases.renamed_words import renamed
 from ...registry import UsageError, did_you_mean
 from ...reports.record import Report, read_report
 from ...results.case_result import CaseResult, Status
@@ -136,9 +135,6 @@ def _entry(path: str | Path, number: int, raw: dict[str, Any], today: datetime.d
         if key in raw and raw[key] not in allowed:
             hint = did_you_mean(raw[key], allowed) or f" ({' or '.join(allowed)})"
             raise refuse(f"{key} = {raw[key]!r}{hint}")
-    for glob in globs:
-        if answer := renamed(glob):
-            raise refuse(f"cases = {glob!r}: {answer}")
     checks = _checks(raw, refuse)
     if not re.fullmatch(r"https?://[^\s/]+\.[^\s]+", raw["issue"]):
         raise refuse(f"issue = {raw['issue']!r} is not an address; write where it is followed up: https://...")

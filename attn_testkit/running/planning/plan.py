@@ -14,7 +14,6 @@ from typing import Any
 from ...cases.case import Case, parse_case
 from ...cases.declared import not_declared
 from ...cases.head_layouts import latent
-from ...cases.renamed_words import renamed
 from ...catalogue.large_cases import too_large_for_a_cpu
 from ...catalogue.not_covered import describe_not_covered
 from ...catalogue.tiers import TIERS, generate
@@ -242,9 +241,6 @@ def _is_glob(pattern: str) -> bool:
 
 
 def _exact_cases(patterns: Sequence[str]) -> list[Case]:
-    for glob in filter(_is_glob, patterns):
-        if answer := renamed(glob):
-            raise UsageError(f"--case {glob!r}: {answer}")
     try:
         return [parse_case(pattern) for pattern in patterns if not _is_glob(pattern)]
     except ValueError as error:

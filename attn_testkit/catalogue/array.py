@@ -1,0 +1,215 @@
+"""The covering array of a mode: columns of all dimensions, and which of their values no row has together.
+
+A pair of values is excluded if no case has both (``cases/fields.py`` and the server variants say what excludes what),
+if the backend does not declare both together, or if the nearest declared case has another value. So a row is a case as
+it is, and every other pair of values meets in ``core``.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import combinations, product
+from typing import Any
+
+from cachetools import LRUCache, cached
+
+from ..cases.case import Case
+from ..cases.declared import within_declared
+from ..cases.dimensions.dimension import Columns, Row, Without
+from ..cases.dimensions.table import DIMENSIONS
+from ..cases.fields import DEFAULTS, THINGS
+from ..cases.layers import varies
+from ..cases.nearest_declared import nearest_declared
+from ..cases.rows import minimal_rows
+from ..contract import ROW_FORMATS, Capabilities, ForwardMode
+from .covering import Value, covering_array
+
+TIERS: Mapping[str, int] = {"smoke": 1, "core": 2, "full": 3}
+"""Tier -> strength of the covering array."""
+_COLUMNS: Sequence[Columns] = [each.values for each in DIMENSIONS if not isinstance(each.values, Without)]
+_INSIDE: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.inside.items()}
+_MEETS: Mapping[str, Sequence[str]] = {name: others for each in _COLUMNS for name, others in each.meets.items()}
+_FURTHER = frozenset(name for each in _COLUMNS for name in each.further)
+_ASKED = [each for of in DIMENSIONS for each in of.declared if of.name not in ("mode", "context")]
+_SHAPES = ("heads", "head_dim", "dtype", "kv_dtype")
+"""Columns of which a value may need another one: head dims of MLA, blocks of a format."""
+_KINDS = ("heads", "kv_dtype")
+"""Columns of which a value may exclude what another one allows."""
+_PLAIN_ROWS = 16
+_OFF: Mapping[str, Any] = {"sinks": False, "logit_cap": 0.0, "window": -1}
+"""Options that layers have in turn, left off where another value excludes them."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """Columns of a mode and a tier; rows are those that have been made of them."""
+
+    declared: Capabilities
+    mode: ForwardMode
+    tier: str
+
+    @cached_property
+    def columns(self) -> Mapping[str, Sequence[Any]]:
+        """Name of a column -> its values, the simplest first. Of further columns only what is declared by itself."""
+        found = {
+            name: values
+            for each in _COLUMNS
+            for name, values in each.values(self.declared, self.mode, self.tier).items()
+        }
+        if any(not values for values in found.values()):
+            return found
+        base = {name: values[0] for name, values in found.items()}
+        plain = [base, *({**base, name: value} for name in _KINDS for value in found.get(name, [])[1:])]
+        alone = {
+            name: [
+                value
+                for value in values
+                if value == values[0] or any(self._case({**row, name: value}) for row in plain)
+            ]
+            if name in _FURTHER
+            else values
+            for name, values in found.items()
+        }
+        return {name: values for name, values in alone.items() if len(values) > 1 or name not in _FURTHER}
+
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing that is declared can be tried."""
+        return any(not values for values in self.columns.values())
+
+    @cached_property
+    def unpaired(self) -> frozenset[tuple[int, int]]:
+        """Columns whose values need not meet, by their numbers: an instance has several values of one of them."""
+        return frozenset(
+            (at, later)
+            for (at, one), (later, other) in combinations(enumerate(self.columns), 2)
+            if (one in _INSIDE or other in _INSIDE)
+            and other not in (*_INSIDE.get(one, ()), *_MEETS.get(one, ()))
+            and one not in (*_INSIDE.get(other, ()), *_MEETS.get(other, ()))
+        )
+
+    @cached_property
+    def excluded(self) -> frozenset[tuple[Value, Value]]:
+        """Pairs of values that no row has together, by the numbers of their columns and their own."""
+        base = {name: values[0] for name, values in self.columns.items()}
+        singles = {
+            (name, number): self._single(base, name, value)
+            for name, values in self.columns.items()
+            for number, value in enumerate(values)
+        }
+        answers: dict[object, bool] = {}
+        names, found = list(self.columns), list[tuple[Value, Value]]()
+        for (at, one), (later, other) in combinations(enumerate(names), 2):
+            for i, j in product(range(len(self.columns[one])), range(len(self.columns[other]))):
+                (row, kind), (second, its) = singles[one, i], singles[other, j]
+                if not kind or not its:
+                    continue
+                key = one, kind, other, its
+                if key not in answers:
+                    wanted = {one: self.columns[one][i], other: self.columns[other][j]}
+                    rows = (row, second) if {**row, **wanted} != {**second, **wanted} else (row,)
+                    answers[key] = any(self._has({**each, **wanted}, wanted) for each in rows)
+                if not answers[key]:
+                    found.append(((at, i), (later, j)))
+        return frozenset(found)
+
+    def _single(self, base: Row, name: str, value: Any) -> tuple[Row, frozenset[Any]]:
+        """A row that has a value and is plain otherwise, and what the value brings: none excludes a value of none."""
+        row = {**base, name: value}
+        case = self._case(row)
+        if case is None and name in _SHAPES:
+            row = next((each for each in self._near(row, name) if self._case(each)), row)
+            case = self._case(row)
+        plain = self._case(base)
+        things = frozenset[Any](each for each, has in THINGS.items() if case and has(case))
+        things -= {each for each, has in THINGS.items() if plain and has(plain)}
+        if name in _KINDS or (name in _SHAPES and self.declared.kv_dtypes & ROW_FORMATS.keys()):
+            return row, things | {(name, value.family if name == "heads" else value)}
+        brings = value != self.columns[name][0] and (things or name in _FURTHER or name == "varied")
+        return row, things | {name} if brings else things
+
+    def _near(self, row: Row, name: str) -> Iterator[Row]:
+        others = [each for each in _SHAPES if each != name and each in self.columns]
+        for count in (1, 2):
+            for some in combinations(others, count):
+                for values in product(*(self.columns[each] for each in some)):
+                    yield {**row, **dict(zip(some, values, strict=True))}
+
+    def _has(self, row: Row, wanted: Row) -> bool:
+        """True if there is a case of the row, and it has the values that are ``wanted``."""
+        case = self._case(row)
+        return case is not None and all(
+            getattr(case, name) == value
+            for name, value in wanted.items()
+            if name in DEFAULTS and name != "rope_dim" and (name not in _INSIDE or (name in _OFF and not varies(row)))
+        )
+
+    def _case(self, row: Row) -> Case | None:
+        """The case of a row if there is one that needs no change; lengths are not asked about."""
+        case = self.build(row)
+        if case is None:
+            return None
+        return case if all(each.declared(self.declared, case) for each in _ASKED) else None
+
+    def build(self, row: Row) -> Case | None:
+        """The nearest declared case of a row; None if there is none."""
+        values: dict[str, Any] = {"rows": minimal_rows(self.mode)}
+        try:
+            for dimension in DIMENSIONS:
+                if not isinstance(dimension.values, Without):
+                    values |= {name: row[name] for name in dimension.fields if name in row}
+                    values |= dimension.values.fields(self.declared, row, values)
+        except ValueError:
+            return None
+        off = [name for name in _OFF if varies(row) and values.get(name, _OFF[name]) != _OFF[name]]
+        for count in range(len(off) + 1):
+            for some in combinations(off, count):
+                try:
+                    case = Case(**values | {name: _OFF[name] for name in some})
+                except ValueError:
+                    continue
+                return nearest_declared(self.declared, case)
+        return None
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Rows of the tier, by the names of the columns."""
+        sizes = tuple(map(len, self.columns.values()))
+        strength = min(TIERS[self.tier], len(sizes))
+        unpaired = self.unpaired if self.tier == "core" else frozenset[tuple[int, int]]()
+        further = frozenset(at for at, name in enumerate(self.columns) if name in _FURTHER)
+        rows = (
+            _covering(sizes, strength, self.mode.value, unpaired, self.excluded, further, _PLAIN_ROWS)
+            if strength > 1
+            else _once(sizes)
+        )
+        return [{name: values[i] for (name, values), i in zip(self.columns.items(), row, strict=True)} for row in rows]
+
+
+@cached(LRUCache(64), condition=threading.Condition())
+def array_of(declared: Capabilities, mode: ForwardMode, tier: str) -> Array:
+    """The array of one mode of a backend with these capabilities."""
+    return Array(declared, mode, tier)
+
+
+def array_cases(declared: Capabilities, mode: ForwardMode, tier: str, seed: int) -> Iterator[Case]:
+    """Cases of the array of a tier, as far as the declared lengths allow them."""
+    array = array_of(declared, mode, tier)
+    for row in array.rows():
+        case = array.build(row)
+        # The seed decides lengths, too: seeded before it is asked whether it fits.
+        if case is not None and within_declared(declared, seeded := nearest_declared(declared, case.with_seed(seed))):
+            yield seeded
+
+
+@cached(LRUCache(256), condition=threading.Condition())
+def _covering(*wanted: Any) -> list[list[int]]:
+    """Many backends differ in nothing that changes the rows."""
+    return covering_array(*wanted)
+
+
+def _once(sizes: Sequence[int]) -> list[list[int]]:
+    """Every value once: as many rows as the longest column has values."""
+    return [[(row + shift) % size for shift, size in enumerate(sizes)] for row in range(max(sizes))]
