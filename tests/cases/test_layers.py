@@ -33,7 +33,6 @@ def test_each_mode_has_layers_of_a_later_rank_with_and_without_each_option(mode:
         lambda case: case.kv_dtype == "fp8_e4m3",
         lambda case: case.bucket > case.bs,
     ]
-    assert all(case.layers.count >= 3 for case in found)
     assert [{bool(has(case)) for case in found} for has in options] == [{False, True}] * len(options)
     assert all(case.layers == Layers() for case in generate(CAPABILITIES, mode, "smoke"))
 

@@ -36,7 +36,7 @@ def test_who_declares_it_in_a_mode_is_tried_there() -> None:
     assert not blocks(CAPABILITIES.with_changes(non_causal={EXTEND}), VERIFY)
     assert max(case.width for case in blocks(CAPABILITIES.with_changes(max_q_rows=3), VERIFY)) == 3
     few = blocks(CAPABILITIES.with_changes(max_extend_tokens=5), EXTEND)
-    assert [case.new for case in few] == [(5, 1, 3, 5)] * 2 + [(5, 1, 5)]
+    assert max(max(case.new) for case in few) == 5
 
 
 @pytest.mark.parametrize("name", [BLOCK, PROMPT])
