@@ -42,7 +42,10 @@ __all__ = [
 GROUP = "attn_testkit.backends"
 """Entry-point group in which a distribution registers short names: ``triton = "pkg.module:Class"``."""
 
-BRIDGES: Mapping[str, str] = {"sglang": "attn_testkit.bridges.sglang", "vllm": "attn_testkit.bridges.vllm"}
+BRIDGES: Mapping[str, str] = {
+    "sglang": "attn_testkit_servers.bridges.sglang",
+    "vllm": "attn_testkit_servers.bridges.vllm",
+}
 """Server -> module whose ``backend_class(name)`` returns that server's own backend: ``sglang:triton``."""
 
 

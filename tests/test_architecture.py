@@ -176,7 +176,7 @@ def test_an_import_to_a_later_package_of_running_is_seen() -> None:
 
 
 def test_an_import_for_types_or_inside_a_function_closes_a_circle(tmp_path: Path) -> None:
-    lower, upper = "attn_testkit.emulation.session", "attn_testkit.emulation.graph"
+    lower, upper = "cuda_on_cpu.session", "cuda_on_cpu.graph"
     (tmp_path / "a.py").write_text(f"from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import {upper}\n")
     (tmp_path / "b.py").write_text("def f():\n    from . import session\n")
     graph = {lower: imported_modules(lower, tmp_path / "a.py"), upper: imported_modules(upper, tmp_path / "b.py")}
@@ -192,8 +192,8 @@ def test_the_rule_sees_both_ways_of_importing() -> None:
 ASKS_FOR_MLA = re.compile(r"""\bis_mla\b|["']mla["']""")
 MAY_ASK = (
     "attn_testkit/backends/",
-    "attn_testkit/bridges/",
-    "attn_testkit/faults/",
+    "packages/servers/attn_testkit_servers/bridges/",
+    "packages/corpus/attn_testkit_corpus/faults/",
     "attn_testkit/contract/head_layout.py",
 )
 

@@ -26,6 +26,7 @@ from attn_testkit.contract import (
     ServerConventions,
     Windows,
 )
+from attn_testkit_servers.fakes.flashinfer import BATCH_DECODE, BATCH_PREFILL
 
 from .branches import forward_number, kernel_requests
 from .flashinfer_buffers import GraphBuffers
@@ -33,7 +34,6 @@ from .flashinfer_draft import plans_of_forwards
 from .flashinfer_kv_splits import MERGE_STATE, by_slots, masked_plan, merged, part_plan
 from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
 from .vendor import provide
-from .vendor.flashinfer_fake import BATCH_DECODE, BATCH_PREFILL
 
 __all__ = ["FlashInferBackend", "LayerKind"]
 

@@ -13,10 +13,10 @@ import torch
 from typing_extensions import override
 
 from attn_testkit.contract import BackendContext, Capabilities, ForwardBatch, ForwardMode, Requires, State, StateLayer
+from attn_testkit_servers.fakes.gdn import DECODE, PREFILL, VERIFY
 
 from .torch_native_state import TorchNativeStateBackend
 from .vendor import provide
-from .vendor.gdn_fake import DECODE, PREFILL, VERIFY
 
 __all__ = ["FlashInferGDNBF16Backend", "FlashInferGDNBackend"]
 

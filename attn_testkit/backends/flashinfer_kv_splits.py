@@ -25,7 +25,7 @@ _MOST_THREADS = 1024
 MERGE_STATE = EntryPoint(
     "flashinfer.cascade:merge_state",
     ((80, 129),),
-    "attn_testkit.backends.vendor.flashinfer_fake:merge_state",
+    "attn_testkit_servers.fakes.flashinfer:merge_state",
     "flashinfer",
 )
 

@@ -21,6 +21,7 @@ from attn_testkit.contract import (
     Requires,
     ServerConventions,
 )
+from attn_testkit_servers.fakes.flashinfer import BATCH_MLA_FA2, BATCH_MLA_FA3
 
 from .branches import forward_number
 from .flashinfer_buffers import GraphBuffers
@@ -28,7 +29,6 @@ from .flashinfer_draft import plans_of_forwards
 from .flashinfer_kv_splits import MERGE_STATE, merged, part_plan
 from .flashinfer_plan import PagePlan, filled_up, workspace
 from .vendor import EntryPoint, provide
-from .vendor.flashinfer_fake import BATCH_MLA_FA2, BATCH_MLA_FA3
 
 __all__ = ["FlashInferMLABackend", "FlashInferMLAFA3Backend", "FlashInferMLAFP8Backend"]
 

@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 
 from attn_testkit.contract import AttentionLayer, Capabilities, Requires
+from attn_testkit_servers.fakes.tokenspeed import DECODE, MULTIPROCESSORS
 
 from .trtllm_mla import TRTLLMMLABackend
 from .vendor import device_is_real
 from .vendor.provider import EntryPoint
-from .vendor.tokenspeed_fake import DECODE, MULTIPROCESSORS
 
 __all__ = ["TokenspeedMLABackend"]
 

@@ -30,10 +30,10 @@ from attn_testkit.contract import (
     VerifyMask,
     Windows,
 )
+from attn_testkit_servers.fakes.trtllm import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
 from .branches import branch_slots, forward_number, kernel_requests
 from .vendor import device_is_real, provide, sm_of
-from .vendor.trtllm_fake import CONTEXT, DECODE_GEN, DECODE_XQA, SEMAPHORE_BYTES
 
 __all__ = ["TRTLLMMHABackend", "XQABackend"]
 

@@ -31,11 +31,11 @@ from attn_testkit.contract import (
     TreeMaskMode,
     VerifyMask,
 )
+from attn_testkit_servers.fakes.trtllm import DECODE_MLA
 
 from .branches import branch_slots, forward_number, kernel_requests
 from .vendor import device_is_real, provide
 from .vendor.provider import EntryPoint
-from .vendor.trtllm_fake import DECODE_MLA
 
 __all__ = ["Metadata", "TRTLLMMLABackend"]
 

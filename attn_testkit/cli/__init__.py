@@ -10,9 +10,11 @@ from collections.abc import Sequence
 
 import click
 
+from attn_testkit_corpus.commands.audit import audit
+from attn_testkit_servers.commands.record import record
+
 from ..registry import UsageError, unknown
 from ..running.processes.judge_process import JudgeError
-from .audit import audit
 from .compare import compare
 from .compile import compile_
 from .demo import demo
@@ -25,7 +27,6 @@ from .list_ import list_
 from .merge import merge
 from .minimize import minimize
 from .new import new
-from .record import record
 from .report import report
 from .repro import repro
 from .run import run

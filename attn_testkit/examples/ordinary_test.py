@@ -15,8 +15,9 @@ import sys
 
 import torch
 
+from cuda_on_cpu import emulated_cuda
+
 from ..contract import AttentionBackend, AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVPool
-from ..emulation import emulated_cuda
 
 __all__ = ["errors", "main"]
 

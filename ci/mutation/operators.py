@@ -1,4 +1,4 @@
-"""What ``attn_testkit/mutants`` has too, by its files: the process that mutates the kit imports nothing of it."""
+"""What ``packages/corpus/attn_testkit_corpus/mutants`` has too, by its files: the process that mutates the kit imports nothing of it."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ __all__ = ["BUGS", "SHIPPED", "Bug", "Comparison", "Count", "Rate", "as_json", "
 
 @dataclass(frozen=True)
 class Bug:
-    """One of ``tests/bridges/sglang_bugs.py``, and where it shows."""
+    """One of ``packages/servers/tests/bridges/sglang_bugs.py``, and where it shows."""
 
     name: str
     thread: str

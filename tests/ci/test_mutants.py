@@ -396,8 +396,9 @@ def test_a_lot_draws_from_every_room_and_another_seed_draws_another(operators):
 
 
 def test_the_kit_itself_has_hundreds_of_mutants_each_with_tests_and_no_stale_entry(operators):
-    import mutants
     from mutation.config import load_config
+
+    import mutants
 
     config = load_config(CI / "mutants.toml")
     found, _ = mutants.choose(mutants.arguments().parse_args([]), config)

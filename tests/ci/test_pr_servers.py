@@ -72,7 +72,7 @@ def test_the_nightly_runs_the_tests_of_the_bridges_in_the_same_environments() ->
     assert servers_of("nightly.yml") == servers_of("pr.yml")
     steps = yaml.safe_load((FLOWS / "nightly.yml").read_text())["jobs"]["servers"]["steps"]
     commands = [step["run"] for step in steps if "run" in step]
-    assert any("pytest tests/bridges" in command for command in commands)
+    assert any("pytest packages/servers/tests/bridges" in command for command in commands)
     assert any("ci/nightly_servers.sh" in command for command in commands)
 
 

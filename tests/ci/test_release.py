@@ -46,7 +46,11 @@ def test_the_version_names_what_the_emulation_is_held_against() -> None:
     assert found.exit_code == 0
     first, *lines = found.output.splitlines()
     assert first == f"attn-testkit, version {attn_testkit.__version__}"
-    assert len(lines) == len(list((ROOT / "attn_testkit" / "calibrate").glob("verdicts_*.json"))) > 0
+    assert (
+        len(lines)
+        == len(list((ROOT / "packages" / "corpus" / "attn_testkit_corpus" / "calibrate").glob("verdicts_*.json")))
+        > 0
+    )
     assert lines[0].startswith("emulated CUDA is compared with NVIDIA H200, torch 2.11.0+cu130, triton 3.6.0: ")
 
 

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 from transcript import ROOT
 
-from attn_testkit.audit.show import check_pages
 from attn_testkit.checks import CHECKS
 from attn_testkit.cli import main
-from attn_testkit.faults import all_controls, all_faults, all_known_bugs
+from attn_testkit_corpus.audit.show import check_pages
+from attn_testkit_corpus.faults import all_controls, all_faults, all_known_bugs
 
 DOCS = ROOT / "docs"
 

@@ -93,7 +93,7 @@ def test_every_option_that_is_named_exists_somewhere() -> None:
         ("attn-testkit rum --backend x", ["attn-testkit rum: no such command"]),
         ("attn-testkit list | grep --count x", []),
         ("attn-testkit record --to x -- serve --port 1", []),
-        ("python -m attn_testkit.calibrate --measure", []),
+        ("python -m attn_testkit_corpus.calibrate --measure", []),
     ],
 )
 def test_a_wrong_option_is_seen(line: str, wrong: list[str]) -> None:

@@ -175,7 +175,7 @@ class TunesForEveryLength(_Decode):
 
     def run(self, q, kv, plan):
         # Not before there is an emulation: Triton decides at its import how it runs kernels.
-        from attn_testkit.faults.tuned_copy import tuned_copy
+        from attn_testkit_corpus.faults.tuned_copy import tuned_copy
 
         return tuned_copy(super().run(q, kv, plan), self.longest)
 

@@ -23,7 +23,7 @@ from .settings import SETTINGS
 __all__ = ["Accepted", "ProcessState", "accepted", "changes", "restore", "take_state", "unchanged"]
 
 _KIT = "attn_testkit"
-_JUDGED = ("attn_testkit.backends", "attn_testkit.examples", "attn_testkit.faults")
+_JUDGED = ("attn_testkit.backends", "attn_testkit.examples", "attn_testkit_corpus.faults")
 """Packages of the kit that hold backends: their modules may keep state."""
 _TORCH = ("torch", "torch.nn.functional", "torch.cuda", "torch.linalg")
 _CLASSES = (torch.Tensor, torch.cuda.CUDAGraph, torch.cuda.Stream, torch.cuda.Event)

@@ -19,7 +19,7 @@ from .process_state import Accepted, ProcessState, accepted, changes, take_state
 
 __all__ = ["ServerImports"]
 
-_BRIDGES = "attn_testkit.bridges."
+_BRIDGES = "attn_testkit_servers.bridges."
 
 
 class ServerImports(importlib.abc.MetaPathFinder):

@@ -1,0 +1,81 @@
+"""Class H: one key or page of a long row at the edge of a split, which ordinary values do not show."""
+
+from __future__ import annotations
+
+import torch
+from typing_extensions import override
+
+from attn_testkit.contract import ForwardMode
+
+from .b_empty_batches import LEAN
+from .catalogue import fault
+from .parent import Metadata, PlannedBackend
+
+_ALL = tuple(ForwardMode)
+_LONG = 1024
+"""Number of keys above which the bug shows; shorter requests are right."""
+
+
+def _at_edge(backend: PlannedBackend, meta: Metadata) -> torch.Tensor:
+    """[B, C] bool: the first key of the second split, only for long requests."""
+    key = backend.index[: backend.pages * backend.context.page_size]
+    return (key == meta.chunk[:, None]) & (meta.kv_lens[:, None] > _LONG)
+
+
+@fault(
+    slug="first-key-of-a-split-in-none",
+    source="general; splits begin behind their edge",
+    modes=_ALL,
+    checks=("keys-counted-once", "replay-follows-batch"),
+    hint=r"KV token \d+ was left out",
+)
+class FirstKeyOfASplitInNone(PlannedBackend):
+    """The second split of a long request begins one key late, and the first does not have that key either."""
+
+    capabilities = LEAN
+
+    @override
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        return super().in_split(meta) & ~_at_edge(self, meta)[:, None]
+
+
+@fault(
+    slug="first-key-of-a-split-in-two",
+    source="general; splits that end behind their edge",
+    modes=_ALL,
+    checks=("keys-counted-once", "replay-follows-batch"),
+    hint=r"KV token \d+ was counted twice",
+)
+class FirstKeyOfASplitInTwo(PlannedBackend):
+    """The first split of a long request ends one key late, with a key that the second split has as well."""
+
+    capabilities = LEAN
+
+    @override
+    def in_split(self, meta: Metadata) -> torch.Tensor:
+        first = self.index[: self.max_splits, None] == 0
+        return super().in_split(meta) | (_at_edge(self, meta)[:, None] & first)
+
+
+@fault(
+    slug="split-begins-with-a-neighbours-page",
+    source="general; a page looked up one row of the table too far",
+    modes=_ALL,
+    checks=("keys-counted-once", "matches-oracle", "reads-own-kv", "replay-follows-batch"),
+    hint=r"of request \d+ were read instead of",
+)
+class SplitBeginsWithANeighboursPage(PlannedBackend):
+    """The page at the edge of a long request's second split is looked up in the next request's row of the table, if
+    that has whole pages.
+    """
+
+    capabilities = LEAN
+
+    @override
+    def key_slots(self, meta: Metadata) -> torch.Tensor:
+        slots, page = super().key_slots(meta), self.context.page_size
+        key = self.index[: slots.shape[1]]
+        co_resident, lens = slots.roll(-1, 0), meta.kv_lens.roll(-1, 0)
+        instead = (key // page == (meta.chunk // page)[:, None]) & (meta.kv_lens[:, None] > _LONG)
+        instead &= (lens >= page)[:, None]
+        return torch.where(instead, co_resident.gather(1, (key % page).expand_as(slots)), slots)

@@ -1,0 +1,186 @@
+"""Class N: equal bits that are declared: for the same batch twice, and for a request in another batch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from typing_extensions import override
+
+from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, Requires
+
+from .builds import BatchInvariantBackend
+from .catalogue import fault
+from .dense import DenseBackend
+from .parent import Metadata, PlannedBackend
+
+_ALL = tuple(ForwardMode)
+
+
+@fault(
+    slug="split-count-depends-on-batchmates",
+    source="flash-attention #2450; aiter #4378; FlashMLA #212",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("batch-invariant",),
+    hint="depends on the rest of the batch",
+)
+class SplitsDependOnBatchmates(BatchInvariantBackend):
+    """The number of splits comes from the whole batch, so a row's order of summation depends on other rows."""
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return super().plan_splits(lens.amax().expand_as(lens))
+
+
+@fault(
+    slug="fixed-split-dropped-on-swa-path",
+    source="sglang #26412",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("batch-invariant",),
+    hint="layer 0",
+)
+class FixedSplitDroppedForWindows(BatchInvariantBackend):
+    """The deterministic split size is passed on by every path but the windowed one."""
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        if layer.sliding_window_size >= 0:
+            meta = replace(meta, chunk=self.plan_splits(meta.kv_lens.amax().expand_as(meta.kv_lens)))
+        return super().attend(q, layer, meta)
+
+
+@fault(
+    slug="split-size-from-batch-size",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("batch-invariant",),
+    hint="depends on the rest of the batch",
+)
+class SplitsFromBatchSize(BatchInvariantBackend):
+    """Keys are split further if there are few requests, to fill the device."""
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return super().plan_splits(lens) if len(lens) > 1 else lens.clamp(min=1)
+
+
+@fault(
+    slug="another-kernel-above-32-requests",
+    source="pegainfer #623",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("batch-invariant",),
+    hint="depends on the rest of the batch",
+)
+class AnotherKernelAbove32Requests(BatchInvariantBackend):
+    """More than 32 requests get another split than fewer, so their bits differ from those of a small batch."""
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return super().plan_splits(lens) if len(lens) <= 32 else lens.clamp(min=1)
+
+
+@fault(
+    slug="order-of-sums-varies",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("repeatable",),
+    hint="atomics",
+    modelled="every other call adds the splits backwards",
+)
+class OrderOfSumsVaries(PlannedBackend):
+    """Partial sums are added in the order in which they arrive, although determinism is declared."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.calls = 0
+
+    def backwards(self, layer: AttentionLayer) -> bool:
+        """True if this call adds the splits from the last to the first."""
+        return self.calls // len(self.context.layers) % 2 == 0
+
+    @override
+    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+        self.calls += 1
+        top = lse.amax(1, keepdim=True).clamp(min=-1e30)
+        weight = torch.exp(lse - top)
+        order = range(self.max_splits)[::-1] if self.backwards(layer) else range(self.max_splits)
+        total = sum(((acc[:, i] * weight[:, i, ..., None]) for i in order), torch.zeros_like(acc[:, 0]))
+        sink = 0.0 if layer.sinks is None else torch.exp(layer.sinks - top[:, 0])
+        return total / (weight.sum(1) + sink).clamp(min=1e-30)[..., None]
+
+
+@fault(
+    slug="last-layer-sums-in-arrival-order",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("repeatable",),
+    hint="layer 1",
+    modelled="every other call adds the splits backwards",
+)
+class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
+    """Only the last layer, which has another kernel, adds partial sums in the order in which they arrive."""
+
+    # Only float32: rounding to 16 bits hides the order of few splits, on some devices in every case.
+    capabilities = OrderOfSumsVaries.capabilities.with_changes(dtypes={"fp32"})
+
+    @override
+    def backwards(self, layer: AttentionLayer) -> bool:
+        return layer.layer_id == self.context.layers[-1].layer_id and super().backwards(layer)
+
+
+@fault(
+    slug="first-call-tunes",
+    source="general",
+    modes=_ALL,
+    executions=("eager",),
+    checks=("repeatable",),
+    hint="split count",
+)
+class FirstCallTunes(PlannedBackend):
+    """The first call of a shape runs an untuned kernel, and later calls run the one that was found to be fastest."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.tuned = False
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        tuned, self.tuned = self.tuned, True
+        return super().plan_splits(lens) if tuned else lens.clamp(min=1)
+
+
+@fault(
+    slug="rows-in-the-order-of-tickets",
+    source="general (persistent kernels that take work from a counter)",
+    modes=(ForwardMode.DECODE, ForwardMode.EXTEND),
+    executions=("graph",),
+    checks=("replay-follows-batch",),
+    hint="order in which the programs of a launch run",
+    modelled="a copy of the output takes the place of the attention kernel",
+)
+class RowsInTheOrderOfTickets(DenseBackend):
+    """A program takes a place from a counter and stores its own row there, as if programs came in order."""
+
+    capabilities = DenseBackend.capabilities.with_changes(
+        eager={"decode", "extend"}, graph={"decode", "extend"}, requires=Requires(packages=("triton>=3.6",))
+    )
+
+    @override
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: AttentionLayer,
+        batch: ForwardBatch,
+        save_kv_cache: bool = True,
+    ) -> torch.Tensor:
+        from .rows_in_turn import copied_in_turn
+
+        return copied_in_turn(super().forward(q, k, v, layer, batch, save_kv_cache), own=False)
