@@ -26,14 +26,14 @@ from attn_testkit.contract import (
     ServerConventions,
     Windows,
 )
-from attn_testkit_servers.fakes.flashinfer import BATCH_DECODE, BATCH_PREFILL
 
 from .branches import forward_number, kernel_requests
 from .flashinfer_buffers import GraphBuffers
 from .flashinfer_draft import plans_of_forwards
-from .flashinfer_kv_splits import MERGE_STATE, by_slots, masked_plan, merged, part_plan
+from .flashinfer_kv_splits import by_slots, masked_plan, merged, part_plan
 from .flashinfer_plan import PagePlan, bytes_of_partials, workspace
-from .vendor import provide
+from .vendor import provide, why_not_here
+from .vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL, MERGE_STATE
 
 __all__ = ["FlashInferBackend", "LayerKind"]
 
@@ -61,6 +61,7 @@ class LayerKind(NamedTuple):
 class FlashInferBackend(AttentionBackend):
     """MHA, GQA and MQA through ``BatchDecode...`` and ``BatchPrefillWithPagedKVCacheWrapper``."""
 
+    not_here = why_not_here(BATCH_DECODE)
     capabilities = Capabilities(
         eager=_MODES,
         graph=_MODES,

@@ -15,19 +15,11 @@ import torch
 from attn_testkit.contract import BackendContext, ForwardBatch, KVSplit
 
 from .flashinfer_plan import PagePlan, exclusive_sum
-from .vendor.provider import EntryPoint
 
-__all__ = ["MERGE_STATE", "by_slots", "masked_plan", "merged", "part_plan"]
+__all__ = ["by_slots", "masked_plan", "merged", "part_plan"]
 
 _MOST_THREADS = 1024
 """Most threads of a block."""
-
-MERGE_STATE = EntryPoint(
-    "flashinfer.cascade:merge_state",
-    ((80, 129),),
-    "attn_testkit_servers.fakes.flashinfer:merge_state",
-    "flashinfer",
-)
 
 
 def merged(

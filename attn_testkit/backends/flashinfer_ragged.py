@@ -9,11 +9,11 @@ from __future__ import annotations
 import torch
 
 from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, ForwardMode, KVSplit, LogSumExp
-from attn_testkit_servers.fakes.flashinfer import BATCH_RAGGED
 
 from .flashinfer import FlashInferBackend, LayerKind
 from .flashinfer_plan import PagePlan, prefix_plan
 from .vendor import provide
+from .vendor.flashinfer_kernels import BATCH_RAGGED
 
 __all__ = ["FlashInferRaggedBackend"]
 

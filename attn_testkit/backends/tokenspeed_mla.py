@@ -10,11 +10,11 @@ from typing import ClassVar
 import torch
 
 from attn_testkit.contract import AttentionLayer, Capabilities, Requires
-from attn_testkit_servers.fakes.tokenspeed import DECODE, MULTIPROCESSORS
 
 from .trtllm_mla import TRTLLMMLABackend
-from .vendor import device_is_real
+from .vendor import device_is_real, why_not_here
 from .vendor.provider import EntryPoint
+from .vendor.tokenspeed_kernels import DECODE, MULTIPROCESSORS
 
 __all__ = ["TokenspeedMLABackend"]
 
@@ -27,6 +27,7 @@ _ROWS_PER_HEAD = 8
 class TokenspeedMLABackend(TRTLLMMLABackend):
     """Latent attention, absorbed form, 512 + 64, through TokenSpeed's FP8 kernel."""
 
+    not_here = why_not_here(DECODE)
     capabilities: ClassVar[Capabilities] = TRTLLMMLABackend.capabilities.with_changes(
         kv_dtypes=frozenset({"fp8_e4m3"}),
         requires=Requires(

@@ -21,8 +21,6 @@ from ..hygiene.other_sources import OtherSources
 
 __all__ = ["Candidate", "candidate_for", "fingerprint_of", "resolve_candidate"]
 
-_KIT = "attn_testkit."
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -1,9 +1,9 @@
 """Operations that CUDA refuses while a graph is being captured: one row per rule.
 
 `measured` names the evidence of a row: the calibration snippets that show it (stored with device and torch version in
-`packages/corpus/attn_testkit_corpus/calibrate/`), or "read" for rows taken from torch's CUDA sources without a measurement. `syncs` says that
-the host waits for the device, which `torch.cuda.set_sync_debug_mode` reports outside of captures too. `invalidates`
-says that the capture is lost even if the program catches the error.
+`packages/corpus/attn_testkit_corpus/calibrate/`), or "read" for rows taken from torch's CUDA sources without a
+measurement. `syncs` says that the host waits for the device, which `torch.cuda.set_sync_debug_mode` reports outside of
+captures too. `invalidates` says that the capture is lost even if the program catches the error.
 """
 
 from __future__ import annotations

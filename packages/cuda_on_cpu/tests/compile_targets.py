@@ -12,11 +12,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
+from target_programs import LAUNCHES, Launch
 
 from cuda_on_cpu import emulated_cuda
 from cuda_on_cpu.compile_for import Compiled, compile_for
 from cuda_on_cpu.launch_log import note_launches, read_notes
-from target_programs import LAUNCHES, Launch
 
 
 def compiled(targets: str, names: Sequence[str]) -> Iterator[tuple[Launch, Compiled]]:

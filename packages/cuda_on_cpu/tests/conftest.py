@@ -6,12 +6,23 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 
 from cuda_on_cpu import emulated_cuda
 
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# A busy machine is slow, and slow is not wrong. What is found does not depend on luck.
+hypothesis.settings.register_profile("alone", deadline=None, derandomize=True, database=None)
+hypothesis.settings.load_profile("alone")
+
+
+@pytest.hookimpl(tryfirst=True)  # before fixtures draw
+def pytest_runtest_setup() -> None:
+    """A test draws the same numbers whatever its process has run before."""
+    torch.default_generator.manual_seed(0)
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-
 from order_programs import UNORDERED, N, Program, busy, filled, forked, here, rows, show
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-
 from order_programs import Program, busy, filled, forked, here, rows, show
 
 MANY = 1 << 17

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import emulation_programs as programs
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import emulation_programs as programs
 from cuda_on_cpu import Policy, emulated_cuda
 
 PROGRAMS, CHUNKS, REPLAYS = 600, 10, 2

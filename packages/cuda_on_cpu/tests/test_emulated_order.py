@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 import index_programs
 import order_programs
+import pytest
+
 from cuda_on_cpu import EmulationError
 
 pytestmark = pytest.mark.usefixtures("cuda")

@@ -120,7 +120,9 @@ _ENDING = 110
 
 def _template(name: str, *, autoescape: bool) -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attn_testkit.reports", "."),
+        loader=jinja2.ChoiceLoader(
+            [jinja2.PackageLoader("attn_testkit_corpus.audit", "."), jinja2.PackageLoader("attn_testkit.reports", ".")]
+        ),
         autoescape=autoescape,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -1,7 +1,8 @@
 """The smallest error that the kit finds in one key, one row, one head, compared with a fixed tolerance.
 
-``python -m attn_testkit_corpus.faults.sensitivity docs/explanation`` writes ``sensitivity.md`` and ``sensitivity.svg`` there.
-The checked output is the oracle's own with the error, rounded to the dtype, so the result does not depend on a kernel.
+``python -m attn_testkit_corpus.faults.sensitivity docs/explanation`` writes ``sensitivity.md`` and ``sensitivity.svg``
+there. The checked output is the oracle's own with the error, rounded to the dtype, so the result does not depend on a
+kernel.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ def _lengths(kind: str) -> tuple[int, ...]:
 
 def _template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
-        loader=jinja2.PackageLoader("attn_testkit.reports", "."),
+        loader=jinja2.PackageLoader("attn_testkit_corpus.faults", "."),
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -10,17 +10,7 @@ from typing import Any
 
 import torch
 
-from attn_testkit.backends.vendor.provider import EntryPoint
-
-__all__ = ["DECODE", "PREFILL", "VERIFY"]
-
-_SM = ((90, 90), (100, 103), (120, 121))
-_HERE = "attn_testkit_servers.fakes.gdn"
-DECODE = EntryPoint("flashinfer.gdn_decode:gated_delta_rule_decode_pretranspose", _SM, f"{_HERE}:decode", "flashinfer")
-VERIFY = EntryPoint("flashinfer.gdn_decode:gated_delta_rule_mtp", _SM, f"{_HERE}:verify", "flashinfer")
-PREFILL = EntryPoint(
-    "flashinfer.gdn_prefill:chunk_gated_delta_rule", _SM, f"{_HERE}:prefill", "flashinfer", from_source=True
-)
+__all__ = ["decode", "prefill", "verify"]
 
 
 def _token(

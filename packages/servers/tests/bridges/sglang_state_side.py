@@ -1,6 +1,7 @@
 """The bugs of ``families.md`` I.11 put into SGLang's GDN and Mamba2 classes, by the same lines for both kits.
 
-    PYTHONPATH=packages/servers/tests/bridges attn-testkit run --backend sglang_state_side:NothingCommitted --mode target-verify
+    export PYTHONPATH=packages/servers/tests/bridges
+    attn-testkit run --backend sglang_state_side:NothingCommitted --mode target-verify
 
 Each replaces a method of SGLang's classes and hands on to it. Bugs 7 to 9 need snapshots and 17 slots that lie apart:
 neither kit runs these classes with them, so they are left out. Importing this imports SGLang.

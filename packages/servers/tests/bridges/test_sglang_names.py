@@ -16,7 +16,7 @@ from attn_testkit.cases.case import parse_case
 from attn_testkit.cases.declared import not_declared
 from attn_testkit.catalogue.tiers import generate
 from attn_testkit.contract import SGLANG, Capabilities, ForwardMode
-from attn_testkit.registry import BRIDGES, BackendNotFound, load_backend
+from attn_testkit.registry import BackendNotFound, bridges, load_backend
 from attn_testkit.running.planning.known_failures import load_known
 from attn_testkit_servers.bridges.capabilities import Line
 from attn_testkit_servers.bridges.sglang import NAMES
@@ -174,9 +174,9 @@ def test_no_name_is_both_driven_and_left_out() -> None:
     assert not set(OF_SGLANG) & {declared.registered for declared in CAPABILITIES.values()}
 
 
-@pytest.mark.parametrize("bridge", BRIDGES.values())
+@pytest.mark.parametrize("bridge", bridges().values())
 def test_importing_a_bridge_imports_no_server(bridge: str) -> None:
-    code = f"import sys, {bridge}; print([name for name in {list(BRIDGES)!r} if name in sys.modules])"
+    code = f"import sys, {bridge}; print([name for name in {list(bridges())!r} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout.strip() == "[]"
 

@@ -1,6 +1,7 @@
 """What vLLM says of its backends, and the bridge does not declare: it is not kept in 0.33.0, or not by everybody.
 
-PYTHONPATH=packages/servers/tests/bridges attn-testkit run --backend vllm_wider:LseInFloat32 --tier core --case '*lsewhole*'
+    export PYTHONPATH=packages/servers/tests/bridges
+    attn-testkit run --backend vllm_wider:LseInFloat32 --tier core --case '*lsewhole*'
 
 Importing this imports vLLM.
 """

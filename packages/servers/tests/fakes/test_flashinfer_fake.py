@@ -13,7 +13,7 @@ pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed"
 from flashinfer.mla import MLAPlanMetadata
 
 from attn_testkit.backends.vendor import fake_of
-from attn_testkit_servers.fakes.flashinfer import (
+from attn_testkit.backends.vendor.flashinfer_kernels import (
     BATCH_DECODE,
     BATCH_MLA_FA2,
     BATCH_MLA_FA3,

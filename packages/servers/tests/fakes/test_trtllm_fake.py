@@ -12,7 +12,7 @@ pytest.importorskip("flashinfer", reason="the flashinfer extra is not installed"
 
 from attn_testkit.backends.trtllm_mha import _packed_causal_mask
 from attn_testkit.backends.vendor import fake_of
-from attn_testkit_servers.fakes.trtllm import CONTEXT, DECODE_GEN, DECODE_MLA, DECODE_XQA, SEMAPHORE_BYTES
+from attn_testkit.backends.vendor.trtllm_kernels import CONTEXT, DECODE_GEN, DECODE_MLA, DECODE_XQA, SEMAPHORE_BYTES
 from cuda_on_cpu import emulated_cuda
 
 PAGE, HEADS, KV_HEADS, DIM = 16, 4, 2, 64

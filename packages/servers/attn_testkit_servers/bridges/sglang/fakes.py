@@ -14,11 +14,16 @@ from types import MappingProxyType
 
 import torch
 
-from attn_testkit.backends.flashinfer_kv_splits import MERGE_STATE
+from attn_testkit.backends.vendor.flashinfer_kernels import (
+    BATCH_DECODE,
+    BATCH_MLA_FA2,
+    BATCH_PREFILL,
+    BATCH_RAGGED,
+    MERGE_STATE,
+)
+from attn_testkit.backends.vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 from attn_testkit.backends.vendor.provider import EntryPoint, device_is_real, fake_of, swapped
-from attn_testkit_servers.fakes.flashinfer import BATCH_DECODE, BATCH_MLA_FA2, BATCH_PREFILL, BATCH_RAGGED
-from attn_testkit_servers.fakes.gdn import DECODE, PREFILL, VERIFY
-from attn_testkit_servers.fakes.trtllm import DECODE_XQA
+from attn_testkit.backends.vendor.trtllm_kernels import DECODE_XQA
 
 __all__ = ["SETS", "FakeSet", "is_needed", "put_in_place"]
 

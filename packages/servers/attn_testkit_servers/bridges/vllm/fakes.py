@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from attn_testkit.backends.vendor.flashinfer_kernels import BATCH_DECODE, BATCH_PREFILL
 from attn_testkit.backends.vendor.provider import fake_of, swapped
 from attn_testkit_servers.fakes import paged_attention as paged
-from attn_testkit_servers.fakes.flashinfer import BATCH_DECODE, BATCH_PREFILL
 
 from . import flash_attn_fake
 from .flash_attn_fake import Functions
