@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from cuda_on_cpu import emulated_cuda
+
+# The kernel is one of the tests.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "packages" / "cuda_on_cpu" / "tests"))
 
 _BATCH, _GROUPS, _WIDTH, _PAGE, _PAGES = 4, 4, 16, 16, 4
 _HIDDEN = _GROUPS * _WIDTH

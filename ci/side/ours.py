@@ -20,7 +20,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 sys.path[:0] = [
     str(HERE.parents[1]),
-    str(HERE.parents[2] / "packages" / "servers" / "packages" / "servers" / "tests" / "bridges"),
+    str(HERE.parents[2] / "packages" / "servers" / "tests" / "bridges"),
 ]
 
 from attn_testkit.cases.case import parse_case  # noqa: E402

@@ -25,7 +25,7 @@ from typing import Any
 HERE = Path(__file__).resolve()
 sys.path[:0] = [
     str(HERE.parents[1]),
-    str(HERE.parents[2] / "packages" / "servers" / "packages" / "servers" / "tests" / "bridges"),
+    str(HERE.parents[2] / "packages" / "servers" / "tests" / "bridges"),
 ]
 
 from side.shapes import CHECKED, OWN_LISTS, Shape, shapes_of  # noqa: E402
