@@ -14,11 +14,11 @@ from in_process import check_backend
 
 from attn_testkit.backends.flashinfer_gdn import FlashInferGDNBackend
 from attn_testkit.backends.vendor import VendorMismatch, VendorMissing, fake_of, real
+from attn_testkit.backends.vendor.gdn_kernels import DECODE, PREFILL, VERIFY
 from attn_testkit.backends.vendor.source_signature import stub_of
 from attn_testkit.contract import Requires
 from attn_testkit.environment import Environment, missing_here
 from attn_testkit.results.case_result import CaseResult, Status
-from attn_testkit_servers.fakes.gdn import DECODE, PREFILL, VERIFY
 
 MODULE = "attn_testkit.backends.flashinfer_gdn"
 IN_DECODE = "decode-gdn2x2-d128-bf16-p16-k3.9-shuffled-mild_decay-k128w4s32.zeroed-layers1from0-b3prod"

@@ -165,7 +165,7 @@ sys.modules["flashinfer"] = None
 from attn_testkit.backends.flashinfer import FlashInferBackend
 from attn_testkit.backends.flashinfer_mla import FlashInferMLABackend
 from attn_testkit.backends.vendor import VendorMissing, provide
-from attn_testkit_servers.fakes.flashinfer import BATCH_DECODE
+from attn_testkit.backends.vendor.flashinfer_kernels import BATCH_DECODE
 from cuda_on_cpu import emulated_cuda
 import torch
 assert FlashInferBackend.capabilities.requires.packages and FlashInferMLABackend.capabilities.graph

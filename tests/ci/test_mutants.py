@@ -396,9 +396,8 @@ def test_a_lot_draws_from_every_room_and_another_seed_draws_another(operators):
 
 
 def test_the_kit_itself_has_hundreds_of_mutants_each_with_tests_and_no_stale_entry(operators):
-    from mutation.config import load_config
-
     import mutants
+    from mutation.config import load_config
 
     config = load_config(CI / "mutants.toml")
     found, _ = mutants.choose(mutants.arguments().parse_args([]), config)

@@ -84,7 +84,8 @@ def test_the_cached_environment_is_keyed_by_all_that_it_is_made_from() -> None:
         "ci/constraints.txt",
         "ci/vendor.txt",
         "ci/servers/{0}.txt",
-        "pyproject.toml",
+        "'pyproject.toml'",
+        "packages/*/pyproject.toml",
         "python-version",
     ):
         assert part in cache["with"]["key"], part

@@ -5,11 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import click
 import pytest
 from transcript import ROOT, fences
 
-from attn_testkit.cli import commands
+from attn_testkit.cli import all_commands
 from attn_testkit.plugin import options as plugin_options
 
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -35,10 +34,6 @@ def options_of() -> dict[str, set[str]]:
         name: everywhere | {word for param in command.params for word in (*param.opts, *param.secondary_opts)}
         for name, command in all_commands().items()
     }
-
-
-def all_commands() -> dict[str, click.Command]:
-    return dict(commands.commands)
 
 
 def of_pytest() -> set[str]:

@@ -37,7 +37,7 @@ def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(server_imports, "BRIDGES", {"pretend_server": "attn_testkit_servers.bridges.pretend"})
+    monkeypatch.setattr(server_imports, "bridges", lambda: {"pretend_server": "attn_testkit_servers.bridges.pretend"})
     torch.backends.cuda.enable_cudnn_sdp(True)
     before = take_state()
     yield
