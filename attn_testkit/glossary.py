@@ -1,18 +1,17 @@
-"""The glossary: one entry per word of ids, texts and tables, and the page that is written from the entries.
+"""The glossary: one entry per word of ids, texts and tables.
 
 This module imports neither torch nor the rest of the kit: the command line prints entries before either is loaded.
 """
 
 from __future__ import annotations
 
-import posixpath
 import re
 import tomllib
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib.resources import files
 
-__all__ = ["Entry", "all_entries", "entry_of", "page"]
+__all__ = ["Entry", "all_entries", "entry_of"]
 
 _NUMBERS = re.compile(r"\d+(?:[.x]\d+)*")
 """A number, or a list of them as case ids write it: ``0.15x2.32`` is one."""
@@ -74,25 +73,3 @@ def _by_key() -> tuple[dict[str, Entry], dict[str, Entry]]:
             if other is not entry:
                 raise ValueError(f"glossary.toml has {key!r} twice, as {other.word!r} and as {entry.word!r}; keep one")
     return exact, with_numbers
-
-
-def page() -> str:
-    """The text of ``docs/reference/glossary.md``."""
-    lines = [
-        "# Glossary",
-        "",
-        "The words of case ids, failures and tables, and their meaning. `attn-testkit explain WORD` prints an entry,",
-        "and `attn-testkit explain --list` all words. Numbers in words are examples.",
-    ]
-    title = ""
-    for entry in all_entries():
-        if entry.group != title:
-            title = entry.group
-            lines += ["", f"## {title}", "", "| word | also | meaning |", "|---|---|---|"]
-        also = ", ".join(entry.also)
-        lines.append(f"| [{entry.word}]({posixpath.relpath(entry.page, 'reference')}) | {also} | {entry.text} |")
-    return "\n".join(lines) + "\n"
-
-
-if __name__ == "__main__":
-    print(page(), end="")

@@ -324,8 +324,8 @@ class Model:
         return trace
 
     def _masked(self, index: int, out: torch.Tensor) -> torch.Tensor:
-        """The output of a cross-attention layer, times 0 in rows of requests without an encoder, as mllama has it
-        (``full_text_row_masked_out_mask``): any finite number is right there, and NaN is not.
+        """The output of a cross-attention layer, multiplied by 0 for requests without encoder input, as in mllama
+        (``full_text_row_masked_out_mask``). So these rows may hold any finite value, but not NaN.
         """
         if self.has_encoder is None or not self.layers[index].is_cross_attention:
             return out

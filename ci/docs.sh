@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the documentation as a site into site/; any warning of mkdocs fails, a broken link among them. Needs neither torch
-# nor the kit: what it needs is the `docs` extra of pyproject.toml, in an environment of its own under build/.
-# Further arguments go to `mkdocs build`. To read while writing: build/docs/bin/mkdocs serve
-#
-#   PYTHON=python3.12     the interpreter that the environment is made with
-set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
-python="${PYTHON:-python3}"
+# Builds the documentation as a site into site/; any warning of mkdocs fails, a broken link among them. ci/reference.py, which
+# needs the kit, writes the pages that come from the code into build/pages. mkdocs has an environment of its own, build/docs,
+# with the `docs` extra of pyproject.toml. Further arguments go to `mkdocs build`. To read while writing: build/docs/bin/mkdocs serve
+export ATTN_SETUP="${ATTN_SETUP:-run}"
+# shellcheck source=ci/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+cd "$root"
+"$python" ci/reference.py build/pages
 
 wanted="$("$python" --version) $(cat ci/constraints.txt pyproject.toml | sha256sum)"
 if [[ ! -f build/docs/ready || "$(cat build/docs/ready)" != "$wanted" ]]; then

@@ -1,8 +1,8 @@
-"""Hooks of mkdocs: a nav with globs, links that leave ``docs``, pictures and failure texts in the colors of the page.
+"""Hooks of mkdocs: generated pages, a nav with globs, links that leave ``docs``, pictures, and colors of failure texts.
 
-The pages are read in three places: on the site, in the repository, and by the tests. They are written for the second,
-so a link to a file outside ``docs`` is relative there; here it becomes one to the repository's address. A page that
-would fetch anything from another host, other than by a click, fails the build.
+Pages in build/pages, which ``ci/reference.py`` writes, are read as if they were in ``docs``. A link to a file outside
+``docs`` is relative in the repository; here it becomes one to the repository's address. A page that would fetch
+anything from another host, other than by a click, fails the build.
 """
 
 from __future__ import annotations
@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+GENERATED = ROOT / "build" / "pages"
 SOURCE = "https://github.com/attn-testkit/attn-testkit/blob/main/"
 _LINK = re.compile(r"(\]\()([^)\s#]+)(#[^)\s]*)?(\))")
 _FETCHED = re.compile(
@@ -49,11 +52,23 @@ def _expanded(entries: list[Any]) -> list[Any]:
 def _pages(entry: Any, first: Any) -> list[Any]:
     if not isinstance(entry, str) or "*" not in entry:
         return [entry]
-    docs = ROOT / "docs"
-    index = (docs / first).read_text() if isinstance(first, str) else " "
-    found = [page.relative_to(docs).as_posix() for page in docs.glob(entry)]
+    index = _source(first).read_text() if isinstance(first, str) else " "
+    found = [page.relative_to(folder).as_posix() for folder in (DOCS, GENERATED) for page in folder.glob(entry)]
     folder = posixpath.dirname(first if isinstance(first, str) else entry)
     return sorted(found, key=lambda page: (index.find(f"({posixpath.relpath(page, folder)})") % len(index), page))
+
+
+def _source(name: str) -> Path:
+    """The file of a page, written by hand or generated."""
+    return DOCS / name if (DOCS / name).exists() else GENERATED / name
+
+
+def on_files(files: Any, config: Any) -> Any:
+    """Add the generated pages and pictures."""
+    for path in sorted(GENERATED.rglob("*")):
+        if path.is_file():
+            files.append(File.generated(config, path.relative_to(GENERATED).as_posix(), abs_src_path=str(path)))
+    return files
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -73,8 +88,8 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def on_pre_page(page: Any, **_: Any) -> Any:
-    """Give each page the address where its source is edited."""
-    if page.is_homepage:
+    """Give each page that is written by hand the address where it is edited."""
+    if page.is_homepage or page.file.generated_by:
         return page
     page.edit_url = f"{SOURCE.replace('/blob/', '/edit/')}docs/{page.file.src_uri}"
     return page
@@ -101,8 +116,8 @@ _LONG_NAME = re.compile(r"(?<=<code>)[a-z0-9_]{24,}(?=</code>)")
 
 def on_page_content(html: str, page: Any, **_: Any) -> str:
     """Put pictures of rows into the page, where the page's colors apply, and name the lines of failure texts."""
-    folder = ROOT / "docs" / posixpath.dirname(page.file.src_uri)
-    html = _PICTURE.sub(lambda match: (folder / (match[1] or "") / match[2]).read_text(), html)
+    folder = posixpath.dirname(page.file.src_uri)
+    html = _PICTURE.sub(lambda match: _source(posixpath.join(folder, match[1] or "", match[2])).read_text(), html)
     html = _LONG_NAME.sub(lambda match: match[0].replace("_", "_<wbr>"), html)
     wrapped = 1
     while wrapped:

@@ -3,8 +3,7 @@
     python ci/draw_texts.py --seed 1             # thirty of each
     python ci/draw_texts.py --seed 1 --count 5
 
-The same seed draws the same texts as long as the texts stay the same. What is read, and what was found with which seed,
-is on docs/evidence/first-hour.md.
+The same seed draws the same texts as long as the texts stay the same.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parents[1]
-_GENERATED = ("glossary.md", "known-bugs.md")
 _HINTS = (
     "attn_testkit/diagnosis",
     "attn_testkit/checks",
@@ -33,8 +31,6 @@ _LEAST_WORDS = 5
 def sentences() -> Iterator[tuple[str, str]]:
     """Sentences of the pages: prose and items of lists, no tables, headings or code."""
     for page in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
-        if page.name in _GENERATED:
-            continue
         text = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text("utf-8"))
         for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[*-]|\d+\.) )", text):
             if not re.match(r"\s*(#|\||!\[|<|---)", paragraph):

@@ -1,7 +1,7 @@
-"""Writes the pages of the reference that come from the code: python ci/reference.py
+"""Writes the pages that come from the code: python ci/reference.py FOLDER
 
-Each page is made of docstrings, of click's parameters, of pytest's options or of the schema of results files.
-``tests/docs/test_reference.py`` compares the pages with what this program would write.
+Each page is made of docstrings, of click's parameters, of pytest's options, of the schema of results files, of the
+glossary, or of the texts of checks. No page is committed: ``ci/docs.sh`` makes them for the site, in build/pages.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from __future__ import annotations
 import ast
 import inspect
 import json
+import posixpath
 import re
+import sys
 import textwrap
 from pathlib import Path
 from typing import Any
 
 import click
+from check_pages import check_pages
 from reference_pictures import PICTURES, picture
 from reference_text import (
     attribute_sections,
@@ -28,8 +31,12 @@ from reference_text import (
 )
 
 import attn_testkit
+from attn_testkit.cases.fields import EXCLUSIVE
+from attn_testkit.cases.server_variants import SERVER_VARIANTS
+from attn_testkit.cases.server_variants.variant import ServerVariant
 from attn_testkit.cli import all_commands, commands
 from attn_testkit.contract import (
+    ROW_FORMATS,
     SGLANG,
     VLLM,
     AttentionBackend,
@@ -48,17 +55,26 @@ from attn_testkit.contract import (
     LogSumExp,
     Requires,
     ServerConventions,
+    Snapshot,
     Spans,
     Sparse,
+    State,
+    StateBackend,
+    StateContext,
+    StateInput,
+    StateLayer,
+    StatePool,
     Windows,
+    index_scales,
 )
 from attn_testkit.contract.batch import DraftExtendInput, TreeMaskMode, VerifyInput, VerifyMask
 from attn_testkit.contract.draft_decode import DraftDecodeInput
 from attn_testkit.contract.layer import HeadShape
 from attn_testkit.contract.merging import KVSplit
 from attn_testkit.contract.modes import ForwardMode
+from attn_testkit.contract.row_format import Plane
 from attn_testkit.contract.server_conventions import Dialect
-from attn_testkit.glossary import entry_of
+from attn_testkit.glossary import all_entries, entry_of
 from attn_testkit.plugin import options as plugin_options
 from attn_testkit.plugin.reporting import properties
 from attn_testkit.results.case_result import CaseResult, Status
@@ -66,14 +82,12 @@ from attn_testkit.results.finding import Finding
 from attn_testkit.results.run_header import RunHeader
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ROOT / "docs"
 HOME = "reference"
 SYMBOLS = "[T, bs, N, S, K, Hq, Hk, D](glossary.md#symbols) are the symbols of all shapes."
 
 
 def _page(title: str, *lines: str) -> str:
-    note = "<!-- Written by `python ci/reference.py`; a test compares. -->"
-    return "\n".join([f"# {title}", "", note, "", *lines]).rstrip() + "\n"
+    return "\n".join([f"# {title}", "", *lines]).rstrip() + "\n"
 
 
 def pages() -> dict[str, str]:
@@ -85,12 +99,31 @@ def pages() -> dict[str, str]:
         "forward-batch.md": forward_batch(),
         "hooks.md": hooks(),
         "context.md": context(),
+        "states.md": states(),
+        "exclusions.md": exclusions(),
         "python-api.md": python_api(),
         "pytest.md": pytest_options(),
         "results-json.md": results_json(),
+        "glossary.md": glossary(),
         **{f"rows-{each.mode}.svg": picture(each) for each in PICTURES},
     }
-    return {f"{HOME}/{name}": text for name, text in every.items()}
+    return {**{f"{HOME}/{name}": text for name, text in every.items()}, **check_pages()}
+
+
+def glossary() -> str:
+    """Every word of ids, texts and tables with its meaning, by group."""
+    lines = [
+        "The words of case ids, failures and tables, and their meaning. `attn-testkit explain WORD` prints an entry,",
+        "and `attn-testkit explain --list` all words. Numbers in words are examples.",
+    ]
+    title = ""
+    for entry in all_entries():
+        if entry.group != title:
+            title = entry.group
+            lines += ["", f"## {title}", "", "| word | also | meaning |", "|---|---|---|"]
+        also = ", ".join(entry.also)
+        lines.append(f"| [{entry.word}]({posixpath.relpath(entry.page, HOME)}) | {also} | {entry.text} |")
+    return _page("Glossary", *lines)
 
 
 def command_line() -> str:
@@ -311,14 +344,123 @@ def context() -> str:
     ]
     for cls in (BackendContext, AttentionLayer, HeadShape, KVGroup, KVSplit, Dialect):
         lines += [f"## `{cls.__name__}`", "", markdown(_doc(cls)), "", *attribute_table(cls)]
-        members = [(name, text) for name, _, text in methods(cls) if text]
-        if members:
-            lines += ["| method or property | meaning |", "|---|---|"]
-            lines += [f"| `{name}` | {_cell(text)} |" for name, text in members]
-            lines.append("")
+        lines += _member_table(cls)
     lines += ["## `KVPool`", "", markdown(_doc(KVPool)), "", *method_sections(KVPool, skip=("pieces",))]
     lines += ["", "## `IndexPool`", "", markdown(_doc(IndexPool)), "", *method_sections(IndexPool)]
+    lines += ["", *function_section("index_scales", index_scales), *_row_formats()]
     return _page("BackendContext, layers, KV pool", *lines)
+
+
+def _member_table(cls: type[Any], skip: tuple[str, ...] = ()) -> list[str]:
+    """Methods and properties of a class that have a text."""
+    members = [(name, text) for name, _, text in methods(cls) if text and name not in skip]
+    rows = [f"| `{name}` | {_cell(text)} |" for name, text in members]
+    return ["| method or property | meaning |", "|---|---|", *rows, ""] if members else []
+
+
+def _row_formats() -> list[str]:
+    """A table of the formats of rows that hold scales."""
+    lines = [
+        "## Formats with scales",
+        "",
+        "Rows of a KV pool whose format is one of these hold numbers and scales. "
+        "[Use a KV pool with scales](../how-to/kv-formats.md) shows how to read and write them.",
+        "",
+        "| `kv_dtypes` | planes of a row | scales lie | scale of the layer | rows of | model's dtype |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, each in ROW_FORMATS.items():
+        planes = ", ".join(_plane(plane) for plane in each.planes)
+        own = any(plane.is_scales for plane in each.planes)
+        place = ("in memory of their own" if each.apart else "in the row") if own else "in the layer"
+        kind = "MLA" if each.latent else "K and V"
+        dtypes = ", ".join(sorted(each.dtypes))
+        lines.append(f"| `{name}` | {planes} | {place} | {each.layer_scale} | {kind} | {dtypes} |")
+    return [*lines, ""]
+
+
+def _plane(plane: Plane) -> str:
+    tile = {0: " per row", 1: ""}.get(plane.tile, f" per {plane.tile} numbers")
+    return f"{plane.name} {str(plane.dtype).removeprefix('torch.')}{tile}"
+
+
+def states() -> str:
+    """The interface of layers that keep a recurrent state, and the memory of states."""
+    lines = [
+        "A layer such as GDN, KDA, Mamba2 or Lightning keeps one recurrent state per request. Subclass `StateBackend`, "
+        "declare `Capabilities(state=State(...))`, and update the states in `forward`. "
+        "[Linear attention](../tutorials/linear-attention.md) is a tutorial with decode and a chunked prefill, and "
+        "[how-to](../how-to/recurrent-states.md) describes drafts, prefix caches and hybrid models.",
+        "",
+        SYMBOLS,
+        "",
+        "| what you need | where it is |",
+        "|---|---|",
+        "| the memory of states | `self.context.state.pool`: `temporal(layer_id)`, `conv(layer_id)`, "
+        "`scratch(layer_id)` |",
+        "| the slot of each request | `batch.state.indices` |",
+        "| the rows of each request in a prompt | `batch.extend_seq_lens` on the device, `batch.extend_seq_lens_cpu` "
+        "on the host |",
+        "| whether a request continues a state | `batch.state.has_initial_state` |",
+        "| sizes and parameters of a layer | the `StateLayer` that `forward` is given |",
+        "",
+        "## `StateBackend`",
+        "",
+        markdown(_doc(StateBackend)),
+        "",
+        *method_sections(StateBackend),
+        "## `StateLayer`",
+        "",
+        markdown(_doc(StateLayer)),
+        "",
+        *attribute_table(StateLayer),
+        *_member_table(StateLayer, skip=("to",)),
+        "## `StateInput`",
+        "",
+        markdown(_doc(StateInput)),
+        "",
+        *attribute_table(StateInput),
+        "## `StateContext`",
+        "",
+        markdown(_doc(StateContext)),
+        "",
+        *attribute_table(StateContext),
+        "## `StatePool`",
+        "",
+        markdown(_doc(StatePool)),
+        "",
+        *_only(StatePool, ("conv", "temporal", "scratch")),
+        "## `Snapshot`",
+        "",
+        markdown(_doc(Snapshot)),
+        "",
+        *attribute_table(Snapshot),
+        *_record(State, []),
+    ]
+    return _page("States", *lines)
+
+
+def exclusions() -> str:
+    """Features that no case combines, each pair with its reason."""
+    pairs = [
+        *EXCLUSIVE,
+        *((f"`{name}`", other, why) for name, each in SERVER_VARIANTS.items() for other, why in _excluded(each)),
+    ]
+    lines = [
+        "No case combines two features of one row, and a case id that does is refused with the reason. Names in code "
+        "are [words of case ids](case-ids.md).",
+        "",
+        "| feature | excludes | reason |",
+        "|---|---|---|",
+        *(f"| {one} | {other} | {_cell(why)} |" for one, other, why in pairs),
+        "",
+    ]
+    return _page("What excludes what", *lines)
+
+
+def _excluded(variant: ServerVariant) -> list[tuple[str, str]]:
+    """Server variants, in code, and other features that a variant excludes, with the reasons."""
+    return [(f"`{name}`" if name in SERVER_VARIANTS else name, why) for name, why in variant.excludes.items()]
 
 
 def python_api() -> str:
@@ -487,4 +629,4 @@ def _schema_type(part: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    write(pages(), DOCS)
+    write(pages(), Path(sys.argv[1]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
+import shutil
 import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -201,9 +202,11 @@ def function_section(name: str, function: Callable[..., Any], level: int = 2) ->
     return [f"{'#' * level} `{name}`", "", "```python", call, "```", "", markdown(inspect.getdoc(function) or ""), ""]
 
 
-def write(pages: dict[str, str], docs: Path) -> None:
-    """Write pages at their paths below ``docs``."""
+def write(pages: dict[str, str], folder: Path) -> None:
+    """Write pages at their paths in an empty ``folder``: what stands there is deleted."""
+    if folder.exists():
+        shutil.rmtree(folder)
     for name, text in pages.items():
-        path = docs / name
+        path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)

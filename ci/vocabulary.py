@@ -36,8 +36,6 @@ _PAGES = (
     *("README.md", "CONTRIBUTING.md", "ARCHITECTURE.md", "CHANGELOG.md"),
     *(f"packages/{name}/README.md" for name in ("cuda_on_cpu", "corpus", "servers")),
 )
-_NOT_READ = ("glossary.md",)
-"""Written from glossary.toml, with the earlier words."""
 _ENDINGS = (".py", ".md", ".j2", ".toml")
 
 # A docstring that begins with one of these words needs the line above it.
@@ -182,7 +180,7 @@ def _lines(source: str) -> Iterator[tuple[list[Line], bool]]:
 
 
 def group_of(name: str) -> str:
-    """The package of a file of the kit or of another distribution, ``docs`` for all pages in it, or the page itself."""
+    """The package of a file of the kit, ``docs`` for all pages in it, or the page itself."""
     parts = name.split("/")
     if parts[0] == "packages":
         return "cuda_on_cpu" if parts[1] == "cuda_on_cpu" else parts[min(3, len(parts) - 1)].partition(".")[0]
@@ -194,12 +192,7 @@ def group_of(name: str) -> str:
 def all_findings() -> dict[str, list[Finding]]:
     """Findings of each file that readers of the kit see."""
     table = phrases()
-    paths = [
-        path
-        for root in _ROOTS
-        for path in sorted((ROOT / root).rglob("*"))
-        if path.suffix in _ENDINGS and path.name not in _NOT_READ
-    ]
+    paths = [path for root in _ROOTS for path in sorted((ROOT / root).rglob("*")) if path.suffix in _ENDINGS]
     names = [*_PAGES, *(str(path.relative_to(ROOT)) for path in paths)]
     return {name: findings(name, (ROOT / name).read_text(), table) for name in names}
 

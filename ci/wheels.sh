@@ -16,7 +16,7 @@ done
 for wheel in "$out"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$out/unpacked"; done
 diff \
   <(find attn_testkit runner_modes packages/cuda_on_cpu/cuda_on_cpu packages/corpus/attn_testkit_corpus \
-    packages/servers/attn_testkit_servers -type f ! -name '*.pyc' |
+    packages/servers/attn_testkit_servers -type f ! -name '*.pyc' ! -name README.md |
     sed 's|^runner_modes/|attn_testkit/runner_modes/|; s|^packages/[^/]*/||' | sort) \
   <(cd "$out/unpacked" && find attn_testkit cuda_on_cpu attn_testkit_corpus attn_testkit_servers -type f | sort) ||
   { echo "ci/wheels.sh: the wheels lack the files marked <; see [tool.setuptools] in their pyproject.toml" >&2; exit 1; }

@@ -22,7 +22,7 @@ from .spans import SpanShape
 from .state import StateShape
 from .trees import Tree
 
-__all__ = ["DEFAULTS", "THINGS", "C", "Changes", "Fields", "Heads"]
+__all__ = ["DEFAULTS", "EXCLUSIVE", "THINGS", "C", "Changes", "Fields", "Heads"]
 
 T = TypeVar("T")
 
@@ -64,7 +64,7 @@ class Fields:
 
     Raises ``ValueError`` for rows of another number of requests than the batch has; for new tokens that are more than
     their graph holds; a draft without a prefix that is to have one; layers whose heads do not lie in those of the case
-    (``cases/head_shapes.py``); and two things that exclude each other (``_EXCLUSIVE``).
+    (``cases/head_shapes.py``); and two things that exclude each other (``EXCLUSIVE``).
     """
 
     rows: Rows
@@ -143,7 +143,7 @@ class Fields:
             raise ValueError("a request without rows and without tokens before the step has no state to keep")
         if self.with_prefix and 0 in self.prefixes:
             raise ValueError(f"prefixed, with keys {self.prefixes}: each request needs one key or more")
-        for one, other, why in _EXCLUSIVE:
+        for one, other, why in EXCLUSIVE:
             if THINGS[one](self) and THINGS[other](self):
                 raise ValueError(f"{one} and {other}: {why}")
         form = ROW_FORMATS.get(self.kv_dtype)
@@ -340,7 +340,7 @@ THINGS: Mapping[str, Callable[[Fields], bool]] = {
     "server variants": lambda case: bool(case.variants),
 }
 """Things that some cases have. Name -> whether a case has it."""
-_EXCLUSIVE = (
+EXCLUSIVE = (
     ("KV splits", "multi-mode instance", "the other modes of the instance attend to all keys at once"),
     ("KV splits", "loop", "generated tokens are those of a model that attends to all keys at once"),
     ("KV splits of fewer keys", "draft-decode", "branches have their own pages, and no rank has a part of them"),

@@ -1,7 +1,7 @@
 """Layers that differ in head counts and head dims: their two alternating shapes, and the places of their heads.
 
-All tensors for all layers at once have one shape, the case's own: data, answers, limits, observations. A layer is a
-part of it, and the rest is zeros. Its query heads come first, and so do its dims. A KV head is repeated wherever query
+Tensors that cover all layers (data, answers, limits, observations) have the case's shape. Each layer uses a part; the
+rest is zero. Its query heads come first, and so do its dims. A KV head is repeated wherever query
 heads of the layer look for theirs. So attention on the whole is attention on the parts, bit for bit: zeros add nothing
 to a product, and give nothing as values.
 """

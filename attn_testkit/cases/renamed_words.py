@@ -31,7 +31,7 @@ RENAMED_WORDS: Mapping[str, str] = {
     "morerows": "padded_tokens",
     "kvown": "kvcustom",
 }
-"""Old word -> present word. CHANGELOG.md has the same table."""
+"""Old word -> present word."""
 _SPLITS = r"lse(?:prefix|(?:pages|tokens)[^-]*)"
 _MERGED = re.compile(rf"(?<=-)({_SPLITS})merged(?!\w)")
 _OWN = re.compile(rf"({_SPLITS})own")

@@ -121,7 +121,8 @@ CHECKS = (
         "lossless",
         "Draft-decode, target-verify and draft-extend, or decode, target-verify and commit, round after round on one "
         "instance, generate the tokens of plain greedy decode, whatever is accepted of a draft.",
-        "Something kept from one stage for the next; tokens of a rejected draft that are still visible or in a state.",
+        "A value cached in one stage is reused in the next, or rejected draft tokens are still visible or part of a "
+        "state.",
         "sglang #21987; vLLM #43810",
         "`step` names the first round and stage that differ.",
         evaluated_from=Stage.COMPLETED,

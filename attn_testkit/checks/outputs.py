@@ -56,7 +56,8 @@ def _compare(
     row, column = divmod(int(ratio.argmax()), ratio.shape[1])
     return _finding(
         observed,
-        f"{name} differs from the model on the oracle, {times(float(ratio.max()))} over the limit",
+        f"{name} differs from the reference model run with oracle attention, "
+        f"{times(float(ratio.max()))} over the limit",
         f"{name}[row {row}, {column}] = {number(float(got[row, column]))}, want {number(float(want[row, column]))}",
         "every attention output is right; probably the backend overwrote or replaced batch_size or "
         "num_accept_tokens, which the caller reads",

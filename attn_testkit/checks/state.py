@@ -14,8 +14,8 @@ CHECKS = (
         "A plan or table that is reused because its key looks the same, a buffer sized by the first batch, a buffer or "
         "constant that all instances of a process share.",
         "TensorRT-LLM #6163; vLLM #21525; LightLLM #1367",
-        "As the first step of a fresh instance it is right. Look for state that outlives a step: a plan or table "
-        "that is reused, and what its key leaves out; with a co-resident instance, state of the process.",
+        "As the first step of a fresh instance it is right. Look for state that survives a step: a cached plan or "
+        "table whose cache key omits something, or, with a second instance in the process, a global.",
         evaluated_from=Stage.COMPLETED,
         applies=in_eager,
         behind_outputs=True,

@@ -371,7 +371,8 @@ CHECKS = (
         "goes by has_initial_state, hold NaN.",
         "has_initial_state ignored, a first chunk of one token taken for a decode, a place taken for a slot.",
         "vLLM #51562; tpu-inference #2431; vllm-metal #488",
-        "With zeros in these slots the result is finite. `where` names the request: if it is fresh, its slot was read.",
+        "With zeros in these slots the result is finite. `where` names the request. If it has no earlier state, the "
+        "backend read its uninitialized slot.",
         evaluated_from=Stage.OBSERVED,
         shown_by=_has_states,
         behind_outputs=True,

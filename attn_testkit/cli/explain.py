@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import difflib
+from typing import TYPE_CHECKING
 
 import click
 
 from ..glossary import all_entries, entry_of
 from ..registry import UsageError, did_you_mean
 from ..results.names import CHECK_IDS, MODES
+
+if TYPE_CHECKING:
+    from ..cases.case import Case
 
 __all__ = ["explain"]
 
@@ -24,16 +28,25 @@ Examples:
   attn-testkit explain replay-follows-batch
   attn-testkit explain bucket
   attn-testkit explain --list
-  attn-testkit explain decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod""",
+  attn-testkit explain decode-gqa4x2-d64-bf16-p16-k33-shuffled-gauss-b1prod
+  attn-testkit explain CASE --limit --at 'layer 0, request 1 row 0, head 0, dim 0'""",
 )
 @click.argument("what", nargs=-1, metavar="[CHECK|WORD|CASE]")
 @click.option("--list", "show_words", is_flag=True, help="List every word of the glossary.")
-def explain(what: tuple[str, ...], show_words: bool) -> int:
+@click.option("--limit", is_flag=True, help="Show how the limit of an element of a case is computed.")
+@click.option("--at", metavar="ELEMENT", help="The element of --limit, as `where` names it; default: the first.")
+@click.option("--step", type=click.IntRange(0), metavar="N", help="The step of --limit; default: 0, the first.")
+def explain(what: tuple[str, ...], show_words: bool, limit: bool, at: str | None, step: int | None) -> int:
     """Describe a check and what usually breaks it, or a word of case ids, failures and tables, or decode a case id.
 
     Without an argument, every check is listed in one line.
     """
     name = " ".join(what)
+    if (at is not None or step is not None) and not limit:
+        raise UsageError("--at and --step name an element of --limit; add --limit")
+    if limit:
+        _explain_limit(name, at or "0 0 0 0 0", step or 0)
+        return 0
     if show_words:
         if name:
             raise UsageError(f"--list lists every word; leave out {name!r}, or leave out --list")
@@ -76,17 +89,30 @@ def _explain_check(name: str) -> None:
 
 
 def _explain_case(name: str) -> None:
+    case = _case(name)
+    from .explain_case import explain_case  # imports torch, which a misspelt word does not need
+
+    explain_case(case)
+
+
+def _explain_limit(name: str, at: str, step: int) -> None:
+    case = _case(name)
+    from .explain_limit import explain_limit
+
+    explain_limit(case, at, step)
+
+
+def _case(name: str) -> Case:
+    """Parse a case id."""
     if name.count("-") < _LEAST_HYPHENS and not name.startswith(tuple(f"{mode}-" for mode in MODES)):
         near = _near(name) or "; attn-testkit explain --list lists every word"
         raise UsageError(f"no check, word or case id {name!r}{near}")
     from ..cases.case import parse_case
-    from .explain_case import explain_case
 
     try:
-        case = parse_case(name)
+        return parse_case(name)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    explain_case(case)
 
 
 def _near(name: str) -> str:

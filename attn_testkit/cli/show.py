@@ -18,7 +18,15 @@ from ..reports.outcome import FailureTexts, failure_lines, verdict
 from ..reports.tally import rows, text_table
 from ..results.case_result import BAD, RAN, CaseResult, Status
 from ..results.names import FUZZ
-from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.remarks import (
+    launch_lines,
+    left_lines,
+    not_covered_lines,
+    not_declared_lines,
+    note_lines,
+    printed_lines,
+    repeated_lines,
+)
 from ..results.run_header import RunHeader
 
 __all__ = ["Watch", "echo_header", "out", "print_summary"]
@@ -127,7 +135,7 @@ def print_summary(
         click.echo(f"hint: {hint}" + (f" ({count} case-runs)" if count > 1 else ""))
     for problem in problems:
         click.echo(f"problem: {problem}")
-    for line in printed_lines(results):
+    for line in [*repeated_lines(results), *printed_lines(results)]:
         click.echo(line)
     how = "" if show_not_covered else "--show-not-covered lists them"
     for line in [*left_lines(header, results), *not_covered_lines(header.not_covered, how)]:

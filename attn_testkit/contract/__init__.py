@@ -6,7 +6,7 @@ from .batch import DraftExtendInput, ForwardBatch, SpecInput, TreeMaskMode, Veri
 from .capabilities import DTYPES, FAMILIES, FP8_PRODUCTS, KV_DTYPES, Capabilities, Unsupported
 from .cross_attention import ENCODER_SLOTS, CrossAttention
 from .draft_decode import DraftDecodeInput
-from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool
+from .index_pool import INDEX_PAGE, INDEX_WIDTH, IndexPool, index_scales
 from .kernel_backend import KernelBackend
 from .kernel_plan import KernelPlan
 from .kv_group import KVGroup
@@ -85,5 +85,6 @@ __all__ = [
     "VerifyInput",
     "VerifyMask",
     "Windows",
+    "index_scales",
     "refuse_undeclared",
 ]

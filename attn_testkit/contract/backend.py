@@ -74,8 +74,8 @@ class BackendContext:
     """K of draft-decode: rows per request in each of its forwards; 0 without draft-decode."""
     draft_widths: tuple[int, ...] = ()
     """Widths of the batches if they differ (``ServerConventions.narrower_widths``), ascending: N of target-verify and
-    draft-extend v2, S + 1 of draft-extend, S of draft-decode. The fields above have the largest. Empty: all batches
-    have that."""
+    draft-extend v2, S + 1 of draft-extend, S of draft-decode. The fields above have the largest width. Empty: all
+    batches have that width."""
     capture_sizes: tuple[int, ...] = ()
     """Batch sizes that graphs are captured for, ascending; if one mode has several, those of all modes. A backend may
     choose kernels by them. Empty if the sizes are not known."""
@@ -87,9 +87,9 @@ class BackendContext:
     dialect: Dialect = field(default_factory=Dialect)
     """Conventions of the server, in which servers differ."""
     kv_groups: tuple[KVGroup, ...] = ()
-    """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` are those of the first,
-    which may be the windowed one: take a layer's by ``group_of``. Empty if all layers share it, without the capability
-    ``kv_groups``, and with ``kv_splits``."""
+    """Two or more groups if layers do not share KV memory. ``kv_pool`` and ``req_to_token`` belong to the first group,
+    which may be the windowed one; ``group_of`` returns the group of a layer. Empty if all layers share KV memory,
+    without the capability ``kv_groups``, and with ``kv_splits``."""
 
     qq_bias: str = "none"
     """``own`` or ``shared``: each batch has ``ForwardBatch.qq_bias``, of each request or the same for all. ``none``: no

@@ -243,7 +243,7 @@ class ForwardBatch:
     """Inputs of speculative decoding: ``VerifyInput``, ``DraftExtendInput`` or ``DraftDecodeInput``. None in decode and
     extend."""
     num_padding: int = 0
-    """Padded requests at the end; 0 in eager."""
+    """Number of padded requests at the end of the batch; 0 in eager mode."""
     group_cache_locs: torch.Tensor | None = None
     """[G, T] int64: slots of the new tokens in the pool of each of ``BackendContext.kv_groups``; those of the first are
     ``out_cache_loc``. None if layers share one pool."""
@@ -262,7 +262,7 @@ class ForwardBatch:
     (later rows, other branches of a tree) has -inf there. All numbers are exact in bf16. W is N in target-verify, and
     ``BackendContext.max_extend_tokens`` in extend.
 
-    ``stride(0)`` is more than W, and memory between the rows holds NaN. Columns behind the rows of a request, and
+    ``stride(0)`` is more than W, and memory between the rows holds NaN. Columns past the rows of a request, and
     padded rows, hold any finite numbers. In graphs the server changes the numbers between replays, and the address
     stays that of the capture, when they are 0."""
     encoder_lens: torch.Tensor | None = None

@@ -53,8 +53,9 @@ class Unsupported(Exception):
 class Capabilities(Declared):
     """Capabilities that a backend declares. The kit tries only these, and expects the constructor to refuse all others.
 
-    Fields are in nine groups. True, a larger number and a longer set declare more, except in the last group, the
-    requirements. Any iterable of plain values is accepted. A misspelt word raises ``ValueError`` with the right one.
+    Fields are in nine groups. In every group but the last, ``True``, a larger number or a bigger set declares more
+    support. In the last group (requirements) it declares less. Any iterable of plain values is accepted. A misspelt
+    word raises ``ValueError`` with the right one.
 
     Most defaults are narrow. These are wide, so a backend that can do less must declare it: ``any_scaling``,
     ``max_extend_tokens``, ``max_context_len``; in ``windows``, once it has modes, ``smallest`` and ``layers``; in
@@ -116,10 +117,10 @@ class Capabilities(Declared):
     ``tf32``: 10 bits of mantissa, as tensor cores do by default (``tl.dot`` without ``input_precision``). The limits
     follow from it."""
     new_rows_as_given: Set[ForwardMode] = frozenset()
-    """Modes in which a forward attends its own k and v in the model's dtype, before they are rounded to FP8, with an
-    FP8 pool, as prefill kernels do that read k and v directly. In other modes it attends them as the pool stores them.
-    Tokens that earlier forwards stored (earlier chunks, the same draft) are always attended as the pool holds them, and
-    so is everything if ``save_kv_cache`` is False. The oracle follows."""
+    """Modes in which a forward attends to its own k and v in the model's dtype, before they are rounded to FP8, with an
+    FP8 pool, as prefill kernels do that read k and v directly. In other modes it attends to them as the pool stores
+    them. Tokens that earlier forwards stored (earlier chunks, the same draft) are always used as the pool holds them,
+    and so is everything if ``save_kv_cache`` is False. The oracle does the same."""
 
     # Pool. The paged KV memory.
     kv_dtypes: Set[str] = frozenset({"same"})
@@ -156,14 +157,14 @@ class Capabilities(Declared):
     """Modes, of extend and target-verify, in which the kernel adds ``ForwardBatch.qq_bias``: a tensor of biases among
     the rows of the step (``qq_bias`` of vLLM's ``unified_attention``)."""
     shared_qq_bias: bool = False
-    """True: the kernel takes one bias for all requests, as vLLM's does. The biases of all requests in a batch are then
-    equal: row j of any request has the numbers of row j of the first. Drafts with a bias are chains. False: each
-    request may have its own."""
+    """True: the kernel supports only one bias for all requests, as vLLM's does. The biases of all requests in a batch
+    are then equal: row j of any request has the numbers of row j of the first. Drafts with a bias are chains. False:
+    each request may have its own."""
     sparse: Sparse | None = None
-    """Selections of keys that the backend takes (DSA). A backend that declares one always gets one. Without it a row
+    """Selections of keys that the backend supports (DSA). A backend that declares one always gets one. Without it a row
     attends to all keys that it may see."""
     state: State | None = None
-    """Recurrent states that the backend takes (``StateBackend``). None: layers attend to keys."""
+    """Recurrent states that the backend supports (``StateBackend``). None: layers attend to keys."""
     non_causal: Set[ForwardMode] = frozenset()
     """Modes, of extend and target-verify, in which layers may be non-causal (``AttentionLayer.causal`` is False). A row
     then sees all keys of its request. A verify comes without a tree, with ``custom_mask`` and ``retrieve_*`` None, as
@@ -195,8 +196,8 @@ class Capabilities(Declared):
 
     # Conventions of servers. Differences between servers.
     server: ServerConventions = field(default_factory=ServerConventions)
-    """Conventions of servers that the backend takes. ``SGLANG`` and ``VLLM``, or ``"sglang"`` and ``"vllm"``, are what
-    one server does; the default is what all of them do."""
+    """Conventions of servers that the backend supports. ``SGLANG`` and ``VLLM``, or ``"sglang"`` and ``"vllm"``, are
+    what one server does; the default is what all of them do."""
 
     # Promises. The kit adds a check for each.
     deterministic: bool = False

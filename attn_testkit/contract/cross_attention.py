@@ -32,7 +32,7 @@ class CrossAttention(Declared):
     """Modes, of decode and extend, in which layers may be cross-attention layers. By default in none."""
     encoder_slots: Set[str] = frozenset({"first"})
     """Places of the encoder's keys. ``first`` (SGLang): in the pool of all layers. The request table has their slots in
-    the first ``encoder_lens`` columns, which are whole pages, and those of the decoder behind them. ``own_group``
+    the first ``encoder_lens`` columns, which are whole pages, and the decoder's keys follow them. ``own_group``
     (vLLM): cross-attention layers are a second KV group, which has a pool and a request table. Both tables begin with
     column 0. It has no effect without ``Capabilities.kv_groups``."""
 

@@ -33,7 +33,7 @@ class HeadLayout:
     """Family, which says what a layer computes: a name of ``attn_testkit.families.table``."""
     values_in_keys: bool = False
     """The value of a token is the first part of its key. A slot of the KV pool holds one row, which all heads share, a
-    layer has a ``kv_lora_rank``, and the part of a key behind the value is its rope part."""
+    layer has a ``kv_lora_rank``, and the part of a key after the value is its rope part."""
     usual_scaling: bool = True
     """Layers may have the scaling 1/sqrt(head_dim). False: models of this layout have their own scaling."""
     by_layer: bool = True

@@ -120,7 +120,13 @@ class KernelPlan:
 
     @property
     def kv_lens(self) -> torch.Tensor:
-        """[bs] int32: keys of each request, this step's new ones included."""
+        """[bs] int32: keys of each request, this step's new ones included.
+
+        A padded request of a replay has 1 key (``get_cuda_graph_seq_len_fill_value``), in target-verify N more for its
+        rows, and in draft-decode one for each forward so far. It has none if the server pads with nothing
+        (``Dialect.padded_requests``). Its row of the table is row 0 or one that now belongs to another request, so a
+        kernel may read it and must store nothing but in page 0.
+        """
         return self.step.kv_lens
 
     @property
@@ -149,7 +155,7 @@ class KernelPlan:
 
     @property
     def spans(self) -> torch.Tensor | None:
-        """[bs, R, 2] int32: first and last position of each bidirectional span, (0, 0) behind a request's last one
+        """[bs, R, 2] int32: first and last position of each bidirectional span, (0, 0) after a request's last one
         (``ForwardBatch.mm_prefix_range_tensor``). None if the layer has no spans, or no request of an eager batch has.
 
         Row j of n has position ``kv_len - n + j``. If it is in a span, it also sees the later keys of that span.

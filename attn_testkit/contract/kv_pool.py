@@ -176,8 +176,8 @@ class KVPool:
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Key [slots, Hk, D] and value [slots, Hk, Dv] buffer of a layer. Views, not copies.
 
-        Strided in all layouts but ``nhd``. Raises ``ValueError`` if no strides give such a view: in pages of several
-        slots with heads first, with all layers in a block, or padded.
+        The view is strided in all layouts but ``nhd``. Raises ``ValueError`` for layouts that cannot be viewed this
+        way: heads-first pages with several slots, all layers in one block, or padded slots.
         """
         if layer_id not in self._by_slot:
             self._by_slot[layer_id] = self._views(layer_id, self.num_slots)
@@ -186,7 +186,7 @@ class KVPool:
     def get_kv_pages(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K [pages, page_size, Hk, D] and V [pages, page_size, Hk, Dv] of a layer, of any strides. Views, not copies.
 
-        Kernels of ``hnd`` take ``transpose(1, 2)`` of it. Raises ``ValueError`` if no strides give such a view of a
+        Kernels of ``hnd`` use ``transpose(1, 2)`` of it. Raises ``ValueError`` if no strides give such a view of a
         custom layout.
         """
         if layer_id not in self._by_page:

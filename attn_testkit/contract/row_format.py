@@ -218,7 +218,7 @@ ROW_FORMATS: Mapping[str, RowFormat] = {
 a rope part of 64 a row has 656 bytes: 512 of e4m3, 16 of scales, 128 of bfloat16. ``fp8_ds_mla_pow2``: the same with
 scales that are powers of two, and 2^-13 at least, as vLLM has them (vLLM #49435).
 
-``int8_per_token_head`` and ``fp8_per_token_head``: a float32 scale per token and KV head behind the numbers of its row,
+``int8_per_token_head`` and ``fp8_per_token_head``: a float32 scale per token and KV head after the numbers of its row,
 as vLLM has them (``TritonAttentionBackend.customize_spec``, ``_reshape_cache_per_token_head``);
 ``int8_per_token_head_apart``: the same scales in memory of their own. ``fp8_per_head``: e4m3 and no scale in the pool,
 as vLLM has them for checkpoints of ``strategy: attn_head`` (``use_per_head_quant_scales``). ``nvfp4``: e2m1 with an

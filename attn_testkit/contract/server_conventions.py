@@ -48,8 +48,8 @@ class ServerConventions(Declared):
     context_len: Set[str] = frozenset({"all"})
     """Keys that ``max_context_len`` may bound in steps of drafts. ``all``: those of the step too, so ``req_to_token``
     has as many columns (vLLM). ``prefix``: keys before the step. New tokens of a request at the end of its context lie
-    behind it, in further columns (SGLang: ``context_len``, and ``num_draft_tokens`` more), and are attended there.
-    SGLang drops what it generates behind the end, so its backends need not declare it. If both are declared,
+    past it, in further columns (SGLang: ``context_len``, and ``num_draft_tokens`` more), where rows attend to them.
+    SGLang drops what it generates past the end, so its backends need not declare it. If both are declared,
     ``BackendContext.dialect`` has the one of the instance."""
     takes_none_kv: bool = False
     """True: k and v may be None if ``save_kv_cache`` is False, which is how servers say that the pool holds the new
@@ -68,7 +68,7 @@ class ServerConventions(Declared):
     takes_requests_without_rows: bool = False
     """True: a request of an extend may have no new row between others that have some: its offsets of queries are equal.
     Nothing is stored for it, and its state stays as it is. A rank of prefill context parallelism gets none of a short
-    request's tokens (vllm-ascend #11807). False: only padded requests behind the live ones have no rows."""
+    request's tokens (vllm-ascend #11807). False: only padded requests after the live ones have no rows."""
     takes_bare_chains: bool = False
     """True: a chain may be verified without tree tensors: ``custom_mask`` and ``retrieve_*`` are None, and a row sees
     the prefix, the rows before it and itself. False: a chain has all of them."""
@@ -141,7 +141,7 @@ class ServerConventions(Declared):
 
 
 SGLANG = ServerConventions(drafts_without_prefix=False)
-"""SGLang 0.5.23, whose conventions are this kit's defaults, and whose drafts begin behind a prefill. Rows of padding
+"""SGLang 0.5.23, whose conventions are this kit's defaults, and whose drafts begin after a prefill. Rows of padding
 and idle ranks end in its layers (``RadixAttention``), and reach no backend."""
 VLLM = ServerConventions(
     padding_slots=frozenset({-1}),

@@ -70,7 +70,7 @@ class Sparse(Declared):
     block: int = 1
     """How many keys does an index select? Default, 1: the key itself. B: keys ``B * i .. B * i + B - 1`` of the request
     (NSA, MoBA, quest), of which a row attends those that it may see. ``topk`` then counts blocks, and a row always
-    lists the block of its own key, of which the keys behind the row may be cut off. All heads of a row have one
+    lists the block of its own key, of which the keys after the row may be cut off. All heads of a row have one
     selection."""
     holes: bool = False
     """True if -1 may come before a key. False: every -1 of a row is after its last key."""

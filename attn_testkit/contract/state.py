@@ -1,4 +1,4 @@
-"""Recurrent states that a backend takes: kinds of layers, sizes, dtypes, and the conventions of the server."""
+"""Recurrent states that a backend supports: kinds of layers, sizes, dtypes, and the conventions of the server."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ KINDS = ("gdn", "kda", "mamba", "lightning")
 
 @dataclass(frozen=True)
 class State(Declared):
-    """The states that a backend takes: ``Capabilities(state=State(k_dims={128}, dtypes={"fp32"}))``.
+    """The recurrent states that a backend supports: ``Capabilities(state=State(k_dims={128}, dtypes={"fp32"}))``.
 
     The kinds of layers are ``Capabilities.families`` (``gdn``, ``kda``, ``mamba``, ``lightning``), the numbers of value
     heads per key head ``gqa_ratios``, and the widths of a value ``head_dims``.
@@ -45,7 +45,7 @@ class State(Declared):
     """Ways in which a fresh request begins from zeros. ``flag``: by ``has_initial_state``, and its slot holds the state
     of an earlier owner (NaN here). ``zeroed``: the server has filled the slot with zeros."""
     rollback: Set[str] = frozenset({"commit"})
-    """Ways in which target-verify takes back rejected nodes. ``commit``: the backend keeps window and state behind
+    """Ways in which target-verify takes back rejected nodes. ``commit``: the backend keeps window and state after
     each node in ``pool.scratch``, and ``StateBackend.commit`` makes one of them the slot's (SGLang). ``slots``: a
     request has a slot for each node, and the next step reads that of the last accepted one (vLLM)."""
     snapshots: Set[int] = frozenset()

@@ -33,7 +33,7 @@ class StateBackend(AttentionBackend):
         """Update window and state of each request of the batch, row by row, and return what each row reads.
 
         ``mixed`` [T, C], ``a`` and ``b`` as ``StateLayer`` lists them, in the model's dtype, possibly strided views of
-        one packed tensor; none may be modified. Memory behind their last row may hold anything, NaN included. Returns
+        one packed tensor; none may be modified. Memory past their last row may hold anything, NaN included. Returns
         [T, Hv, V] (or [T, Hv * V]) in the model's dtype.
 
         Rows of request i are those of the mode: one in decode, ``extend_seq_lens[i]`` in extend. The state is that of
@@ -44,26 +44,32 @@ class StateBackend(AttentionBackend):
         In target-verify each request has N rows: a chain, or if ``State.trees`` has the layer's kind, a tree. Its
         links are ``batch.spec_info.retrieve_next_token`` and ``retrieve_next_sibling``; a node continues the state of
         its parent, and its convolution the inputs of its ancestors. The state of a slot stays as it is; window and
-        state behind each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows.
+        state after each node go to ``pool.scratch``, in the row of the request's place. ``commit`` follows. A plain
+        step (decode or extend) after an accepted draft begins from the slot, in which ``commit`` has stored what
+        follows the last accepted node.
 
         With rollback ``slots`` there is no commit. Request i has N slots, ``indices[i]``. The state before its rows is
-        that of slot ``indices[i, num_accepted[i] - 1]``, and the state behind row t is stored in slot
-        ``indices[i, t]``. Its window is in the first of them, ``conv[indices[i, 0]]``, W - 1 + N - 1 columns: that of
-        before the rows begins at column ``num_accepted[i] - 1``. Afterwards the columns hold the last W - 2 inputs of
-        it and the N new ones, so that the window behind row t begins at column t. Extend and decode of such an instance
-        read and store state and window in the first slot, the window from column 0 on.
+        that of slot ``indices[i, num_accepted[i] - 1]``, and the state after row t is stored in slot
+        ``indices[i, t]``. Its window is in the first of them, ``conv[indices[i, 0]]``, W - 1 + N - 1 columns: the
+        window before the rows begins at column ``num_accepted[i] - 1``. After the step the columns hold the last W - 2
+        inputs of that window and the N new ones, so the window after row t begins at column t.
+
+        A plain step of such an instance gets no ``num_accepted``. It reads and stores the state in the first slot, and
+        the window from column 0 on. So it continues a draft only if one node, the root, was accepted. After a longer
+        draft the server must move state and window there first, or run a target-verify; the kit runs no plain step of a
+        request that has a verified draft.
 
         If ``batch.state.sources`` is given, in decode and extend, the window and the state before the rows are those of
         slot ``sources[i]``, which is not written unless it is ``indices[i]``.
 
-        If ``batch.state.snapshot`` is given, in decode and extend, window and state behind ``rows[i]`` rows of request
+        If ``batch.state.snapshot`` is given, in decode and extend, window and state after ``rows[i]`` rows of request
         i are also stored in slot ``slots[i]``.
         """
 
     def commit(self, steps: torch.Tensor, state: StateInput) -> None:
-        """Make window and state behind the last accepted node of each draft those of its slot, in all layers.
+        """Make window and state after the last accepted node of each draft those of its slot, in all layers.
 
-        Called after acceptance, outside of any graph: device work only. ``steps`` [bs] int32: number of that node, 0
+        Called after acceptance, outside of any graph: device work only. ``steps`` [bs] int32: index of that node, 0
         being the root; -1: nothing is stored, as for padded requests. ``state``: that of the verify's batch, with the
         ``snapshot`` that follows from what was accepted.
         """

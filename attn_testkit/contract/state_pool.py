@@ -107,7 +107,7 @@ class StatePool:
         return self._views[layer_id][1]
 
     def scratch(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] behind each node of each draft, by the
+        """Windows [requests, N, C, W - 1] and states [requests, N, Hv, V, K] after each node of each draft, by the
         place of a request in the batch. Target-verify fills it, and ``StateBackend.commit`` reads it. With rollback
         ``slots`` there is no room for any.
         """

@@ -439,8 +439,8 @@ def _kept_between_replays(rerunner: Rerunner, schedule: Schedule, step: Step) ->
 _ORDER_OF_PROGRAMS = (
     "the result depends on the order in which the programs of a launch or the streams run: it is right in the order of "
     "eager runs, and wrong if the last program runs first and side streams are late. A device takes any order: "
-    "let no program rely on what it finds in a counter, or write down whose place is whose; let streams wait for each "
-    "other"
+    "do not rely on the order in which programs increment a counter: store each program's index explicitly, and "
+    "make streams wait for each other"
 )
 _MOST_TENSORS = 3
 """Number of tensors that are restored one by one, and of those that a hint names."""

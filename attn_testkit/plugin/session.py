@@ -19,7 +19,15 @@ from ..reports.tally import text_table
 from ..reports.verdict import narrowed
 from ..results.case_result import BAD, RAN, CaseResult
 from ..results.failure_text import format_failure
-from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.remarks import (
+    launch_lines,
+    left_lines,
+    not_covered_lines,
+    not_declared_lines,
+    note_lines,
+    printed_lines,
+    repeated_lines,
+)
 from ..results.run_header import CUT, RunHeader
 from ..running.planning.request import (
     Diagnose,
@@ -260,7 +268,7 @@ class Session:
             terminal.line(f"problem: {problem}")
         for line in note_lines(self.header.notes):
             terminal.line(line)
-        for line in printed_lines(self.results):
+        for line in [*repeated_lines(self.results), *printed_lines(self.results)]:
             terminal.line(line)
         how = "" if self.show_not_covered else "--attn-show-not-covered lists them"
         for line in [*left_lines(self.header, self.results), *not_covered_lines(self.header.not_covered, how)]:

@@ -13,7 +13,15 @@ from markupsafe import Markup
 from ..results.case_result import BAD, RAN, CaseResult, Status, emulated_parts
 from ..results.failure_text import repro_command
 from ..results.names import MODES
-from ..results.remarks import launch_lines, left_lines, not_covered_lines, not_declared_lines, note_lines, printed_lines
+from ..results.remarks import (
+    launch_lines,
+    left_lines,
+    not_covered_lines,
+    not_declared_lines,
+    note_lines,
+    printed_lines,
+    repeated_lines,
+)
 from .check_matrix import check_matrices
 from .compare import compare_reports
 from .grouping import Group, group_failures
@@ -222,7 +230,11 @@ def page_model(report: Report, previous: Report | None, history: History) -> dic
         "bad_statuses": BAD,
         "emulated": sorted({part for result in runs for part in emulated_parts(result)}),
         "emulation": _emulation(runs),
-        "notes": [*note_lines(report.header.notes), *(line.replace("`", "") for line in printed_lines(runs))],
+        "notes": [
+            *note_lines(report.header.notes),
+            *repeated_lines(runs),
+            *(line.replace("`", "") for line in printed_lines(runs)),
+        ],
         "launch_lines": launch_lines(report.header, report.results),
         "not_covered": [*left_lines(report.header, runs), *not_covered_lines(report.header.not_covered)],
         "hints": Counter(hint for result in results for hint in result.hints).most_common(),

@@ -92,7 +92,7 @@ _EARLIER_NAMES = {"untried": "not_covered", "not_judged": "not_evaluated"}
 """Field of a results file as it was written first -> its name."""
 
 
-_OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory")
+_OF_FAILURES = ("like", "diagnosed", "failed_mode", "printed", "memory", "repeated")
 """Fields that are written only if they say something: most case-runs pass."""
 
 

@@ -92,6 +92,8 @@ class CaseResult:
     Tables count the failure there."""
     printed: str = ""
     """Output that the backend printed in this case-run, stdout and stderr; of a long one, the end."""
+    repeated: str = ""
+    """The end of a process of the kit, in words, that left an earlier attempt without a result; empty for none."""
     node: str = ""
     """The machine of a cluster that ran it; empty without a cluster."""
     gpu: str = ""

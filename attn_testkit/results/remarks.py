@@ -16,6 +16,7 @@ __all__ = [
     "not_declared_lines",
     "note_lines",
     "printed_lines",
+    "repeated_lines",
 ]
 
 
@@ -80,6 +81,15 @@ def printed_lines(results: Iterable[CaseResult]) -> list[str]:
         f"printed by the backend: {sum(counts)} line{'s' if sum(counts) != 1 else ''} in {len(counts)} case-run"
         f"{'s' if len(counts) != 1 else ''}; failures show the end of it, and `attn-testkit repro` the rest"
     ]
+
+
+def repeated_lines(results: Iterable[CaseResult]) -> list[str]:
+    """One line about case-runs that were repeated, with how processes of the kit ended; empty for none."""
+    how = Counter(result.repeated.partition("\n")[0] for result in results if result.repeated)
+    if not how:
+        return []
+    reasons = "; ".join(f"{count}: {reason}" for reason, count in how.items())
+    return [f"repeated, since a process of the kit ended in the middle of them: {reasons}"]
 
 
 def left_lines(header: RunHeader, results: Iterable[CaseResult]) -> list[str]:

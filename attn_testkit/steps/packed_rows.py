@@ -15,9 +15,9 @@ _ULPS = 4
 
 
 def with_one_packing(packed: PackedRows, keys: torch.Tensor, by: torch.Tensor | float = 1.0) -> torch.Tensor:
-    """A copy of ``keys`` [..., width] in 16 bits whose numbers are rounded in one way, however a scale is computed.
+    """A copy of ``keys`` [..., width] in 16 bits that rounds the same way for every method of computing scales.
 
-    Numbers near the middle between two that the format has are one unit smaller. The largest of a tile are smaller if
+    Values near a rounding midpoint are moved one unit toward zero. The largest of a tile are smaller if
     its scale is near such a middle, or its quotient near a power of two. Each tile has a number that is not tiny: there
     servers differ (SGLang stores -448 and a scale of 0, vLLM has a smallest scale). ``by``: scale of the layer, a power
     of two, that keys are divided by.

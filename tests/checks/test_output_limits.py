@@ -54,7 +54,9 @@ def test_a_value_at_its_limit_is_right_and_the_next_above_is_wrong(name: str, at
     right = getattr(right_outputs(schedule, expected_zeros(schedule)), name)
     assert findings(DECODE, **{name: changed(right, -LIMIT, *at)}) == []
     (finding,) = findings(DECODE, **{name: changed(right, -next_above(LIMIT), *at)})
-    assert finding.headline.startswith(f"{name} differs from the model on the oracle, just over the limit")
+    assert finding.headline.startswith(
+        f"{name} differs from the reference model run with oracle attention, just over the limit"
+    )
     assert finding.hint.startswith(
         "every attention output is right; probably the backend overwrote or replaced batch_size"
     )

@@ -1,4 +1,7 @@
-"""Slow tests are those of the table, start first, and are left out where a pull request asks for the others."""
+"""Slow tests are those of the table, start first, and are left out where a pull request asks for the others.
+
+The command of the README leaves nothing out, and is what must pass before a change lands.
+"""
 
 from __future__ import annotations
 
@@ -76,3 +79,14 @@ def test_a_pull_request_runs_every_test_and_the_nightly_all_of_them_on_every_pyt
         for flow, job in (("pr.yml", "cpu"), ("nightly.yml", "tests"))
     ]
     assert pythons[0] == pythons[1]
+
+
+def test_what_a_change_must_pass_is_the_readmes_command_with_nothing_added_or_left_out() -> None:
+    command = "bash ci/pr.sh"
+    readme = (ROOT / "README.md").read_text()
+    assert re.findall(r"^(bash ci/pr\.sh.*?) *(?:#.*)?$", readme, re.MULTILINE) == [command]
+    gate = [line for line in (ROOT / ".ci" / "run").read_text().splitlines() if line and not line.startswith("#")]
+    assert gate == ['cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit', f"exec {command}"]
+    (given,) = re.findall(r'^"\$python" -m pytest (.*)$', (ROOT / "ci" / "pr.sh").read_text(), re.MULTILINE)
+    options = re.findall(r"(?<!\S)-[-\w]+", given.partition("||")[0])
+    assert options == ["-n", "--dist"], "nothing is ignored or deselected"

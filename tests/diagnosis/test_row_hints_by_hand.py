@@ -582,7 +582,7 @@ def test_requests_behind_the_first_that_nobody_computed_are_no_stride(unwritten:
 
 
 def test_a_row_with_the_request_of_its_number_is_a_table_by_rows() -> None:
-    said = "is indexed by query row: row j has that of request j"
+    said = "is indexed by query row: row j uses the entry of request j"
     three = [request(3, 4), request(3, 7), request(3, 9)]
 
     def text(*of: int) -> str:

@@ -6,12 +6,12 @@ import re
 from pathlib import Path
 
 import pytest
-from transcript import ROOT, fences
+from pages import all_pages
+from transcript import ROOT, fences_of
 
 from attn_testkit.cli import all_commands
 from attn_testkit.plugin import options as plugin_options
 
-PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
 _OPTION = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
 _OURS = re.compile(r"(?:attn-testkit|-m attn_testkit) +([a-z]+)(?![\w.])")
 ELSEWHERE = {
@@ -64,18 +64,19 @@ def wrong_in(line: str) -> list[str]:
     return [f"attn-testkit {match[1]} {word}" for word in _OPTION.findall(rest) if word not in known[match[1]]]
 
 
-def commands_of(page: Path) -> list[str]:
-    shown = [line for fence in fences(page) if not fence.title for line in lines_of(fence.body)]
-    return [*shown, *re.findall(r"`([^`\n]*attn-testkit [^`\n]*)`", page.read_text())]
+def commands_of(page: Path, text: str) -> list[str]:
+    shown = [line for fence in fences_of(page, text) if not fence.title for line in lines_of(fence.body)]
+    return [*shown, *re.findall(r"`([^`\n]*attn-testkit [^`\n]*)`", text)]
 
 
 def test_the_options_of_every_shown_command_are_its_own() -> None:
-    assert [f"{page.name}: {wrong}" for page in PAGES for line in commands_of(page) for wrong in wrong_in(line)] == []
+    lines = [(page.name, line) for page, text in all_pages().items() for line in commands_of(page, text)]
+    assert [f"{name}: {wrong}" for name, line in lines for wrong in wrong_in(line)] == []
 
 
 def test_every_option_that_is_named_exists_somewhere() -> None:
     known = set().union(*options_of().values()) | of_pytest() | of_scripts() | ELSEWHERE
-    named = [(page.name, option) for page in PAGES for option in sorted(set(_OPTION.findall(page.read_text())))]
+    named = [(page.name, option) for page, text in all_pages().items() for option in sorted(set(_OPTION.findall(text)))]
     assert [f"{name}: {option}" for name, option in named if option not in known] == []
 
 

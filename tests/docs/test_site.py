@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from typing import Any
 
 import yaml
 from packaging.requirements import Requirement
+from pages import all_pages
 from transcript import ROOT
 
 CONFIG = yaml.safe_load((ROOT / "mkdocs.yml").read_text())
@@ -25,9 +27,10 @@ def entries(nav: Any) -> Iterator[str]:
 
 def test_every_page_stands_in_the_nav_once_and_every_entry_is_a_page() -> None:
     docs = ROOT / "docs"
-    listed = [page.relative_to(docs).as_posix() for entry in entries(CONFIG["nav"]) for page in docs.glob(entry)]
-    assert sorted(listed) == sorted(page.relative_to(docs).as_posix() for page in docs.rglob("*.md"))
-    assert [entry for entry in entries(CONFIG["nav"]) if "*" not in entry and not (docs / entry).exists()] == []
+    pages = [page.relative_to(docs).as_posix() for page in all_pages() if docs in page.parents]
+    found = {entry: [page for page in pages if fnmatch(page, entry)] for entry in entries(CONFIG["nav"])}
+    assert sorted(page for listed in found.values() for page in listed) == sorted(pages)
+    assert [entry for entry, listed in found.items() if not listed] == []
 
 
 def test_no_font_is_fetched_and_no_plugin_or_style_comes_from_elsewhere() -> None:

@@ -59,7 +59,11 @@ class Command:
 
 def fences(page: Path) -> Iterator[Fence]:
     """Every fence of a page, in its order."""
-    text = page.read_text()
+    return fences_of(page, page.read_text())
+
+
+def fences_of(page: Path, text: str) -> Iterator[Fence]:
+    """Every fence of a text that a page has, in its order."""
     for match in _FENCE.finditer(text):
         line = text.count("\n", 0, match.start()) + 2
         yield Fence(page, line, match["language"], match["title"] or "", match["body"])

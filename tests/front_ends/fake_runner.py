@@ -10,7 +10,7 @@ import fnmatch
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,13 +119,15 @@ class Runner:
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.begun: Callable[[Item], None] = lambda item: None
 
     def plan(self, request: Request) -> Plan:
         return plan_run(**{**vars(request), "backends": [candidate.spec for candidate in request.candidates]})
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Iterator[CaseResult]:
         for item in items:
-            yield run_item(item, self.options)
+            self.begun(item)
+            yield replace(run_item(item, self.options), repeated=item.lost)
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         return [(f"capabilities of {spec}", "") for spec in specs]

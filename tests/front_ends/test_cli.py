@@ -170,14 +170,28 @@ def test_case_runs_that_were_not_run_are_not_green(call):
     assert out.splitlines()[-1] == "NOT CONFORMANT: 2 crashed of 6 selected case-runs (12 planned); 4 did not run"
 
 
-def test_a_judge_that_dies_is_three_and_leaves_a_record(call):
-    code, _, err = call("run", "--backend", "fake:ok,dies,ok", "--mode", "decode", "--json", "out.json")
+def test_a_judge_that_dies_costs_one_case_run_and_is_three(call):
+    args = ("--mode", "decode", "--execution", "eager", "--json", "out.json")
+    code, out, err = call("run", "--backend", "fake:ok,dies,ok", *args)
     assert code == 3
     assert "the judge is out of memory" in err
-    assert "the kit itself failed" in err
+    assert "repeated, since a process of the kit ended in the middle of them: 1: the judge's process ended with" in out
+    assert out.splitlines()[-1].startswith("KIT ERROR: the kit itself failed in 1 of 3 ")
+    report = read_report("out.json")
+    assert report.finished
+    results = [(r.of_the_kit, bool(r.repeated)) for r in report.results if r.is_case_run]
+    assert results == [(False, False), (True, True), (False, False)]
+
+
+def test_judges_that_die_again_and_again_are_three_and_leave_a_record(call):
+    words = ",".join(["ok", *["dies"] * 5])
+    args = ("--mode", "decode", "--execution", "eager", "--json", "out.json")
+    code, _, err = call("run", "--backend", f"fake:{words}", *args)
+    assert code == 3
+    assert "the kit itself failed: the judge's process ended with exit code 9, as 9 before it did" in err
     report = read_report("out.json")
     assert not report.finished
-    assert [r.status for r in report.results if r.case] == [Status.PASSED]
+    assert [r.status for r in report.results if r.case] == [Status.PASSED, *[Status.CRASHED] * 5]
 
 
 @pytest.mark.parametrize("how", [(), ("--in-process",)])

@@ -26,7 +26,7 @@ from attn_testkit.reports.tally import rows, text_table
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.failure_text import format_failure
 from attn_testkit.results.names import NO_ROOM, NOT_STARTED
-from attn_testkit.results.remarks import printed_lines
+from attn_testkit.results.remarks import printed_lines, repeated_lines
 from attn_testkit.results.run_header import exit_code
 
 
@@ -548,6 +548,16 @@ def test_what_the_backend_printed_is_shown_with_its_failure_and_counted():
         "printed by the backend: 8 lines in 1 case-run;"
     )
     assert printed_lines([replace(failed, printed="\n")]) == []
+
+
+def test_repeated_case_runs_are_counted_by_what_ended():
+    right = CaseResult("b", "decode", "eager", "decode-a", Status.PASSED)
+    how = ("", "the judge died", "a lane died\n  last words", "the judge died")
+    rows = [replace(right, repeated=each) for each in how]
+    assert repeated_lines(rows) == [
+        "repeated, since a process of the kit ended in the middle of them: 2: the judge died; 1: a lane died"
+    ]
+    assert repeated_lines(rows[:1]) == []
 
 
 def test_terminal_and_pages_name_what_is_not_declared_in_one_wording(capsys):

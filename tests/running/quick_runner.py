@@ -1,4 +1,4 @@
-"""A ``Runner`` for ``test_judge_process``: each item is a word that says what happens, and torch stays away.
+"""A ``Runner`` for ``test_judge_process``: the case of an item says what happens, and torch stays away.
 
 Where ``gpus`` are given, the first names a file for its notes, and ``timeout_s`` is how long it takes to close.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from attn_testkit.registry import UsageError
+from attn_testkit.results.case_result import CaseResult, Status
+from attn_testkit.running.planning.request import Item
 
 
 class Runner:
@@ -32,20 +34,23 @@ class Runner:
     def device_name(self, device: str) -> str:
         return f"name of {device}"
 
-    def run(self, plan: Any, items: Sequence[str]) -> Iterator[str]:
+    def run(self, plan: Any, items: Sequence[Item]) -> Iterator[CaseResult]:
         try:
             for item in items:
-                if item == "bug":
-                    raise ZeroDivisionError("a bug of the kit")
-                if item == "dies":
+                if item.case == "dies at once":
                     os._exit(9)
-                if item == "lingers":
+                self.begun(item)  # type: ignore[attr-defined]
+                if item.case == "bug":
+                    raise ZeroDivisionError("a bug of the kit")
+                if item.case == "dies" or (item.case == "dies once" and not item.lost):
+                    os._exit(9)
+                if item.case == "lingers":
                     os.closerange(3, 64)
                     time.sleep(0.5)
                     os._exit(7)
-                if item == "prints":
+                if item.case == "prints":
                     print("noise on stdout", flush=True)
-                yield item
+                yield CaseResult("", "", "", item.case, Status.PASSED, repeated=item.lost)
         finally:
             note(plan, "given up or done")
 

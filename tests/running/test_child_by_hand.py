@@ -191,6 +191,65 @@ def test_closing_waits_where_another_thread_has_begun_to(started: Any, monkeypat
     first.join(AMPLE)
 
 
+def refusing(times: int, error: Exception) -> tuple[type, list[float]]:
+    """In the place of a process: its start fails so often."""
+    waits: list[float] = []
+
+    class Process:
+        pid = exitcode = None
+
+        def start(self) -> None:
+            waits.append(time.monotonic())
+            if len(waits) <= times:
+                raise error
+            self.pid, self.exitcode = 0, 0
+
+    return Process, waits
+
+
+@pytest.mark.parametrize("error", [ConnectionRefusedError(), EOFError()])
+@pytest.mark.parametrize(("times", "starts"), [(0, True), (2, True), (3, False)])
+def test_what_it_is_forked_from_may_be_killed_twice_while_it_starts(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, times: int, starts: bool
+) -> None:
+    process, attempts = refusing(times, error)
+    monkeypatch.setattr(child, "_AGAIN_AFTER", (0.0, 0.0))
+    monkeypatch.setattr(child, "fork_context", lambda: Of(Process=lambda **_: process()))
+    if starts:
+        Child("quick_jobs").close()
+    else:
+        with pytest.raises(type(error)):
+            Child("quick_jobs")
+    assert len(attempts) == min(times + 1, 3)
+
+
+@pytest.mark.parametrize("grace", [0.0, 0.2])
+def test_one_whose_end_nobody_can_tell_is_ended_all_the_same(started: Any, grace: float) -> None:
+    """The process that it was forked from was killed, and ``multiprocessing`` takes it for ended."""
+    one = started(grace=grace)
+    one.tell(("late", 600.0, None), AMPLE)
+    one._process = Of(pid=one.pid, exitcode=255, join=lambda *_, **__: None)
+    one.close()
+    assert not alive(one.pid)
+
+
+@pytest.mark.parametrize(
+    ("code", "killed", "how"),
+    [(-9, True, "was killed by SIGKILL"), (-11, False, "was killed by SIGSEGV"), (255, False, "255 or an unknown one")],
+)
+def test_a_kill_from_outside_is_known_and_an_exit_code_that_nobody_knows_is_not_made_up(
+    started: Any, code: int, killed: bool, how: str
+) -> None:
+    one = started()
+    os.kill(one.pid, signal.SIGKILL)
+    while alive(one.pid):
+        time.sleep(0.001)
+    one._process = Of(pid=one.pid, exitcode=code, join=lambda *_, **__: None)
+    error = lost(one, ("echo", 1))
+    assert error.killed == killed
+    assert how in error.reason
+
+
 def test_where_no_process_can_be_started_that_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     class Process:
         pid = exitcode = None

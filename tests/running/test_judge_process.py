@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from attn_testkit.registry import UsageError
-from attn_testkit.running.planning.request import Options
+from attn_testkit.running.planning.request import Item, Options
 from attn_testkit.running.processes import judge_process
-from attn_testkit.running.processes.judge_process import JudgeError, JudgeProcess, _answer, _environment
+from attn_testkit.running.processes.judge_process import MOST_DEATHS, JudgeError, JudgeProcess, _answer, _environment
 
 Made = Callable[..., Any]
 
@@ -36,14 +36,22 @@ def judge(monkeypatch: pytest.MonkeyPatch) -> Iterator[Made]:
         each.close()
 
 
+def items(*cases: str) -> list[Item]:
+    return [Item("", "", "", case) for case in cases]
+
+
+def run(judge: Any, *cases: str, plan: str = "") -> list[str]:
+    return [result.case for result in judge.run(plan, items(*cases))]
+
+
 def test_plans_capabilities_and_results_come_back_one_question_after_the_other(judge: Made) -> None:
     one = judge(Options(jobs=3, timeout_s=7.0))
     assert one.plan("options") == Options(jobs=3, timeout_s=7.0)
     assert one.capabilities_lines(["m:A", "m:B"], "cpu") == [("m:A on cpu", ""), ("m:B on cpu", "")]
     assert one.device_name("cuda:1") == "name of cuda:1"
-    assert list(one.run("", ["a", "b"])) == ["a", "b"]
-    assert list(one.run("", [])) == []
-    assert list(one.run("", iter("cd"))) == ["c", "d"]
+    assert run(one, "a", "b") == ["a", "b"]
+    assert run(one) == []
+    assert run(one, "c", "c") == ["c", "c"]
     assert judge().plan("options") == Options()
 
 
@@ -63,24 +71,60 @@ def test_wrong_usage_and_faults_of_the_kit_are_reported_apart_and_the_next_quest
     assert one.plan("options") == Options()
     seen: list[str] = []
     with pytest.raises(JudgeError) as caught:
-        seen.extend(one.run("", ["a", "bug"]))
+        seen.extend(result.case for result in one.run("", items("a", "bug")))
     assert seen == ["a"]
     assert str(caught.value).startswith("Traceback (most recent call last):\n")
     assert str(caught.value).endswith("\nZeroDivisionError: a bug of the kit")
 
 
-def test_a_judge_that_ends_is_an_error_with_its_exit_code_and_never_the_end_of_the_results(judge: Made) -> None:
-    one, seen = judge(), list[str]()
-    with pytest.raises(JudgeError, match=r"^the judge's process ended with exit code 9; its output is printed above"):
-        seen.extend(one.run("", ["a", "dies", "b"]))
-    assert seen == ["a"]
+def test_what_ran_when_a_judge_died_is_repeated_once_and_no_other_case_run_is(judge: Made) -> None:
+    one = judge()
+    pid = one.plan("")[0]
+    results = {result.case: result for result in one.run("", items("a", "dies once", "dies", "b", "lingers", "c"))}
+    assert {case: result.repeated for case, result in results.items() if result.repeated} == {
+        "dies once": "the judge's process ended with exit code 9",
+        "dies": "the judge's process ended with exit code 9",
+        "lingers": "the judge's process ended with exit code 7",
+    }
+    assert [case for case, result in results.items() if result.of_the_kit] == ["dies", "lingers"]
+    assert results["dies"].reason.endswith(
+        "the judge's process ended with exit code 9; this was the second attempt, and in the first the judge's process "
+        "ended with exit code 9"
+    )
+    assert list(results) == ["a", "dies once", "dies", "b", "lingers", "c"]
+    assert one.plan("")[0] != pid
+
+
+def test_a_judge_that_has_died_is_replaced_before_the_next_question(judge: Made) -> None:
+    one, notes = judge(Options(jobs=3)), list[str]()
+    one.note = notes.append
+    one._process.kill()
+    assert one.plan("options").jobs == 3
+    assert notes == ["the judge's process was killed by SIGKILL; another one is starting"]
     gone, theirs = Pipe()
     theirs.close()
     one._connection = gone
-    with pytest.raises(JudgeError, match="exit code 9"):
+    assert one.plan("options").jobs == 3
+
+
+def test_the_budget_of_a_run_goes_on_with_another_judge(judge: Made) -> None:
+    one = judge(Options(budget_s=9.0))
+    assert one.plan("options").spent_s == 0
+    one._began -= 5.0
+    one._process.kill()
+    assert 5.0 <= one.plan("options").spent_s < 60.0
+
+
+def test_judges_that_die_without_a_result_between_end_the_run(judge: Made) -> None:
+    one, seen = judge(), list[str]()
+    ended = (
+        rf"^the judge's process ended with exit code 9, as {MOST_DEATHS - 1} before it did, without a result between"
+    )
+    with pytest.raises(JudgeError, match=ended):
+        seen.extend(result.case for result in one.run("", items("a", "dies at once", "b")))
+    assert seen == ["a"]
+    with pytest.raises(JudgeError, match="the judge's process ended"):
         one.plan("")
-    with pytest.raises(JudgeError, match="exit code 7"):
-        list(judge().run("", ["lingers"]))
 
 
 def test_a_judge_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch, judge: Made) -> None:
@@ -94,10 +138,10 @@ def test_results_that_are_given_up_take_the_judge_along_and_those_that_ended_do_
 ) -> None:
     notes = tmp_path / "notes"
     one = judge(Options(gpus=(str(notes),), timeout_s=0.001))
-    assert list(one.run(str(notes), ["a"])) == ["a"]
+    assert run(one, "a", plan=str(notes)) == ["a"]
     assert notes.read_text() == "given up or done\n"
     assert one._process.poll() is None
-    source = one.run("", ["a", "b"])
+    source = one.run("", items("a", "b"))
     next(source)
     source.close()
     assert one._process.poll() == 0, "it ended by itself"
@@ -168,7 +212,7 @@ def test_a_judge_that_does_not_end_its_workers_in_time_is_killed(
 
 
 def test_what_it_prints_does_not_reach_the_front_ends_stdout(judge: Made, capfd: pytest.CaptureFixture[str]) -> None:
-    assert list(judge().run("", ["prints"])) == ["prints"]
+    assert run(judge(), "prints") == ["prints"]
     assert capfd.readouterr() == ("", "noise on stdout\n")
 
 

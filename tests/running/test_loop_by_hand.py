@@ -15,7 +15,7 @@ from attn_testkit.runner_modes.messages import Described, Rerun, RunCase, RunRec
 
 from attn_testkit.cases.case import parse_case
 from attn_testkit.contract import Capabilities, Execution
-from attn_testkit.registry import UsageError
+from attn_testkit.registry import BackendNotFound, UsageError
 from attn_testkit.results.case_result import CaseResult, Status
 from attn_testkit.results.finding import Finding
 from attn_testkit.results.names import KIT_ERROR
@@ -301,6 +301,78 @@ def test_jobs_share_the_groups_the_gpus_and_lose_nothing(judging: list[Judging])
     assert FakeWorker.alive == 0
     runner = Runner(Options(jobs=4, gpus=("g0", "g1")))
     assert [runner._lane(i).gpu for i in range(4)] == ["g0", "g1", "g0", "g1"]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_a_case_run_that_no_worker_could_begin_is_repeated_once_and_its_lane_goes_on(
+    judging: list[Judging], jobs: int, attempts: int
+) -> None:
+    left = [attempts]
+
+    def judge(drive: object, described: Described, plan: Plan, each: Item) -> CaseResult:
+        if each == replace(SIX[1], lost=each.lost) and left[0]:
+            left[0] -= 1
+            raise worker_process.WorkerStartError(f"{left[0]} left")
+        return passed(each)
+
+    judging.append(judge)
+    found = {(r.backend, r.case, r.execution): r for r in results(*SIX, jobs=jobs)}
+    assert len(found) == len(SIX)
+    hit = found.pop((SIX[1].backend, SIX[1].case, SIX[1].execution))
+    assert hit.repeated == f"{attempts - 1} left"
+    assert hit.of_the_kit == (attempts == 2)
+    if hit.of_the_kit:
+        assert hit.reason == f"{KIT_ERROR}0 left; this was the second attempt, and in the first 1 left"
+    assert {(r.status, r.repeated) for r in found.values()} == {(Status.PASSED, "")}
+
+
+@pytest.mark.parametrize(
+    ("error", "attempts", "answers"),
+    [
+        (worker_process.ImportKilled("killed"), 1, True),
+        (worker_process.ImportKilled("killed"), 2, False),
+        (worker_process.WorkerStartError("no process"), 1, True),
+        (worker_process.WorkerStartError("no process"), 2, False),
+        (BackendNotFound("it raised"), 1, False),
+    ],
+)
+def test_a_worker_that_is_killed_before_the_plan_is_replaced_once_and_what_an_import_raises_is_final(
+    judging: list[Judging], monkeypatch: pytest.MonkeyPatch, error: Exception, attempts: int, answers: bool
+) -> None:
+    left = [attempts]
+
+    def describe(self: FakeWorker) -> Described:
+        if left[0]:
+            left[0] -= 1
+            self.close()
+            raise error
+        return Described(CAPABILITIES)
+
+    monkeypatch.setattr(FakeWorker, "describe", describe)
+    runner = Runner()
+    if answers:
+        assert runner.declared(A, "cpu") is CAPABILITIES
+    else:
+        with pytest.raises(type(error)):
+            runner.declared(A, "cpu")
+    assert left == [0]
+    runner.close()
+
+
+def test_a_run_tells_which_case_runs_have_begun(judging: list[Judging]) -> None:
+    runner, begun = Runner(), list[Item]()
+    runner.begun = begun.append
+    for number, _ in enumerate(runner.run(plan(*SIX), SIX), 1):
+        assert begun[:number] == SIX[:number]
+    runner.close()
+
+
+def test_what_another_judge_has_spent_is_no_longer_in_the_budget(judging: list[Judging]) -> None:
+    (late,) = results(SIX[0], budget_s=9.0, spent_s=9.0)
+    assert late.left_out
+    (early,) = results(SIX[0], budget_s=9.0, spent_s=1.0)
+    assert early.status is Status.PASSED
 
 
 def test_one_job_uses_the_first_gpu(judging: list[Judging]) -> None:

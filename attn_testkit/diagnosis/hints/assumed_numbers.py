@@ -95,7 +95,7 @@ def vanished_weights(e: Evidence) -> str:
 # The effect of a missing KV token may be small compared with limits that another scaling makes wider.
 @assumption(lambda e: _finite_numbers_wrong(e) and (e.attended is None or e.attended.right))
 def other_scaling(e: Evidence) -> Iterator[Supposed]:
-    """The step is right for another scaling than that of its layers, and not for their own."""
+    """The output is correct for a different softmax scale than the layer's own."""
     layers = make_layers(e.schedule.case)
     if all(layer.scaling == layers[0].scaling for layer in layers):
         return

@@ -100,7 +100,7 @@ def query_bias_without_stride(e: Evidence) -> str:
         return ""
     return (
         "rows of qq_bias are read as if they followed each other without a gap: use its stride(0), which is larger "
-        "than its width. The result is right, or NaN, for what lies there"
+        "than its width. Reading with stride = width reproduces your output, or gives NaN"
     )
 
 

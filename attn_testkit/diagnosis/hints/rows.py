@@ -95,7 +95,7 @@ def _swap_cause(e: Evidence) -> str:
     flat = [(starts[m.request] + m.row, m.of_request) for m in e.misrouted]
     by_row = [of_request == row for row, of_request in flat if row < e.step.bs]
     if several and len(by_row) > 1 and all(by_row):
-        return "the page table, or other data of a request, is indexed by query row: row j has that of request j"
+        return "the page table (or other per-request data) is indexed by query row: row j uses the entry of request j"
     # If some rows of a request, or adjacent rows, are taken for another's, offsets are wrong; if all, its table row.
     partly = any(
         {m.row for m in e.misrouted if m.request == i} != set(range(r.new))

@@ -247,8 +247,8 @@ _GIVEN_UP = (
 _INDEX_BYTES = 132
 """Bytes of an index key and its scale."""
 _BESIDE_A_BIG_POOL = 3 << 30
-"""Bytes. Under emulated CUDA a KV pool that is mostly unused takes addresses and little memory. A backend that copies
-it is right and slow, and takes all of it."""
+"""Bytes. Under emulated CUDA a KV pool that is mostly unused only reserves address space. A backend that copies the
+pool is right and slow, and uses all of that memory."""
 _BESIDE_WIDE_SCORES = 2 << 30
 """Bytes, fewer than scores of all columns take: a kernel that is interpreted tile by tile would run for hours on them.
 A backend that stores only columns of keys runs."""

@@ -21,14 +21,14 @@ from ...runner_modes.messages import Described, Rerun, RunCase, RunRecord
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, bare_result, kit_error
 from ..processes.host_memory import Trimmer
-from ..processes.worker_process import WorkerLost
+from ..processes.worker_process import ImportKilled, WorkerLost, WorkerStartError
 from .between_cases import Afresh, explained_by_what_was_kept
 from .case_run import CaseRun
 from .diagnosed import Diagnosed
 from .evaluate import Run, evaluate_item, fails
 from .worker_slot import WorkerSlot
 
-__all__ = ["Lane", "Work"]
+__all__ = ["Lane", "Lost", "Work"]
 
 MOST_PRINTED = 2000
 """Number of characters that a result keeps of what a backend printed: the last ones."""
@@ -43,6 +43,13 @@ class Work:
     """The case-run after this one, as far as that is known: begun while the lane evaluates this one."""
     afresh: Afresh
     """Results of fresh processes about earlier failures, in every lane."""
+
+
+@dataclass(frozen=True)
+class Lost:
+    """A case-run without a result: a process of the kit ended in the middle of it."""
+
+    how: str
 
 
 class Lane:
@@ -71,12 +78,15 @@ class Lane:
         """
         worker = self._slot.of(candidate, device)
         meanwhile()
-        return worker.describe()
+        try:
+            return worker.describe()
+        except ImportKilled:
+            return self._slot.of(candidate, device).describe()
 
-    def run(self, plan: Plan, work: Work) -> tuple[CaseResult, bool | None]:
+    def run(self, plan: Plan, work: Work) -> tuple[CaseResult | Lost, bool | None]:
         """Run and evaluate one case; of a failure, say whether a fresh process fails too (None: it was not asked).
 
-        Returns whatever the backend or the kit does.
+        Returns whatever the backend or the kit does: ``Lost`` if there was no worker to run it.
         """
         item = work.item
         if self._lost:
@@ -86,6 +96,8 @@ class Lane:
         except UsageError as error:
             # It was imported once, to be planned, and cannot be again.
             return bare_result(item, Status.CRASHED, str(error), plan.header.device), None
+        except WorkerStartError as error:
+            return Lost(str(error)), None
         except Exception as error:
             trace = "".join(traceback.format_exception(error)).rstrip()
             return kit_error(item, f"{type(error).__name__}: {error}\n{trace}"), None
@@ -96,7 +108,7 @@ class Lane:
         """Take a case-run, which ``result`` runs: what a lane in another process does meanwhile."""
         self._begun = plan, work
 
-    def result(self) -> tuple[CaseResult, bool | None]:
+    def result(self) -> tuple[CaseResult | Lost, bool | None]:
         """Run what was begun, as ``run`` does."""
         assert self._begun is not None
         return self.run(*self._begun)

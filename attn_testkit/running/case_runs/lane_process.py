@@ -22,14 +22,14 @@ from ...cases.case import Case
 from ...catalogue.tiers import generate
 from ...contract import Capabilities, ForwardMode
 from ...registry import BackendNotFound
-from ...results.case_result import CaseResult
+from ...results.case_result import CaseResult, Status
 from ...runner_modes.messages import Described
 from ..planning.candidate import Candidate
 from ..planning.request import Item, Options, Plan, kit_error
 from ..processes.child import START_SECONDS, Child, ChildLost
 from ..processes.forking import fork_off
 from ..processes.worker_process import WorkerStartError, import_seconds
-from .lane import Lane, Work
+from .lane import Lane, Lost, Work
 
 __all__ = ["MODULE", "LaneProcess", "ready", "serve"]
 
@@ -129,18 +129,21 @@ class LaneProcess:
         else:
             self._plan = plan
 
-    def result(self) -> tuple[CaseResult, bool | None] | None:
-        """Return what ``Lane.run`` returned there; None: the lane is alive, and not through.
+    def result(self) -> tuple[CaseResult | Lost, bool | None] | None:
+        """Return what ``Lane.run`` returned there, or would if its process had not died; None: the lane is alive, and
+        not through.
 
-        A process that died or hangs costs this case-run. Called for lanes that ``ready`` returns.
+        A process that hangs costs this case-run. Called for lanes that ``ready`` returns.
         """
         assert self._item is not None
         if self._failed:
-            return kit_error(self._item, self._failed), None
+            return Lost(self._failed), None
         try:
-            answer: tuple[CaseResult, bool | None] | None = self._answer()
+            answer: tuple[CaseResult | Lost, bool | None] | None = self._answer()
         except ChildLost as error:
-            return kit_error(self._item, f"the lane, which evaluates what its worker did: {error.reason}"), None
+            how = f"the lane, which evaluates what its worker did: {error.reason}"
+            # One that hangs has taken an hour.
+            return Lost(how) if error.status is Status.CRASHED else kit_error(self._item, how), None
         return answer
 
     @property

@@ -7,9 +7,11 @@ its life.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 from ...cases.case import parse_case
@@ -20,12 +22,12 @@ from ...results.case_result import CaseResult
 from ...runner_modes.messages import Described
 from ..planning.candidate import Candidate
 from ..planning.plan import plan_run
-from ..planning.request import Item, Options, Plan, Request, not_started
+from ..planning.request import Item, Options, Plan, Request, not_started, once_more
 from ..processes.exits import refuse_success_by_exit
 from ..processes.worker_process import WorkerStartError
 from .between_cases import Afresh
 from .drawing import draw_in_lanes
-from .lane import Lane, Work
+from .lane import Lane, Lost, Work
 from .lane_process import LaneProcess, ready
 from .worker_slot import named_request
 
@@ -53,9 +55,11 @@ class Runner:
         self._described: dict[Candidate, Described] = {}
         self._lanes: dict[int, Lane | LaneProcess] = {}
         self._afresh = Afresh()
-        self._begun = time.monotonic()
+        self._begun = time.monotonic() - self.options.spent_s
         self.note: Callable[[str], None] = lambda text: None
         """Called with what goes on between two results, such as a diagnosis."""
+        self.begun: Callable[[Item], None] = lambda item: None
+        """Called with each case-run that is handed to a lane."""
         self._closed = False
 
     def plan(self, request: Request) -> Plan:
@@ -109,7 +113,12 @@ class Runner:
         ``LaneProcess.describe``.
         """
         if candidate not in self._described:
-            self._described[candidate] = self._lane(0).describe(candidate, device, meanwhile)
+            lane = self._lane(0)
+            try:
+                self._described[candidate] = lane.describe(candidate, device, meanwhile)
+            except WorkerStartError:
+                # A process of the kit was killed; it has another one now.
+                self._described[candidate] = lane.describe(candidate, device, meanwhile)
         return self._described[candidate].declared
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
@@ -130,7 +139,8 @@ class Runner:
     def run(self, plan: Plan, items: Sequence[Item], *, ahead: bool = True) -> Generator[CaseResult, None, None]:
         """Results as they come, one for each item. Closing the generator ends what is running.
 
-        ``ahead``: whether the next case-run is begun while the one before is evaluated, or looked at by the caller.
+        ``ahead``: whether the next case-run is begun while the one before is evaluated, or looked at by the caller. A
+        case-run in whose middle a process of the kit ended is run once more.
         """
         waiting = deque(_groups(items))
         count = 1 if self.options.in_process else max(1, min(self.options.jobs, len(waiting)))
@@ -140,6 +150,7 @@ class Runner:
         plan = plan.to_run()
         coming = {index: _with_next(waiting, count) for index in range(count)}
         busy: dict[Lane | LaneProcess, int] = {}
+        running: dict[int, Item] = {}
         done: deque[CaseResult] = deque()
         try:
             while not self._closed and (coming or busy or done):
@@ -153,18 +164,28 @@ class Runner:
                             done.append(not_started(item, self.options.budget_s))
                             continue
                         lane = self._lane(index)
+                        self.begun(item)
                         lane.begin(plan, Work(item, after if ahead else None, self._afresh))
-                        busy[lane] = index
+                        busy[lane], running[index] = index, item
                         break
                     else:
                         del coming[index]
                 while done and ahead:
                     yield done.popleft()
                 for lane in _ready(list(busy)):
-                    if (found := lane.result()) is not None:
-                        del busy[lane]
-                        self._afresh.note(*found)
-                        done.append(found[0])
+                    if (found := lane.result()) is None:
+                        continue
+                    index = busy.pop(lane)
+                    result, afresh = found
+                    item = running[index]
+                    if isinstance(result, Lost):
+                        again = once_more(item, result.how)
+                        if isinstance(again, Item):
+                            coming[index] = itertools.chain([(again, None)], coming[index])
+                            continue
+                        result = again
+                    self._afresh.note(result, afresh)
+                    done.append(replace(result, repeated=item.lost) if item.lost else result)
         finally:
             for lane, index in busy.items():
                 lane.close()

@@ -37,6 +37,7 @@ __all__ = [
     "final_code",
     "kit_error",
     "not_started",
+    "once_more",
     "param_id",
     "prepare",
     "selection_of",
@@ -152,6 +153,8 @@ class Options:
     """``eager:CASE`` or ``graph:CASE``: case-runs that every process runs first."""
     budget_s: float | None = None
     """Seconds after which no further case-run is begun; planning counts. The rest is reported as not run."""
+    spent_s: float = 0.0
+    """Seconds of them that were over before this judge began: it takes the place of one that died."""
     asks_afresh: bool = True
     """True runs a failed case-run again in a fresh process, to see whether an earlier one is the cause."""
     diagnose: Diagnose = "first"
@@ -179,6 +182,8 @@ class Item:
     """True for an eager case that also tries a graph which is not declared. If that works, it leads to a hint only."""
     known: bool = False
     """A known failure may cover it: its check decides over the verdict, and is always looked for."""
+    lost: str = ""
+    """The end of a process of the kit, in words, that left the first attempt without a result. This is the last."""
 
 
 def selection_of(request: Request, items: Sequence[Item], whole: Collection[Item] | None, failed: int) -> Selection:
@@ -316,6 +321,16 @@ def unloadable(spec: str, reason: str) -> CaseResult:
 def kit_error(item: Item, reason: str) -> CaseResult:
     """The result of a case-run that our own code failed: nobody may take it for a verdict on the backend."""
     return bare_result(item, Status.CRASHED, f"{KIT_ERROR}{reason}")
+
+
+def once_more(item: Item, how: str) -> Item | CaseResult:
+    """The case-run to repeat after a process of the kit ended in the middle of it; after a second one, its result.
+
+    ``how``: which process it was, and how it ended.
+    """
+    if not item.lost:
+        return replace(item, lost=how)
+    return kit_error(item, f"{how}; this was the second attempt, and in the first {item.lost}")
 
 
 def final_code(

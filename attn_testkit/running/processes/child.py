@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import re
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -19,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from ...results.case_result import Status
+from .forked import Forked
 from .forking import fork_context
 from .wire import Unreadable, read
 
@@ -26,20 +28,27 @@ __all__ = ["Child", "ChildLost", "ending"]
 
 START_SECONDS = 300.0
 """Time for a child to import its module on a busy machine."""
+_AGAIN_AFTER = (0.1, 1.0)
+"""Seconds before the second attempt to start a process, and before the third."""
 MOST_BYTES = 1 << 16
 """Most bytes that are kept of a child's output: some print gigabytes."""
 LAST_LINES = 12
 FRAMES = 5
+_UNKNOWN = 255
+"""Exit code that ``multiprocessing`` gives where the process that the child was forked from has ended before it."""
 _STARTED = "started"
 """Message that a child sends between importing its module and serving."""
 
 
 class ChildLost(Exception):
-    """The process died or hung. ``status`` is ``CRASHED`` or ``TIMED_OUT``; the reason ends with its last words."""
+    """The process died or hung. ``status`` is ``CRASHED`` or ``TIMED_OUT``; the reason ends with its last words.
 
-    def __init__(self, status: Status, reason: str) -> None:
+    ``killed``: by SIGKILL, which comes from outside.
+    """
+
+    def __init__(self, status: Status, reason: str, *, killed: bool = False) -> None:
         super().__init__(reason)
-        self.status, self.reason = status, reason
+        self.status, self.reason, self.killed = status, reason, killed
 
 
 class Child:
@@ -59,18 +68,32 @@ class Child:
         self._reader = reader
         self._mark = 0
         self._heard = False
+        # The process that it is forked from says how it ended, and may itself be killed before.
+        self._forked: Forked | None = None
         self._deadline = self._seconds = 0.0
         handle, self._words = tempfile.mkstemp(prefix="attn-testkit-child-")
         os.close(handle)
         self._connection, theirs = multiprocessing.Pipe()
         self._process = fork_context().Process(target=_run, args=(module, theirs, self._words, arguments), daemon=True)
         try:
-            self._process.start()
+            self._start()
         except (OSError, EOFError):
             self.close()
             raise
         finally:
             theirs.close()
+        with contextlib.suppress(OSError, AttributeError):  # it has ended; a system without such files
+            self._forked = Forked(self.pid)
+
+    def _start(self) -> None:
+        # The process to fork from is replaced when it has ended. One that is killed answers no more, milliseconds
+        # before that can be seen.
+        for seconds in _AGAIN_AFTER:
+            try:
+                return self._process.start()
+            except (ConnectionError, EOFError):
+                time.sleep(seconds)
+        self._process.start()
 
     @property
     def pid(self) -> int:
@@ -146,7 +169,7 @@ class Child:
     def end(self) -> None:
         """Ask a process that has a grace to end, and do not wait for it: ``close`` does."""
         pid = self._process.pid
-        if self._grace and pid is not None and self._process.exitcode is None:
+        if self._grace and pid is not None and self._runs():
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGTERM)
 
@@ -165,29 +188,43 @@ class Child:
     def _kill(self) -> None:
         with self._closing:
             pid = self._process.pid
-            if pid is None or self._process.exitcode is not None:
+            if pid is None or not self._runs():
                 return
             if self._grace:
                 self.end()
-                self._process.join(self._grace)
+                self._wait(self._grace)
             # Its own group where it came so far, and itself where not.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 if os.getpgid(pid) == pid:
                     os.killpg(pid, signal.SIGKILL)
                 else:
                     os.kill(pid, signal.SIGKILL)
-            self._process.join()
+            self._wait()
+
+    def _runs(self) -> bool:
+        return self._process.exitcode is None if self._forked is None else self._forked.poll() is None
+
+    def _wait(self, seconds: float | None = None) -> None:
+        if self._forked is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._forked.wait(seconds)
+            if self._runs():
+                return
+        self._process.join(seconds)
 
     def _died(self) -> NoReturn:
         self._process.join(timeout=5)
         code = self._process.exitcode
-        raise self._lost(Status.CRASHED, f"the process {ending(code) if code is not None else 'closed its pipe'}")
+        how = "closed its pipe" if code is None else ending(code)
+        if code == _UNKNOWN:
+            how = "ended, with exit code 255 or an unknown one"
+        raise self._lost(Status.CRASHED, f"the process {how}", killed=code == -signal.SIGKILL)
 
-    def _lost(self, status: Status, reason: str) -> ChildLost:
+    def _lost(self, status: Status, reason: str, *, killed: bool = False) -> ChildLost:
         self._kill()
         words = self.last_words()
         self.close()
-        return ChildLost(status, reason + words)
+        return ChildLost(status, reason + words, killed=killed)
 
 
 def _run(module: str, connection: Connection, words: str, arguments: tuple[Any, ...]) -> None:

@@ -12,20 +12,19 @@ import json
 import multiprocessing
 import multiprocessing.process
 import os
-import select
-import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
+from .forked import Forked
+
 if TYPE_CHECKING:
     from .child import Child
 
-__all__ = ["Forked", "accepted", "connect", "end", "settings", "start"]
+__all__ = ["accepted", "connect", "end", "settings", "start"]
 
 _SERVE = "attn_testkit.running.processes.judge_process"
 """Module whose ``serve`` the process runs."""
@@ -80,44 +79,6 @@ def _remove(folder: str) -> None:
     for remove, path in ((os.unlink, f"{folder}/socket"), (os.rmdir, folder)):
         with contextlib.suppress(OSError):
             remove(path)
-
-
-class Forked:
-    """A process that is not a child, as ``subprocess.Popen`` has one that is. Its exit code is unknown."""
-
-    returncode: int | None = None
-
-    def __init__(self, pid: int) -> None:
-        """Raises ``OSError`` for a process that has ended."""
-        self.pid = pid
-        # An id may be that of another process later, and this cannot.
-        self._file = os.pidfd_open(pid)
-
-    def poll(self) -> int | None:
-        """0 if it has ended, else None."""
-        return self._ended(0.0)
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Return when it has ended. Raises ``subprocess.TimeoutExpired``."""
-        if self._ended(timeout) is None:
-            raise subprocess.TimeoutExpired("a forked judge", timeout or 0.0)
-        return 0
-
-    def send_signal(self, number: int) -> None:
-        """Send a signal, unless it has ended."""
-        if self.poll() is None:
-            signal.pidfd_send_signal(self._file, number)
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.send_signal(signal.SIGKILL)
-
-    def _ended(self, timeout: float | None) -> int | None:
-        return 0 if select.select([self._file], [], [], timeout)[0] else None
-
-    def __del__(self) -> None:
-        if hasattr(self, "_file"):
-            os.close(self._file)
 
 
 def connect(place: str, path: Sequence[str], environment: Mapping[str, str]) -> tuple[Connection, Forked] | None:

@@ -2,7 +2,8 @@
 
 The judge must not share a process with the backend: one assignment at import could make any backend conformant. So
 pytest, a notebook and the command line start a fresh interpreter for the judge. It imports no candidate; the workers
-that it starts do. A front end needs no torch.
+that it starts do. A front end needs no torch. A judge that dies is replaced: a plan and the results that have come are
+with the front end, so another can go on.
 """
 
 from __future__ import annotations
@@ -16,16 +17,20 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ...registry import UsageError
 from ...results.case_result import CaseResult
-from ..planning.request import Item, Judge, Options, Plan, Request
+from ..planning.request import Item, Judge, Options, Plan, Request, once_more
 from . import judge_of_worker
+from .child import ending
+from .forked import Forked
 from .forking import fork_off
 from .gpus import visible_gpus
 
@@ -47,75 +52,93 @@ _BOOT = (
 )
 _PATIENCE = 10.0
 """Seconds for the judge to end its workers before it is killed."""
+MOST_DEATHS = 10
+"""Deaths of the process one after the other, with no answer and no result between, that end the run."""
 
 
 class JudgeError(Exception):
     """The judge failed: a fault of the kit or of the installation, never a verdict. Ends with what it printed."""
 
 
+class _Died(Exception):
+    """The judge's process has ended. The text says how."""
+
+
 class JudgeProcess:
-    """A ``request.Judge`` behind a pipe. Used by one thread."""
+    """A ``request.Judge`` behind a pipe, replaced when it dies. Used by one thread."""
 
     def __init__(self, options: Options | None = None, device: str = "auto", *, place: str = "") -> None:
         """``device``: what the run will ask for, as far as it is known. ``place``: where a judge waits that was forked
         for this process (``for_worker``); without one, and where it has ended, a fresh interpreter is started.
         """
-        self._process: subprocess.Popen[bytes] | judge_of_worker.Forked
+        self._process: subprocess.Popen[bytes] | Forked
+        self._options, self._device = options or Options(), device
+        self._began = time.monotonic()
+        self._deaths = 0
+        self._closed = False
         forked = judge_of_worker.connect(place, search_path(), _environment(device)) if place else None
         self._connection, self._process = forked or _fresh(device)
         self.note: Callable[[str], None] = lambda text: None
         """Called with what goes on between two results."""
-        self._send(options or Options())
+        self._begin(self._options)
 
     def plan(self, request: Request) -> Plan:
         """Decide what to run. Raises ``UsageError``."""
-        self._send(("plan", request))
-        plan: Plan = self._receive("plan")
+        plan: Plan = self._ask("plan", request)
         return plan
 
     def capabilities_lines(self, specs: Sequence[str], device: str) -> list[tuple[str, str]]:
         """(what it declares in one line, why it cannot be imported) of each, one of them empty."""
-        self._send(("declared", tuple(specs), device))
-        lines: list[tuple[str, str]] = self._receive("declared")
+        lines: list[tuple[str, str]] = self._ask("declared", tuple(specs), device)
         return lines
 
     def capabilities(self, candidate: Candidate, device: str) -> Capabilities:
         """Capabilities of a backend. Imports torch here, as their values need it. Raises ``UsageError``."""
-        self._send(("capabilities", candidate, device))
-        declared: Capabilities = self._receive("capabilities")
+        declared: Capabilities = self._ask("capabilities", candidate, device)
         return declared
 
     def device_name(self, device: str) -> str:
         """Name of the device that a run would use here."""
-        self._send(("device", device))
-        name: str = self._receive("device")
+        name: str = self._ask("device", device)
         return name
 
     def for_worker(self) -> str:
         """Have a judge forked for another front end: its ``place``, or empty text. It ends with this one."""
         if RUNNER != _LOOP:
             return ""  # what is forked has imported that one
-        self._send(("fork",))
-        place: str = self._receive("fork")
+        place: str = self._ask("fork")
         return place
 
     def run(self, plan: Plan, items: Sequence[Item]) -> Generator[CaseResult, None, None]:
-        """Results as they come. One that is given up before its end takes the judge along."""
-        self._send(("run", plan, tuple(items)))
+        """Results as they come, one for each item. One that is given up before its end takes the judge along.
+
+        After the death of a judge another goes on, and repeats once the case-runs that were running.
+        """
+        left = list(items)
+        running: list[Item] = []
         done = False
         try:
-            while True:
-                result: CaseResult | None = self._receive("result")
-                if result is None:
+            while not done:
+                try:
+                    self._send(("run", plan, tuple(left)))
+                    while (found := self._receive("result", running)) is not None:
+                        _strike(left, found)
+                        _strike(running, found)
+                        yield found
                     done = True
-                    return
-                yield result
+                except _Died as died:
+                    yield from _with_once_more(left, running, str(died))
+                    self._replace(died)
         finally:
             if not done:
                 self.close()
 
     def close(self) -> None:
         """End the judge and every worker of its."""
+        self._closed = True
+        self._end()
+
+    def _end(self) -> None:
         self._connection.close()
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGTERM)
@@ -125,36 +148,100 @@ class JudgeProcess:
                 self._process.kill()
                 self._process.wait()
 
+    def _begin(self, options: Options) -> None:
+        # A judge that has died by now is noticed when it is asked.
+        with contextlib.suppress(OSError):
+            self._connection.send(options)
+
+    def _replace(self, died: _Died) -> None:
+        """Start another judge. Raises ``JudgeError`` where that does not help."""
+        self._deaths += 1
+        if self._closed:
+            raise JudgeError(f"{died}; its output is printed above") from died
+        if self._deaths >= MOST_DEATHS:
+            self.close()
+            raise JudgeError(
+                f"{died}, as {self._deaths - 1} before it did, without a result between; their output is printed above"
+            ) from died
+        self.note(f"{died}; another one is starting")
+        try:
+            self._connection, self._process = _fresh(self._device)
+        except OSError as error:
+            self.close()
+            raise JudgeError(f"{died}, and no other could be started: {error}") from error
+        self._begin(replace(self._options, spent_s=time.monotonic() - self._began))
+
+    def _ask(self, kind: str, *values: object) -> Any:
+        """The answer to a question, if need be of another judge."""
+        while True:
+            try:
+                self._send((kind, *values))
+                return self._receive(kind)
+            except _Died as died:
+                self._replace(died)
+
     def _send(self, message: object) -> None:
         try:
             self._connection.send(message)
         except OSError as error:
             raise self._ended() from error
 
-    def _receive(self, kind: str) -> Any:
+    def _receive(self, kind: str, running: list[Item] | None = None) -> Any:
+        """Receive an answer. ``running``: gets the case-runs that begin before it."""
         try:
             found, value = self._connection.recv()
-            while found == "note":
-                self.note(value)
+            while found in ("note", "begun"):
+                if found == "note":
+                    self.note(value)
+                elif running is not None:
+                    running.append(value)
                 found, value = self._connection.recv()
         except TimeoutError:
             # An alarm of the caller's: the judge has not ended.
             raise
         except (EOFError, OSError) as error:
             raise self._ended() from error
+        self._deaths = 0
         if found == "usage":
             raise UsageError(value)
         if found != kind:
             raise JudgeError(value)
         return value
 
-    def _ended(self) -> JudgeError:
+    def _ended(self) -> _Died:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(_PATIENCE)
-        self.close()
+        self._end()
         code = self._process.returncode
-        how = "" if code is None else f" with exit code {code}"
-        return JudgeError(f"the judge's process ended{how}; its output is printed above")
+        if code is None or code >= 0:
+            return _Died("the judge's process ended" + ("" if code is None else f" with exit code {code}"))
+        return _Died(f"the judge's process {ending(code)}")
+
+
+def _key(of: Item | CaseResult) -> tuple[str, str, str]:
+    return of.backend, of.execution, of.case
+
+
+def _strike(items: list[Item], result: CaseResult) -> None:
+    """Remove the item that has this result."""
+    for number, item in enumerate(items):
+        if _key(item) == _key(result):
+            del items[number]
+            return
+
+
+def _with_once_more(left: list[Item], running: list[Item], how: str) -> Iterator[CaseResult]:
+    """Put what was running when the judge died into what is left, to be repeated. Yield results of what was before."""
+    lost = {_key(item): item for item in running}
+    running.clear()
+    for number, item in reversed([*enumerate(left)]):
+        if _key(item) in lost:
+            again = once_more(lost[_key(item)], how)
+            if isinstance(again, Item):
+                left[number] = again
+            else:
+                del left[number]
+                yield replace(again, repeated=lost[_key(item)].lost)
 
 
 def _fresh(device: str) -> tuple[Connection, subprocess.Popen[bytes]]:
@@ -221,7 +308,8 @@ def _serve_runner(connection: Connection, runner_module: str) -> NoReturn:
             fork_off()
         options: Options = connection.recv()
         runner = importlib.import_module(runner_module).Runner(options)
-        runner.note = partial(_send_note, connection)
+        runner.note = partial(_tell, connection, "note")
+        runner.begun = partial(_tell, connection, "begun")
     except BaseException as error:
         connection.send(("error", f"the judge could not start: {type(error).__name__}: {error}"))
         raise
@@ -251,9 +339,9 @@ def _serve_runner(connection: Connection, runner_module: str) -> NoReturn:
             _answer(runner, message, connection)
 
 
-def _send_note(connection: Connection, text: str) -> None:
+def _tell(connection: Connection, kind: str, value: object) -> None:
     with contextlib.suppress(ConnectionError):  # the results that follow find out
-        connection.send(("note", text))
+        connection.send((kind, value))
 
 
 def _answer(runner: Any, message: tuple[Any, ...], connection: Connection) -> None:

@@ -15,7 +15,7 @@ from ..planning.candidate import Candidate
 from . import forking
 from .child import Child, ChildLost
 
-__all__ = ["Worker", "WorkerLost", "WorkerStartError", "import_seconds"]
+__all__ = ["ImportKilled", "Worker", "WorkerLost", "WorkerStartError", "import_seconds"]
 
 _IMPORT_SECONDS = 60.0
 """Least time limit of a backend's import: packages are large, disks cold and machines busy."""
@@ -38,6 +38,10 @@ class WorkerLost(Exception):
     def __init__(self, status: Status, reason: str, *, of_another: bool = False) -> None:
         super().__init__(reason)
         self.status, self.reason, self.of_another = status, reason, of_another
+
+
+class ImportKilled(BackendNotFound):
+    """The process was killed by SIGKILL while it imported the backend: from outside, so another may come to its end."""
 
 
 class WorkerStartError(Exception):
@@ -87,7 +91,8 @@ class Worker:
             try:
                 answer = self._child.hear(import_seconds(self._timeout_s))
             except ChildLost as error:
-                raise BackendNotFound(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
+                lost = ImportKilled if error.killed else BackendNotFound
+                raise lost(f"backend {self.candidate.spec!r}: importing it: {error.reason}") from error
             if isinstance(answer, str):
                 self.close()
                 raise BackendNotFound(answer)

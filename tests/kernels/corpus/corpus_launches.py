@@ -28,11 +28,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from attn_testkit.emulation.installation import INSTALLED
-from attn_testkit.emulation.private import disable_functions, disable_modes
-from attn_testkit.emulation.tags import DEVICE
 
-from attn_testkit.emulation import session, triton_floats
+from cuda_on_cpu import session, triton_floats
+from cuda_on_cpu.installation import INSTALLED
+from cuda_on_cpu.private import disable_functions, disable_modes
+from cuda_on_cpu.tags import DEVICE
 
 Memory = dict[int, bytes]
 Lines = tuple[tuple[int, ...], int]

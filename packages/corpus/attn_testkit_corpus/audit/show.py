@@ -1,4 +1,4 @@
-"""Views of an audit: on a terminal, as a page, and as the documentation of the checks."""
+"""Views of an audit, on a terminal and as a page, and the list of what it runs."""
 
 from __future__ import annotations
 
@@ -8,14 +8,11 @@ import jinja2
 
 from attn_testkit.checks import CHECKS
 
-from ..faults import all_controls, all_faults, all_known_bugs, thread_address
+from ..faults import all_controls, all_faults
 from ..faults.catalogue import CLASSES, entry_of
 from .verdicts import Audit, ControlVerdict, FaultVerdict
 
-__all__ = ["CHECKS_FOLDER", "audit_page", "audit_text", "check_pages"]
-
-CHECKS_FOLDER = "reference/checks"
-"""Folder of the pages of the checks in ``docs/``."""
+__all__ = ["audit_page", "audit_text", "list_text"]
 
 
 def audit_text(audit: Audit, *, verbose: bool = False) -> str:
@@ -154,31 +151,16 @@ def audit_page(audit: Audit) -> str:
     )
 
 
-def check_pages() -> dict[str, str]:
-    """The documentation of the checks, path in ``docs/`` to text: an index, a page for each check, the catalogue of
-    faults and controls, and the journal of known bugs.
-    """
-    faults = all_faults()
-    checks = [(check, [fault for fault in faults if fault.checks[0] == check.id]) for check in CHECKS.values()]
-    every = {"faults": faults, "controls": all_controls()}
-    one = _template("check.md.j2", autoescape=False)
-    pages = {
-        f"{CHECKS_FOLDER}.md": _template("checks.md.j2", autoescape=False).render(every, checks=checks),
-        f"{CHECKS_FOLDER}/catalogue.md": _template("catalogue.md.j2", autoescape=False).render(every, classes=CLASSES),
-        "evidence/known-bugs.md": _known_bugs_page(),
-    }
-    for check, proofs in checks:
-        pages[f"{CHECKS_FOLDER}/{check.id}.md"] = one.render(check=check, proofs=proofs)
-    return {path: f"{text}\n" for path, text in pages.items()}
-
-
-def _known_bugs_page() -> str:
-    known = all_known_bugs()
-    return _template("known_bugs.md.j2", autoescape=False).render(
-        bugs=known.bugs,
-        met=[bug for bug in known.bugs if bug.faults],
-        outside=known.outside,
-        classes=CLASSES,
-        threads={bug.name: [(t, thread_address(t, known.projects)) for t in bug.threads] for bug in known.bugs},
-        faults={fault.slug: fault for fault in all_faults()},
-    )
+def list_text() -> str:
+    """Broken and known-good backends, one per line: class of bug, name, the check that must catch it, what it does."""
+    faults, controls = all_faults(), all_controls()
+    wide = max(len(entry.slug) for entry in (*faults, *controls))
+    check = max(len(fault.checks[0]) for fault in faults)
+    lines = []
+    for fault in faults:
+        scaled = f" (scaled down: {fault.modelled})" if fault.modelled else ""
+        lines.append(f"{fault.bug_class} {fault.slug:<{wide}}  {fault.checks[0]:<{check}}  {fault.about}{scaled}")
+    lines += [f"  {control.slug:<{wide}}  {'must pass':<{check}}  {control.about}" for control in controls]
+    lines += ["", *(f"{letter}  {words}" for letter, words in CLASSES.items())]
+    lines.append(f"{len(faults)} broken backends, {len(controls)} known-good ones")
+    return "\n".join(lines)

@@ -6,14 +6,12 @@ import json
 import os
 import sys
 import time
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from attn_testkit.cli.options import Seconds, Spelled, device_option
-from attn_testkit.registry import UsageError
-from attn_testkit.reports.record import cannot_write, refuse_unwritable, write_text
+from attn_testkit.reports.record import refuse_unwritable, write_text
 from attn_testkit.running.planning.request import TIERS
 
 from .audit_mutants import hunt_mutants, mutant_options
@@ -73,12 +71,7 @@ passes, or a check catches nothing that others do not.""",
 @click.option("--json", "json_file", type=click.Path(), metavar="FILE", help="Write results as JSON.")
 @click.option("--html", "html_file", type=click.Path(), metavar="FILE", help="Write the kill matrix as a page.")
 @click.option("--verbose", "-v", is_flag=True, help="Print the failure of every seeded bug.")
-@click.option(
-    "--docs",
-    type=click.Path(),
-    metavar="FILE",
-    help="Write the docs pages of checks; run nothing.",
-)
+@click.option("--list", "show_list", is_flag=True, help="List all broken and known-good backends.")
 @mutant_options
 def audit(
     faults: tuple[str, ...],
@@ -93,7 +86,7 @@ def audit(
     json_file: str | None,
     html_file: str | None,
     verbose: bool,
-    docs: str | None,
+    show_list: bool,
     **hunting: Any,
 ) -> int:
     """Test the kit itself: broken and adversarial backends must fail, known-good ones must pass.
@@ -109,11 +102,11 @@ def audit(
 
     from ..audit import Settings
     from ..audit import audit as run_audit
-    from ..audit.show import audit_page, audit_text, check_pages
+    from ..audit.show import audit_page, audit_text, list_text
     from ..audit.verdicts import caught_before
 
-    if docs:
-        _write_pages(Path(docs), check_pages())
+    if show_list:
+        click.echo(list_text())
         return 0
     emulated = resolve(device).emulated
     jobs = jobs or min(8 if emulated else 4, os.cpu_count() or 1, _processes_that_fit())
@@ -127,24 +120,6 @@ def audit(
     if html_file:
         write_text(html_file, audit_page(found))
     return found.exit_code
-
-
-def _write_pages(docs: Path, pages: dict[str, str]) -> None:
-    """Write the pages at their paths from the folder ``docs``, and name pages of checks that no longer exist."""
-    from ..audit.show import CHECKS_FOLDER
-
-    if not docs.is_dir():
-        raise UsageError(f"--docs {docs}: no such folder; give the folder of the documentation, docs in a checkout")
-    for name, text in pages.items():
-        path = docs / name
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise cannot_write(path.parent, error) from error
-        write_text(str(path), text)
-    for page in sorted((docs / CHECKS_FOLDER).glob("*.md")):
-        if page.relative_to(docs).as_posix() not in pages:
-            click.echo(f"attn-testkit: {page} belongs to no check; remove it", err=True)
 
 
 def _processes_that_fit() -> int:

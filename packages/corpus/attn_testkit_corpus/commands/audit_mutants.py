@@ -46,7 +46,7 @@ def mutant_options(command: F) -> F:
 
 _OTHERS = {
     "faults": "--fault", "classes": "--class", "timeout": "--timeout", "last": "--last", "html_file": "--html",
-    "verbose": "--verbose", "docs": "--docs",
+    "verbose": "--verbose", "show_list": "--list",
 }  # fmt: skip
 """Options that --mutants excludes."""
 

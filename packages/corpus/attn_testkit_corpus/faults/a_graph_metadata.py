@@ -7,6 +7,7 @@ from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 
+from .builds import BatchInvariantBackend
 from .catalogue import fault
 from .parent import CountingBackend, Metadata, PlannedBackend
 
@@ -351,14 +352,9 @@ class PageTableRefreshedForTheFirstPagesOnly(PlannedBackend):
     checks=("graph-matches-eager",),
     hint="split count",
 )
-class KvSplitsNotRefreshed(PlannedBackend):
+class KvSplitsNotRefreshed(BatchInvariantBackend):
     """Replay keeps the number of splits of the capture: right numbers, and other bits than eager."""
 
-    capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
-
     @override
-    def in_split(self, meta: Metadata) -> torch.Tensor:
-        splits = super().in_split(meta)
-        if not self.in_graph:
-            return splits
-        return splits.any(1, keepdim=True) & (self.index[: self.max_splits, None] == 0)
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return lens.clamp(min=1) if self.in_graph else super().plan_splits(lens)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from typing_extensions import override
 
 from attn_testkit.contract import AttentionLayer, BackendContext, DraftExtendInput, ForwardBatch, VerifyInput
 
+from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
 
 __all__ = ["CascadeBackend", "CountedRunsBackend", "KeptPlansBackend", "RegisterRowsBackend", "TiledBackend"]
@@ -212,9 +215,27 @@ class BatchInvariantBackend(PlannedBackend):
     """Splits depend only on the request's own length, so its bits do not depend on other requests.
 
     Requests are computed one by one: a batched matrix product chooses its order of summation by the size of the batch.
+    If a fault plans other splits for a request, its bits are other ones on every processor: the sums are those of its
+    own splits, in another order (``in_other_order``).
     """
 
     capabilities = PlannedBackend.capabilities.with_changes(batch_invariant=True)
+
+    @override
+    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return self.own_splits(lens)
+
+    def own_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        """[B] int32: keys in one split of each request, whose bits are the right ones. ``lens`` [B] int32."""
+        return super().plan_splits(lens)
+
+    @override
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        own, ends = self.own_splits(meta.kv_lens), meta.cu_seqlens_q[1:].long()
+        out = super().attend(q, layer, replace(meta, chunk=own))
+        other = (meta.chunk != own) & (torch.minimum(meta.chunk, own) < meta.kv_lens)
+        request = torch.searchsorted(ends, self.index[: len(q)], right=True).clamp(max=len(ends) - 1)
+        return in_other_order(out, other[request][:, None, None])
 
     @override
     def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
@@ -281,7 +302,7 @@ class SplitsOfFixedTokensBackend(ModeInvariantBackend):
     """Tokens of each split; the last one has the rest."""
 
     @override
-    def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
+    def own_splits(self, lens: torch.Tensor) -> torch.Tensor:
         return torch.full_like(lens, self.split_tokens)
 
     @override

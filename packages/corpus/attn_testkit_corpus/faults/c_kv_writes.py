@@ -131,7 +131,8 @@ class SwaWriteLocsSynthesisedZero(PlannedBackend):
     executions=_GRAPH,
     checks=("writes-own-kv",),
     hint="K and V|slot",
-    modelled="rejected rows of a graph represent rows from rounding to the parallel size",
+    modelled="the graph's rejected rows stand for the rows that a server adds to round the batch up to its "
+    "tensor-parallel size",
 )
 class AlignmentRowsMaterialised(PlannedBackend):
     """Rows after the live ones are stored too, in the live locations over again."""

@@ -23,6 +23,7 @@ from attn_testkit.contract import (
 )
 
 from .catalogue import control
+from .orders import in_other_order
 from .parent import CountingBackend, Metadata, PlannedBackend
 
 _WHOLE = PlannedBackend.capabilities
@@ -212,12 +213,16 @@ class SplitsInAnyOrder(PlannedBackend):
     """Splits are summed as they finish: other bits each time, and determinism is not declared."""
 
     capabilities = _in("decode", deterministic=False)
-    turn = 0
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.turn = torch.zeros((), dtype=torch.int64, device=context.device)
 
     @override
-    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        self.turn += 1
-        return super().combine(acc.roll(self.turn, 1), lse.roll(self.turn, 1), layer)
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        # Counted on the device: so does every replay.
+        self.turn += layer.layer_id == self.context.layers[0].layer_id
+        return in_other_order(super().attend(q, layer, meta), self.turn % 2 == 0)
 
 
 @control("finite-page-tails")

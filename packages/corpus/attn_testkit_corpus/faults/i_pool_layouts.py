@@ -157,7 +157,7 @@ class WrittenToAReshapedCopy(StridedBackend):
     modes=_ALL,
     executions=("graph",),
     checks=("matches-oracle", "graph-matches-eager", "reads-own-kv", "replay-follows-batch"),
-    modelled="all of the pool, where it would be the pages of a request",
+    modelled="transposes the whole pool; the real bug transposed only the request's pages",
 )
 class PoolTransposedOnce(StridedBackend):
     """A pool of heads first is made contiguous for a kernel of the other layout, once, before the captures."""

@@ -12,9 +12,11 @@ from attn_testkit.contract import AttentionLayer, BackendContext, ForwardBatch, 
 from .builds import BatchInvariantBackend
 from .catalogue import fault
 from .dense import DenseBackend
+from .orders import in_other_order
 from .parent import Metadata, PlannedBackend
 
 _ALL = tuple(ForwardMode)
+_EVERY_OTHER_CALL = "every other call adds backwards three numbers whose sum depends on the order"
 
 
 @fault(
@@ -39,7 +41,7 @@ class SplitsDependOnBatchmates(BatchInvariantBackend):
     modes=_ALL,
     executions=("eager",),
     checks=("batch-invariant",),
-    hint="layer 0",
+    hint="layer 1",
 )
 class FixedSplitDroppedForWindows(BatchInvariantBackend):
     """The deterministic split size is passed on by every path but the windowed one."""
@@ -90,7 +92,7 @@ class AnotherKernelAbove32Requests(BatchInvariantBackend):
     executions=("eager",),
     checks=("repeatable",),
     hint="atomics",
-    modelled="every other call adds the splits backwards",
+    modelled=_EVERY_OTHER_CALL,
 )
 class OrderOfSumsVaries(PlannedBackend):
     """Partial sums are added in the order in which they arrive, although determinism is declared."""
@@ -100,18 +102,13 @@ class OrderOfSumsVaries(PlannedBackend):
         self.calls = 0
 
     def backwards(self, layer: AttentionLayer) -> bool:
-        """True if this call adds the splits from the last to the first."""
-        return self.calls // len(self.context.layers) % 2 == 0
+        """True if this call adds from the last to the first."""
+        return (self.calls - 1) // len(self.context.layers) % 2 == 0
 
     @override
-    def combine(self, acc: torch.Tensor, lse: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
         self.calls += 1
-        top = lse.amax(1, keepdim=True).clamp(min=-1e30)
-        weight = torch.exp(lse - top)
-        order = range(self.max_splits)[::-1] if self.backwards(layer) else range(self.max_splits)
-        total = sum(((acc[:, i] * weight[:, i, ..., None]) for i in order), torch.zeros_like(acc[:, 0]))
-        sink = 0.0 if layer.sinks is None else torch.exp(layer.sinks - top[:, 0])
-        return total / (weight.sum(1) + sink).clamp(min=1e-30)[..., None]
+        return in_other_order(super().attend(q, layer, meta), self.backwards(layer))
 
 
 @fault(
@@ -121,13 +118,10 @@ class OrderOfSumsVaries(PlannedBackend):
     executions=("eager",),
     checks=("repeatable",),
     hint="layer 1",
-    modelled="every other call adds the splits backwards",
+    modelled=_EVERY_OTHER_CALL,
 )
 class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
     """Only the last layer, which has another kernel, adds partial sums in the order in which they arrive."""
-
-    # Only float32: rounding to 16 bits hides the order of few splits, on some devices in every case.
-    capabilities = OrderOfSumsVaries.capabilities.with_changes(dtypes={"fp32"})
 
     @override
     def backwards(self, layer: AttentionLayer) -> bool:
@@ -142,8 +136,10 @@ class LastLayerSumsInArrivalOrder(OrderOfSumsVaries):
     checks=("repeatable",),
     hint="split count",
 )
-class FirstCallTunes(PlannedBackend):
+class FirstCallTunes(BatchInvariantBackend):
     """The first call of a shape runs an untuned kernel, and later calls run the one that was found to be fastest."""
+
+    capabilities = PlannedBackend.capabilities
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

@@ -9,9 +9,11 @@ from attn_testkit.contract import AttentionLayer, ForwardBatch, ForwardMode
 
 from .builds import ModeInvariantBackend, SplitsOfFixedTokensBackend
 from .catalogue import fault
+from .orders import in_other_order
 from .parent import Metadata
 
 _EXTEND, _EAGER = (ForwardMode.EXTEND,), ("eager",)
+_ITS_ORDER = "the other kernel adds backwards three numbers whose sum depends on the order"
 
 
 @fault(
@@ -31,8 +33,15 @@ class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
         return super().plan(batch)
 
     @override
+    def own_splits(self, lens: torch.Tensor) -> torch.Tensor:
+        return self.in_splits(lens, 1)
+
+    @override
     def plan_splits(self, lens: torch.Tensor) -> torch.Tensor:
-        splits = max(1, self.max_splits - len(lens) // 8) if self.is_decode else 1
+        return self.in_splits(lens, max(1, self.max_splits - len(lens) // 8) if self.is_decode else 1)
+
+    def in_splits(self, lens: torch.Tensor, splits: int) -> torch.Tensor:
+        """[B] int32: keys in one of so many splits, whole tiles."""
         return (-(-lens // (splits * self.tile)) * self.tile).clamp(min=self.tile)
 
 
@@ -43,9 +52,10 @@ class SplitCountOfDecodeByItsBatch(ModeInvariantBackend):
     executions=_EAGER,
     checks=("mode-invariant",),
     hint="in target-verify than the same rows",
+    modelled=_ITS_ORDER,
 )
 class OtherKernelForVerify(ModeInvariantBackend):
-    """The kernel of target-verify multiplies queries by the scale before the product, and the others after it."""
+    """The kernel of target-verify adds in another order than that of the other modes."""
 
     @override
     def plan(self, batch: ForwardBatch) -> Metadata:
@@ -53,9 +63,8 @@ class OtherKernelForVerify(ModeInvariantBackend):
         return super().plan(batch)
 
     @override
-    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        scale = 1.1 if self.is_verify else 1.0
-        return super().logits(rows * scale, keys / scale, layer)
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return in_other_order(super().attend(q, layer, meta), self.is_verify)
 
 
 @fault(
@@ -100,23 +109,14 @@ class SplitCountByLongestRequestOfCapture(SplitsOfFixedTokensBackend):
     executions=_EAGER,
     checks=("mode-invariant",),
     hint="in a replay of (decode|target-verify) in bucket",
+    modelled=_ITS_ORDER,
 )
 class TileByBucket(SplitsOfFixedTokensBackend):
     """Graphs of more than two requests sum a product of q and k in two halves of the head dim."""
 
     @override
-    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        if not self.in_graph or len(self.bucket_lens) <= 2 or layer.logit_cap:
-            return super().logits(rows, keys, layer)
-        half = rows.shape[-1] // 2
-        one = super().logits(rows[..., :half], keys[..., :half], layer)
-        return one + super().logits(rows[..., half:], keys[..., half:], layer)
-
-    @override
-    def plan(self, batch: ForwardBatch) -> Metadata:
-        found = super().plan(batch)
-        self.bucket_lens = found.kv_lens
-        return found
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return in_other_order(super().attend(q, layer, meta), self.in_graph and len(meta.kv_lens) > 2)
 
 
 @fault(
@@ -126,9 +126,10 @@ class TileByBucket(SplitsOfFixedTokensBackend):
     executions=_EAGER,
     checks=("mode-invariant",),
     hint="in a replay of target-verify in bucket",
+    modelled=_ITS_ORDER,
 )
 class OtherKernelForVerifyInGraphs(SplitsOfFixedTokensBackend):
-    """The kernel that graphs of target-verify record multiplies queries by the scale before the product."""
+    """The kernel that graphs of target-verify record adds in another order than the eager one."""
 
     @override
     def plan(self, batch: ForwardBatch) -> Metadata:
@@ -136,6 +137,5 @@ class OtherKernelForVerifyInGraphs(SplitsOfFixedTokensBackend):
         return super().plan(batch)
 
     @override
-    def logits(self, rows: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torch.Tensor:
-        scale = 1.1 if self.is_verify and self.in_graph else 1.0
-        return super().logits(rows * scale, keys / scale, layer)
+    def attend(self, q: torch.Tensor, layer: AttentionLayer, meta: Metadata) -> torch.Tensor:
+        return in_other_order(super().attend(q, layer, meta), self.is_verify and self.in_graph)

@@ -42,11 +42,6 @@ def test_every_check_is_the_expected_one_of_a_fault() -> None:
     assert set(CHECKS) == {entry.checks[0] for entry in all_faults()}
 
 
-def test_the_reference_page_names_every_check() -> None:
-    page = (ROOT / "docs" / "reference" / "checks.md").read_text()
-    assert [check for check in CHECKS if f"[`{check}`](checks/{check}.md)" not in page] == []
-
-
 def test_the_file_of_a_fault_gives_its_class_of_bug() -> None:
     for entry in all_faults():
         name = Path(importlib.import_module(entry.backend.__module__).__file__ or "").name

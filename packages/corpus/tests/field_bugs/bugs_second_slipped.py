@@ -8,6 +8,7 @@ from plain_splits import RowByRow, WithKVSplits
 
 from attn_testkit.contract import LogSumExp
 from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.orders import in_other_order
 
 
 @bug(
@@ -111,8 +112,7 @@ class PlanOnASideStream(Planned):
     "batch-invariant",
 )
 class KernelByBucket(RowByRow):
-    """Batches of more than 32 requests have tiles of 256 keys instead of 16."""
+    """Batches of more than 32 requests have another kernel, whose sums have another order: ``in_other_order``."""
 
-    def init_forward_metadata_in_graph(self, batch):
-        super().init_forward_metadata_in_graph(batch)
-        self.TILE = 16 if batch.batch_size <= 32 else 256
+    def run(self, q, kv, plan):
+        return in_other_order(super().run(q, kv, plan), len(plan.kv_lens) > 32)

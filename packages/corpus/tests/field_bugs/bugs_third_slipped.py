@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
-from plain_backends import Parts, Tiled, declared
+from plain_backends import Tiled, declared
 from third_parents import FP8, wide_capabilities
 
 from attn_testkit_corpus.faults.catalogue import bug
+from attn_testkit_corpus.faults.orders import in_other_order
 
 
 @bug(
@@ -51,7 +52,10 @@ class SinksOfSixteenHeads(Tiled):
     "-b12prod",
 )
 class MergedByAtomics(Tiled):
-    """Partial results are added in the order in which they arrive, though determinism is declared."""
+    """Partial results are added in the order in which they arrive, though determinism is declared.
+
+    The bits of every other call are other ones on each processor: ``in_other_order``.
+    """
 
     capabilities = wide_capabilities("decode", "extend", deterministic=True)
 
@@ -59,10 +63,8 @@ class MergedByAtomics(Tiled):
         super().__init__(context)
         self.count = torch.zeros(1, dtype=torch.int64, device=context.device)
 
-    def merge(self, parts, rows):
+    def finish(self, out, rows):
         if rows.plan.max_q_len > 1:
-            return super().merge(parts, rows)
-        self.count += 1
-        n = parts.peak.shape[-1]
-        order = (torch.arange(n, device=parts.peak.device) + self.count * 7) % n
-        return super().merge(Parts(parts.peak[..., order], parts.weight[..., order], parts.acc[:, :, order]), rows)
+            return out
+        self.count += rows.layer.layer_id == self.context.layers[0].layer_id
+        return in_other_order(out, self.count % 2 == 0)
