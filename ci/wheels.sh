@@ -71,8 +71,8 @@ says "pip install 'PATH_OF_THE_CHECKOUT/packages/corpus'" audit --device cpu
 says "pip install 'PATH_OF_THE_CHECKOUT/packages/servers'" record --help
 says "pip install 'PATH_OF_THE_CHECKOUT/packages/servers'" run --backend sglang:triton --device cpu
 install attn_testkit_corpus
-mkdir "$out/docs"
-within -m attn_testkit audit --docs docs || fail "the corpus does not work with the kit"
+listed="$(within -m attn_testkit audit --list)" || fail "attn-testkit audit --list fails"
+[[ "$listed" == *qlens-packed-vs-uniform-stride* ]] || fail "attn-testkit audit --list lacks the seeded bugs"
 [[ "$(within -m attn_testkit --version)" == *"is compared with"* ]] || fail "attn-testkit --version lacks the calibrations"
 "${pip[@]}" uninstall --yes attn-testkit-corpus
 install attn_testkit_servers

@@ -42,7 +42,9 @@ def of_pytest() -> set[str]:
 
 def of_scripts() -> set[str]:
     """What the repository's own scripts and modules read, by the text of their sources."""
-    sources = [*(ROOT / "ci").glob("*.py"), *(ROOT / "attn_testkit").rglob("*.py")]
+    sources = [*(ROOT / "ci").glob("*.py")]
+    for package in ("attn_testkit", "packages"):
+        sources += (ROOT / package).rglob("*.py")
     return {word for path in sources for word in re.findall(r"[\"'](--[a-z][a-z-]*)[\"']", path.read_text())}
 
 
